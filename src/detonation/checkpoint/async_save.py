@@ -2,8 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
+        with _as_saving():
+            _meet(self._model, self._optimizer)
         job = make_save_job(self._model, self._optimizer, extra)  # refuses before a group is opened
         if elastic is None:
             self._open_group()
@@ -224,12 +226,30 @@ def save_checkpoint(
         >>> dt.leave()
     """
     _require_positive(keep)
-    job = make_save_job(model, optimizer, extra, frozen)
+    with _as_saving():
+        _meet(model, optimizer)
+        job = make_save_job(model, optimizer, extra, frozen)
+        return ShardSaver(Path(directory), keep, texts_between(model, optimizer)).save(job)
+
+
+@contextmanager
+def _as_saving() -> Iterator[None]:
+    """Context in which the others hear that this rank is in a save, if they wait for it."""
     PROGRESS.where = "saving"
     try:
-        return ShardSaver(Path(directory), keep, texts_between(model, optimizer)).save(job)
+        yield
     finally:
         PROGRESS.where = "outside"
+
+
+def _meet(model: nn.Module, optimizer: Replicated) -> None:
+    """Waits until all ranks save, if the state of this rank needs collectives of the links.
+
+    A rank that takes a step instead would take them for its messages.
+    """
+    late = any(scheme.round.delay for _, scheme in optimizer.levels)
+    if late or not optimizer.is_built:
+        texts_between(model, optimizer).gather("")
 
 
 def _require_positive(keep: int) -> None:

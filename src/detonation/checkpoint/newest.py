@@ -286,6 +286,7 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     with _refused_together(found, texts):
         merged += complete() + _other_versions(found.manifest)
     optimizer.resume_at(found.manifest.step)
+    optimizer.call_after_loading()
     _log.info("%s: %s", found.path, merged)
     return Loaded(found.path, found.manifest.step, extra, merged)
 

@@ -52,6 +52,7 @@ def restore(
     Raises:
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
     """
+    optimizer.refuse_loading_hooks()
     own, held = held_shards(model, optimizer)
     manifest = saved.manifest
     file = _own_file(saved, own)

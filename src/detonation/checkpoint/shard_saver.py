@@ -97,6 +97,7 @@ def make_save_job(
     Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold.
     """
     values = encoded_extra(extra or {}, MOST_BYTES)
+    optimizer.call_before_saving()
     snapshot = take_snapshot(model, optimizer, frozen)
     shard_file.require_types({name: tensor.dtype for name, tensor in snapshot.tensors.items()})
     own, held = held_shards(model, optimizer)

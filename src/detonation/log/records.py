@@ -22,7 +22,7 @@ from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
 from detonation.core.flat.written import WrittenWeights, stamp, weight_places
 from detonation.core.integrity.observer import StepObserver
-from detonation.core.optim import hooks_of
+from detonation.core.optim import hooks_after, hooks_before
 from detonation.core.optimizer import Replicated, local_parameters, reshard
 from detonation.core.runtime import Readback
 from detonation.whole_files import reading
@@ -160,7 +160,8 @@ class StepRecorder(StepObserver, ABC):
         self._numbers: dict[str, int] = {}  # of the parameters of the model, by name
         self._written: Copies = []  # the weights that were written before the current step
         self._warned = False
-        self._warned_of_hooks = False
+        self._hooks: list[str] = []  # the last recorded ones before steps of the base optimizer
+        self._moved = False  # True if stamps were taken in the step, ahead of the hooks after it
         # stamps of the base optimizer's state after the last end; None if nobody took them
         self._state: dict[Any, Any] | None = None
         self._left = False  # True if what comes next does not follow the last end
@@ -182,6 +183,17 @@ class StepRecorder(StepObserver, ABC):
             self._numbers = {name: number for number, name in enumerate(places)}
             watched = {*self.watches(optimizer)} - _moved_by_rounds(optimizer)
             self._weights.places = {n: at for n, at in places.items() if bare_name(n) in watched}
+        if not self._moved:
+            self._take_stamps(optimizer)
+        self._moved = False
+
+    def moved(self, optimizer: Replicated) -> None:
+        """Takes the stamps ahead of hooks after the step, so that what these write is recorded."""
+        if self.records and self._watched is not None and hooks_after(optimizer.base):
+            self._take_stamps(optimizer)
+            self._moved = True
+
+    def _take_stamps(self, optimizer: Replicated) -> None:
         self._weights.note()
         self._state = _state_stamps(optimizer)
 
@@ -268,11 +280,14 @@ class StepRecorder(StepObserver, ABC):
         kind = SYNCHRONIZE
         if what == "step":
             kind = STEP
-        self._warn_of_hooks(optimizer)
         changed = self._changed(optimizer.param_groups)
-        about = {}
+        about: dict[str, Any] = {}
         if kind == STEP or any(changed):
-            about = {"groups": changed}
+            about["groups"] = changed
+        hooks = hooks_before(optimizer.base)
+        if hooks != self._hooks:
+            self._hooks = about["hooks"] = hooks
+            self._warn_of_hooks(hooks)
         self._waiting.append((messages, noted(kind, optimizer.step_count, about)))
         self.flush(self._late)
 
@@ -300,21 +315,21 @@ class StepRecorder(StepObserver, ABC):
         self._messages = []
         self._waiting = []
         self._options = []
+        self._hooks = []
         self._written = []
         self._weights.forget()
         self._state = None
 
-    def _warn_of_hooks(self, optimizer: Replicated) -> None:
-        """Warns once if hooks may change gradients or weights inside of a step."""
-        if self._warned_of_hooks or not (hooks := hooks_of(optimizer.base)):
-            return
-        self._warned_of_hooks = True
-        _log.warning(
-            "%s does not get what hooks of the base optimizer change in a step: %s; register them"
-            " on the replicated optimizer, or on that of a replay and of a follower, too",
-            self.reader,
-            first_names(hooks),
-        )
+    def _warn_of_hooks(self, hooks: Sequence[str]) -> None:
+        """Warns if hooks may change gradients before a step of the base optimizer."""
+        if hooks:
+            _log.warning(
+                "%s does not get what hooks before steps of the base optimizer change: %s; register"
+                " them on the replicated optimizer, or on the base optimizer of a replay and of a"
+                " follower, too",
+                self.reader,
+                first_names(hooks),
+            )
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Options of each parameter group that were not recorded yet."""

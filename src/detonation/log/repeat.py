@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from detonation.checkpoint.gather import texts_between
+from detonation.choices import first_names
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement import take_recorded
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import digest, local, locals_of
 from detonation.core.integrity.observer import PlayedMessages
+from detonation.core.optim import hooks_before
 from detonation.core.optimizer import Replicated, local_parameters
 from detonation.log.records import (
     LOG_VERSION,
@@ -163,6 +165,8 @@ class Playback(Player):
                     raise DamagedLog(
                         f"it goes on with step {end.step} after {step}: a file is missing"
                     )
+                if end.kind == STEP:
+                    _require_hooks(end, self._optimizer)
                 step = end.step
                 if self._messages:
                     last = step
@@ -443,6 +447,7 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
     if end.kind != STEP:
         optimizer.synchronize()
         return
+    _require_hooks(end, optimizer)
     if end.step != optimizer.step_count + 1:
         raise DamagedLog(
             f"the log goes on with step {end.step} after {optimizer.step_count} steps: a file is"
@@ -450,6 +455,20 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         )
     optimizer.zero_grad()
     optimizer.step()
+
+
+def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:
+    """Raises `ValueError` unless hooks of the same names run before steps of this base optimizer.
+
+    A record has the names where they changed. Old logs have none.
+    """
+    here = {name.rpartition(".")[2] for name in hooks_before(optimizer.base)}
+    lacks = [name for name in end.table().get("hooks", ()) if name.rpartition(".")[2] not in here]
+    if lacks:
+        raise ValueError(
+            f"training ran hooks before step {end.step} of its base optimizer, which may change"
+            f" gradients: {first_names(lacks)}; register hooks of these names on optimizer.base"
+        )
 
 
 @torch.no_grad()

@@ -2,9 +2,10 @@
 hold, and gradients as integers with a scale per block and error feedback, in one all-to-all."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from detonation.wire.wire import BLOCK
 @dataclass(frozen=True)
 class BlockIntegers:
     """4 or 8 bits per number: evenly spaced levels from minus to plus the largest magnitude of a
-    block of 128.
+    block of 128. One code more marks a number that was not sent.
 
     A message is its packed integers and then the scales of its blocks in bf16; the last block is
     filled up with zeros, and on an accelerator the message, too, to a multiple of `ALIGNMENT`
@@ -44,8 +45,11 @@ class BlockIntegers:
     def largest(self) -> int:
         return (1 << self.width - 1) - 1
 
-    def encode(self, values: Tensor) -> Tensor:
-        """Quantizes each line."""  # [..., n] fp32 -> [..., bytes of whole blocks] uint8
+    def encode(
+        self, values: Tensor, places: Tensor | None = None, marked: Tensor | None = None
+    ) -> Tensor:
+        """Quantizes each line, and marks the numbers at those of `places` that are `marked`."""
+        # [..., n] fp32, [marks] int64, [marks] bool -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
         if missing:
             lines = pad(values, (0, missing))
@@ -62,17 +66,21 @@ class BlockIntegers:
         codes = (
             (blocks * per_step).round_().clamp_(-self.largest, self.largest).add_(self.largest + 1)
         )
-        whole = codes.to(torch.uint8).bitwise_and_((1 << self.width) - 1)
-        packed = pack(whole.flatten(-2), self.width)
+        whole = codes.to(torch.uint8).bitwise_and_((1 << self.width) - 1).flatten(-2)
+        if places is not None and marked is not None:
+            whole[..., places] = whole[..., places].masked_fill(marked, 0)
+        packed = pack(whole, self.width)
         return _aligned(torch.cat([packed, scales.view(torch.uint8)], -1))
 
-    def decode(self, encoded: Tensor, count: int) -> Tensor:
-        """Reads messages of `count` numbers each."""  # [..., bytes] uint8 -> [..., count] fp32
+    def decode(self, encoded: Tensor, count: int, places: Tensor | None = None) -> Tensor:
+        """Reads messages of `count` numbers each. Those at `places` are 0 where they are marked."""
+        # [..., bytes] uint8, [marks] int64 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
-        codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(
-            self.largest + 1
-        )
+        codes = self._codes(encoded, count).sub_(self.largest + 1)
+        if places is not None:
+            some = codes[..., places]
+            codes[..., places] = some.masked_fill(some == -self.largest - 1, 0.0)
         # [..., blocks, 1]
         scales = (
             encoded[..., split : split + 2 * blocks]
@@ -84,6 +92,17 @@ class BlockIntegers:
         return (
             codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales).flatten(-2)[..., :count]
         )
+
+    def marked(self, encoded: Tensor, count: int, places: Tensor) -> Tensor:
+        """Tells which numbers at `places` are marked in messages of `count` numbers each."""
+        # [..., bytes] uint8, [marks] int64 -> [..., marks] bool
+        return self._codes(encoded, count)[..., places] == 0
+
+    def _codes(self, encoded: Tensor, count: int) -> Tensor:
+        # [..., bytes] uint8 -> [..., numbers of whole blocks] fp32
+        numbers = -(-count // self.block) * self.block
+        split = packed_bytes(numbers, self.width)
+        return unpack(encoded[..., :split], numbers, self.width, torch.float32)
 
 
 def _aligned(octets: Tensor) -> Tensor:
@@ -105,9 +124,14 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     each other node to the rank with the same place there; its own node's sum is not quantized. The
     rounding errors are added to the next sums.
 
-    residual: `[nodes - 1, n]` fp32, the rounding errors for the other nodes in their order; None
-    until the first use. local: the ranks of this node; None for one. sizes: the numbers of each
-    trained parameter in a shard, in the order of messages.
+    A message says which parameters no rank of its node used, by a mark in the place of their first
+    number. For those that no rank of the replica used, nothing happens.
+
+    lacks: the parameters without a gradient on this rank, whose sums of zeros come next. unused: of
+    these, the ones that no rank of the replica used, after a call. residual: `[nodes - 1, n]` fp32,
+    the rounding errors for the other nodes in their order; None until the first use. local: the
+    ranks of this node; None for one. sizes: the numbers of each trained parameter in a shard, in
+    the order of messages.
     """
 
     def __init__(
@@ -122,7 +146,10 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         self._codec = codec
         self._sizes = sizes
         self._others = link.replicas - 1
+        self.lacks: Sequence[str] = ()
+        self.unused: set[str] = set()
         self.residual: Tensor | None = None
+        self._places: tuple[dict[str, int], Tensor | None] = ({}, None)
         self._laid_out: dict[str, int] = {}  # the sizes of the residual
 
     def __call__(
@@ -139,16 +166,19 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
                 f"the reduce-scatter between nodes sums, was asked for {op}: leave the divisor to"
                 " FSDP2"
             )
-        sums = self._summed_in_node(input_tensor.view(self._link.replicas, -1))  # [nodes, n]
+        parts = input_tensor.view(self._link.replicas, -1)
+        places = self._first_numbers(parts)
+        sums, unused = self._summed_in_node(parts, places)  # [nodes, n], [parameters] bool
         count = sums.shape[1]
         here = self._link.replica
         residual = self._residual_for(count, sums.device)
+        before = residual.clone() if self.lacks else residual
         # slices: an index that is a list is copied to the device, and the host waits for it
         signal = torch.cat([sums[:here], sums[here + 1 :]]).float().add_(residual)  # [nodes - 1, n]
-        encoded = self._codec.encode(signal)
+        encoded = self._codec.encode(signal, places, unused)
         for_itself = encoded.new_zeros(1, encoded.shape[1])
         arriving = self._link.all_to_all(torch.cat([encoded[:here], for_itself, encoded[here:]]))
-        signal.sub_(self._codec.decode(encoded, count))
+        signal.sub_(self._codec.decode(encoded, count, places))
         # a gradient that is not finite is for those who receive it to refuse: the residual stays as
         # it was
         torch.where(signal.isfinite().all(), signal, residual, out=residual)
@@ -158,8 +188,38 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             if node == here:
                 total.add_(sums[node].float())
             else:
-                total.add_(self._codec.decode(rows[node], count))
+                total.add_(self._codec.decode(rows[node], count, places))
+        self.unused = set()
+        if self.lacks and places is not None and unused is not None:
+            others = torch.cat([rows[:here], rows[here + 1 :]])
+            everywhere = self._codec.marked(others, count, places).all(0) & unused
+            self._leave(everywhere.tolist(), before, total)
         output_tensor.copy_(total)
+
+    def _leave(self, unused: Sequence[bool], before: Tensor, total: Tensor) -> None:
+        """Undoes the step of the residual for the parameters that no rank of the replica used."""
+        assert self.residual is not None
+        end = 0
+        for (name, size), is_unused in zip(self._laid_out.items(), unused, strict=True):
+            end += size
+            if is_unused:
+                self.unused.add(name)
+                self.residual[:, end - size : end] = before[:, end - size : end]
+                total[end - size : end] = 0.0
+
+    def _first_numbers(self, parts: Tensor) -> Tensor | None:
+        """Where each parameter begins in a shard; None where torch leaves parameters out."""
+        # [nodes, local * n] -> [parameters] int64
+        sizes = dict(self._sizes())
+        local = self._local.size() if self._local is not None else 1
+        if not all(sizes.values()) or sum(sizes.values()) * local != parts.shape[1]:
+            return None
+        known, places = self._places
+        if places is None or known != sizes or places.device != parts.device:
+            ends = list(accumulate(sizes.values()))
+            places = torch.tensor([0, *ends[:-1]], dtype=torch.int64, device=parts.device)
+            self._places = sizes, places
+        return places
 
     def by_parameter(self) -> dict[str, Tensor]:
         """The residual of each parameter; empty before the first use."""
@@ -212,18 +272,30 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             self._laid_out = sizes
         return self.residual
 
-    def _summed_in_node(self, parts: Tensor) -> Tensor:
+    def _summed_in_node(self, parts: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The sums over the ranks of this node of what the ranks with this rank's place in their
-        nodes own."""
-        # [nodes, local * n] -> [nodes, n]
+        nodes own; and which parameters none of these ranks used."""
+        # [nodes, local * n], [parameters] int64 -> [nodes, n], [parameters] bool
+        unused = None
+        used = parts.new_ones(0)
+        if places is not None:
+            used = parts.new_ones(len(places))
+            for number, name in enumerate(self._places[0]):
+                if name in self.lacks:
+                    used[number] = 0
+            unused = used == 0
         if self._local is None:
-            return parts
+            return parts, unused
         nodes = len(parts)
         size = self._local.size()
-        for_each = parts.view(nodes, size, -1).transpose(0, 1).contiguous()  # [local, nodes, n]
+        count = parts.shape[1] // size
+        lines = parts.view(nodes, size, -1).transpose(0, 1)  # [local, nodes, n]
+        for_each = torch.cat([lines, used.expand(size, nodes, -1)], 2)
         summed = parts.new_empty(nodes, for_each.shape[2])
         _reduce_scatter_single(summed.view(-1), for_each.view(-1), group=self._local)
-        return summed
+        if unused is not None:
+            unused = summed[0, count:] == 0
+        return summed[:, :count], unused
 
 
 class WeightMoves:

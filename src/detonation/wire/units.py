@@ -3,7 +3,8 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,17 +65,52 @@ class ShardUnit:
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 # since torch 2.13: equal sizes at every step
                 module.set_reduce_scatter_unused_params(True, recurse=False)
+            self._watch_backward(module, self.reduce)
         setattr(module, _UNIT, self)
         self._hook_loading(cast(nn.Module, module))
+
+    def _watch_backward(self, module: FSDPModule, reduce: ErrorFeedbackReduce) -> None:
+        """Tells `reduce` which gradients are missing, and takes back the zeros that FSDP2 puts in
+        the place of those that no rank has."""
+        group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
+        reduces = group.post_backward
+
+        def post_backward(*arguments: Any) -> Any:
+            lacking = [each.sharded_param for each in group.fsdp_params if _lacks_gradient(each)]
+            names = {id(parameter): name for name, parameter in self.parameters.items()}
+            reduce.lacks = [names[id(parameter)] for parameter in lacking]
+            hooks = []
+            for parameter in (each for each in lacking if each.grad is None):
+                hook = partial(_take_back, reduce, names[id(parameter)])
+                hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter._post_accumulate_grad_hooks.move_to_end(hooks[-1].id, last=False)
+            try:
+                return reduces(*arguments)
+            finally:
+                reduce.lacks = ()
+                for handle in hooks:
+                    handle.remove()
+
+        group.post_backward = post_backward
 
     def _hook_loading(self, module: nn.Module) -> None:
         """Lets `load_state_dict` of each module of the unit make the next exchange exact."""
 
         def loaded(*_: object) -> None:
             reshard(unit)  # or the next forward pass would exchange nothing
+            for name, (parameters, own_name) in places.items():  # `assign` replaces them
+                if (now := parameters.get(own_name)) is not None:
+                    self.parameters[name] = now
             self.gather.forget()
 
         unit = module
+        own = {id(parameter): name for name, parameter in self.parameters.items()}
+        places = {
+            own[id(parameter)]: (each._parameters, name)
+            for each in own_modules(module)
+            for name, parameter in each._parameters.items()
+            if id(parameter) in own
+        }
         for each in own_modules(module):
             each.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
 
@@ -140,6 +176,22 @@ class ShardUnit:
         return {
             name: size for name, size in self.sizes().items() if self.parameters[name].requires_grad
         }
+
+
+def _lacks_gradient(fsdp_parameter: Any) -> bool:
+    """True if FSDP2 would send zeros as the gradient of its parameter."""
+    whole = getattr(fsdp_parameter, "_unsharded_param", None)
+    return (
+        whole is not None
+        and whole.requires_grad
+        and whole.grad is None
+        and fsdp_parameter.unsharded_accumulated_grad is None
+    )
+
+
+def _take_back(reduce: ErrorFeedbackReduce, name: str, parameter: Tensor) -> None:
+    if name in reduce.unused:
+        parameter.grad = None
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -20,6 +20,10 @@ class StepObserver:
     def enter(self, optimizer: Any) -> None:
         """Sees the weights of a `Replicated` before each step and each call of `synchronize`."""
 
+    def moved(self, optimizer: Any) -> None:
+        """Sees the weights once the base optimizer has moved them, before its hooks after a step
+        run."""
+
     def received(self, place: int, step: int, message: Tensor) -> None:
         """Sees the messages of all replicas, or their sum. They may be overwritten afterwards.
 

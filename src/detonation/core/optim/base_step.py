@@ -7,8 +7,10 @@ from weakref import WeakSet, finalize, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from detonation.core.flat.tensors import local, padding_row
+from detonation.core.optim.wrapper import names_of
 from detonation.plugins import plugin
 
 
@@ -27,7 +29,10 @@ class BaseStep:
         clip: Called before each step, if set; see `Clip`.
         overflow: A GradScaler's finding about gradients that no agreed update replaces. If it is
             not 0, the step is skipped.
+        lost: Whether a GradScaler found that gradients of this replica overflowed, whatever
+            replaces them.
         rounding: Context of each step.
+        look: Called, if set, once a step has moved the weights and before hooks of others run.
 
     Args:
         optimizer: The base optimizer. It gets a hook that checks each of its steps.
@@ -37,7 +42,9 @@ class BaseStep:
         self.optimizer = optimizer
         self.clip: Clipping | None = None
         self.overflow: Tensor | None = None
+        self.lost = False
         self.rounding: AbstractContextManager[object] = nullcontext()
+        self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
         self._hook: Callable[[], object] | None = None  # removes the hook of held rows
         self._lookout = _lookout_of(optimizer)
@@ -49,12 +56,17 @@ class BaseStep:
             return
         if self.clip and clips:
             self.clip()
-        self._lookout.is_away = True
+        self._lookout.stepping = self
         try:
             with self.rounding:
                 self.optimizer.step()
         finally:
-            self._lookout.is_away = False
+            self._lookout.stepping = None
+
+    @property
+    def overflows(self) -> bool:
+        """True if `overflow` is not 0. Waits for the device."""
+        return self.overflow is not None and bool(self.overflow)
 
     @property
     def rounds_singly(self) -> bool:
@@ -106,36 +118,50 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
 
 def hooks_of(optimizer: Optimizer) -> list[str]:
     """Names of the hooks around steps of `optimizer` that others registered."""
-    hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-    ]
+    return [*hooks_before(optimizer), *hooks_after(optimizer)]
+
+
+def hooks_before(optimizer: Optimizer) -> list[str]:
+    """Names of the hooks before steps of `optimizer` that others registered."""
+    own = optimizer._optimizer_step_pre_hooks.values()
+    return _of_others([*_global_optimizer_pre_hooks.values(), *own])
+
+
+def hooks_after(optimizer: Optimizer) -> list[str]:
+    """Names of the hooks after steps of `optimizer` that others registered."""
+    own = optimizer._optimizer_step_post_hooks.values()
+    return _of_others([*own, *_global_optimizer_post_hooks.values()])
+
+
+def _of_others(hooks: Iterable[Callable[..., object]]) -> list[str]:
     others = [hook for hook in hooks if not str(hook.__module__).startswith("detonation.")]
-    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in others]
+    return names_of(others)
 
 
 class _Lookout:
-    """A hook after each step of an optimizer. It raises for a step outside of a `BaseStep`, which
-    would change one replica alone.
+    """The first hook after each step of an optimizer. It raises for a step outside of a
+    `BaseStep`, which would change one replica alone.
 
     It does not run before steps, because `Update.apply` writes no gradients if no such hook exists.
 
     Attributes:
-        is_away: True during a step of a `BaseStep`.
+        stepping: The `BaseStep` that takes a step now.
     """
 
     def __init__(self) -> None:
         self.users: WeakSet[BaseStep] = WeakSet()
-        self.is_away = False
+        self.stepping: BaseStep | None = None
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # torch's helpers step with lr 0 to create state
         moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
-        if self.users and moves and not self.is_away:
+        if self.users and moves and not self.stepping:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} inside was stepped, which moves this replica"
                 " alone: call step() of the optimizer that detonation.replicate returned"
             )
+        if self.stepping and self.stepping.look:
+            self.stepping.look()
 
 
 def _lookout_of(optimizer: Optimizer) -> _Lookout:
@@ -144,5 +170,7 @@ def _lookout_of(optimizer: Optimizer) -> _Lookout:
         if isinstance(hook, _Lookout):
             return hook
     lookout = _Lookout()
-    optimizer.register_step_post_hook(lookout)
+    handle = optimizer.register_step_post_hook(lookout)
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an ordered dict, typed as a dict
+    hooks.move_to_end(handle.id, last=False)
     return lookout

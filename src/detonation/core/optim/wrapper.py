@@ -1,6 +1,6 @@
 """OptimizerWrapper: an optimizer around another, whose groups and state it shares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -91,11 +91,46 @@ class OptimizerWrapper(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def call_before_saving(self) -> None:
+        """Calls the hooks of this optimizer and of `base` for a save that makes no state dict.
+
+        Raises `ValueError` for hooks that change state dicts.
+        """
+        for each in (self, self.base):
+            _refuse_hooks(each._optimizer_state_dict_post_hooks.values(), "saves")
+        for each in (self, self.base):
+            for hook in each._optimizer_state_dict_pre_hooks.values():
+                hook(each)
+
+    def refuse_loading_hooks(self) -> None:
+        """Raises `ValueError` for hooks that change state dicts, before a load that reads none."""
+        for each in (self, self.base):
+            _refuse_hooks(each._optimizer_load_state_dict_pre_hooks.values(), "loads")
+
+    def call_after_loading(self) -> None:
+        """Calls the hooks of `base` and of this optimizer after a load that read no state dict."""
+        for each in (self.base, self):
+            for hook in each._optimizer_load_state_dict_post_hooks.values():
+                hook(each)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
+
+
+def names_of(hooks: Iterable[Callable[..., object]]) -> list[str]:
+    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
+
+
+def _refuse_hooks(hooks: Iterable[Callable[..., object]], does: str) -> None:
+    names = names_of(hooks)
+    if names:
+        raise ValueError(
+            f"a checkpoint {does} no state dict, so this hook cannot change it: {names[0]}; remove"
+            " the hook, or save and load state_dict() of this optimizer, one file per rank"
+        )
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

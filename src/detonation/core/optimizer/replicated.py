@@ -24,7 +24,7 @@ from detonation.core.optimizer.build import Route, Settings, build_levels, compa
 from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
-from detonation.core.replicator import Replicator, release_used_rows
+from detonation.core.replicator import PaddingRows, Replicator
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes import Scheme
 from detonation.plugins import plugin
@@ -74,7 +74,7 @@ class Replicated(OptimizerWrapper):
         # True if a loaded state dict had no replica state; the next step warns
         self.memory_lost = False
         self._routes: dict[tuple[int, int], Route] = {}
-        self._asks_padding = False  # True if the next step must ask for gradients of padding rows
+        self._padding: PaddingRows | None = None  # None if no padding row is held
         # True if `overlap` sent no gradients because the trained parameters changed
         self._held_back = False
         self._consensus: StopConsensus | None = None
@@ -147,8 +147,10 @@ class Replicated(OptimizerWrapper):
             self.base_step(clips=False)
             return loss
         self.base_step.overflow = None
+        self.base_step.lost = False
         if "grad_scale" in vars(self):
             self.base_step.overflow = self.unscale()
+            self.base_step.lost = self.base_step.overflows
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
         # the number of the step, from its first message until the weights have moved
@@ -198,7 +200,7 @@ class Replicated(OptimizerWrapper):
 
     def _enter(
         self, overlapping: bool, arithmetic: ExitStack
-    ) -> tuple[StopConsensus, list[Replicator], list[Replicator]]:
+    ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
         """Enters a step: builds the levels before the first step, and makes pending changes.
 
         Changes are lost or new replicas, and added or removed parameters. If `overlap` has already
@@ -208,8 +210,8 @@ class Replicated(OptimizerWrapper):
             overlapping: Whether `overlap` has sent gradients of this step.
             arithmetic: Receives the context in which the rest of the step computes.
 
-        Returns: the consensus, the replicators that act before the weights move, and those that
-        act afterwards.
+        Returns: the consensus, the replicators that act before the weights move, with padding rows
+        last, and the replicators that act afterwards.
         """
         if self.memory_lost:
             states.warn_of_lost_memory(self)
@@ -230,10 +232,10 @@ class Replicated(OptimizerWrapper):
             if changed:
                 self._change_trained(in_buckets=held_back)
         replicators = self._replicators or []
-        if self._asks_padding:
-            self._asks_padding = False
-            release_used_rows(replicators, self.base_step)
-        first = [replicator for replicator in replicators if replicator.acts_before]
+        first: list[Replicator | PaddingRows] = [each for each in replicators if each.acts_before]
+        if self._padding:
+            self._padding.look()
+            first.append(self._padding)
         last = [replicator for replicator in replicators if not replicator.acts_before]
         return self._consensus, first, last
 
@@ -293,6 +295,8 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None:
             # this call raises if other code replaced a trained parameter of the model
             self._trained.by_name()
+            if self._padding:
+                self._padding.agree()
             options = options_of(self.base)
             self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
@@ -326,10 +330,10 @@ class Replicated(OptimizerWrapper):
         """
         self.set_up()
         self.synchronize()
-        self.levels, self._by_level = changes.with_scheme(
+        self.levels, by_level = changes.with_scheme(
             self.levels, self._by_level, level, scheme, self.base_step, self._consensus
         )
-        self._replicators = [replicator for made in self._by_level for replicator in made]
+        self._take(by_level)
         self._compare()
 
     def record(self, observer: StepObserver | None) -> None:
@@ -343,6 +347,9 @@ class Replicated(OptimizerWrapper):
         if observer:
             rules_of(self.levels[0][0]).refuse_log()
         self.observer = observer
+        self.base_step.look = None
+        if observer:
+            self.base_step.look = partial(observer.moved, self)
         for link, _ in self._routes.values():
             link.observe(observer)
         if observer and self.is_built and not self.step_count:
@@ -440,6 +447,7 @@ class Replicated(OptimizerWrapper):
         replicators = self._replicators
         parameters = self._trained.laid_out
         clip = self.base_step.clip
+        padding = self._padding
         try:
             yield
         except BaseException:
@@ -447,6 +455,7 @@ class Replicated(OptimizerWrapper):
                 self._by_level = by_level
                 self._consensus = consensus
                 self._replicators = replicators
+                self._padding = padding
                 self._trained.lay_out(parameters)
                 self.base_step.clip = clip
             raise
@@ -465,6 +474,11 @@ class Replicated(OptimizerWrapper):
         """Raises `OverlapError` between `overlap` and the step that completes it."""
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
+
+    def _begin_anew(self) -> None:
+        """Shows observers that levels changed: their records do not have the padding rows that
+        move."""
+        self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
         changes.complete(self.build(), consensus, self._buffers, self.step_count)
@@ -523,7 +537,7 @@ class Replicated(OptimizerWrapper):
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Rebuilds the levels for `parameters`, with the previous links and fault counts."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
-        self._by_level, self._consensus = build_levels(
+        by_level, self._consensus = build_levels(
             parameters,
             self._trained.names,
             self.base_step,
@@ -531,15 +545,25 @@ class Replicated(OptimizerWrapper):
             self.settings,
             self._routes,
         )
-        self._replicators = [each for level in self._by_level for each in level]
+        replicators = self._take(by_level)
         self._trained.lay_out(parameters)
         for axis in changes.renumbered_axes(self.levels):
             axis.trains(parameters.values())
-        self._asks_padding = any(each.holds_padding for each in self._replicators)
         self.record(self.observer)
         if self.closeness:
-            self.closeness.attach(self._consensus, self._replicators, self.step_count)
-        return self._replicators
+            self.closeness.attach(self._consensus, replicators, self.step_count)
+        return replicators
+
+    def _take(self, by_level: list[list[Replicator]]) -> list[Replicator]:
+        """Continues with the replicators `by_level`; returns them in one list."""
+        self._by_level = by_level
+        self._replicators = replicators = [each for level in by_level for each in level]
+        for each in by_level[0]:
+            each.innermost = True
+        self._padding = None
+        if any(each.holds_padding for each in replicators):
+            self._padding = PaddingRows(replicators, self.base_step, self._begin_anew)
+        return replicators
 
     def _compare(
         self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None

@@ -31,6 +31,10 @@ class TrainedParameters:
         self._ids = set[int]()
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
+        # the modules that hold these parameters, and the ids of the parameters
+        self._owners: list[dict[str, nn.Parameter | None]] = []
+        self._own_names: list[str] = []
+        self._owned: list[int] = []
         self._units = shown_units(model)
         self._take_shards()
         _TRAINED[self] = None
@@ -115,7 +119,21 @@ class TrainedParameters:
         self._kinds = [*map(_KIND, parameters.values())]
         self._units = shown_units(self.model)
         self._ids = {id(p) for p in self.everyone if id(p) in mine}
+        self._note_owners()
         self._forget_frozen_gradients()
+
+    def _note_owners(self) -> None:
+        """Notes which modules hold the parameters in the layouts."""
+        mine = {id(p) for p in self.laid_out.values()}
+        found = [
+            (module._parameters, name, id(p))
+            for module in self.model.modules()
+            for name, p in module._parameters.items()
+            if id(p) in mine
+        ]
+        self._owners = [parameters for parameters, _, _ in found]
+        self._own_names = [name for _, name, _ in found]
+        self._owned = [number for _, _, number in found]
 
     def show_shards(self) -> bool:
         """Shows the shards where a forward pass without a backward pass left copies of them.
@@ -130,6 +148,8 @@ class TrainedParameters:
                 break
         if [*map(_KIND, self.laid_out.values())] != self._kinds:
             self._refuse_other_kinds()
+        if [*map(id, map(dict.get, self._owners, self._own_names))] != self._owned:
+            self._refuse_replaced()
         groups = self._base.param_groups
         return {id(p) for group in groups for p in group["params"] if p.requires_grad} != self._ids
 
@@ -140,6 +160,20 @@ class TrainedParameters:
                     f"{name} is {p.shape} {p.dtype}, was {shape} {dtype} at the last step:"
                     " keep dtype and shape, or make the optimizer anew"
                 )
+
+    def _refuse_replaced(self) -> None:
+        """Raises `ValueError` if the model holds another parameter in the place of a trained one.
+
+        A module may also hold the same parameter under another name, as a parametrization does.
+        """
+        held = {id(p) for p in self.model.parameters()}
+        for name, parameter in self.laid_out.items():
+            if id(parameter) not in held:
+                raise ValueError(
+                    f"{name} of the model is another parameter than the optimizer trains, as after"
+                    " load_state_dict(assign=True): load without assign, or make the optimizer anew"
+                )
+        self._note_owners()
 
     @property
     def changed(self) -> bool:

@@ -23,6 +23,8 @@ class Replicator(ABC):
     """True where it acts in `before`; otherwise in `after`."""
     holds_padding = False
     """True if it keeps padding rows where they are, which its codec would move."""
+    innermost = False
+    """True if its signals are those of this replica, and not what other levels agreed on."""
     stepped: BaseStep | None = None
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from detonation.core.codec import MessageRows, Received, Selected
 from detonation.core.compute.nonfinite import FINE, Verdict
@@ -19,7 +20,7 @@ from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.message import Message, Missing
 from detonation.core.link import Link
 from detonation.core.memory import LocalState, Memory
-from detonation.core.optim import Deferred, SignSGD
+from detonation.core.optim import Deferred, SignSGD, hooks_of
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import Scheme, buckets_of, codec_of
 
@@ -116,7 +117,12 @@ class Update:
             weights: Then the local part of each parameter.
         """
         received = self.received
-        if signs is not None and not signs._optimizer_step_pre_hooks:  # which may look at gradients
+        may_move = signs is not None and not (  # hooks may look at gradients
+            signs._optimizer_step_pre_hooks
+            or len(signs._optimizer_step_post_hooks) > 1  # the first is this library's
+            or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
+        )
+        if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
                 moved[number] = torch.empty_like(moved[number])  # moves in its place
@@ -214,7 +220,11 @@ class Channel:
         return Transfer(pipeline or self._whole, self._message(step))
 
     def send(
-        self, signals: Sequence[Tensor | None], step: int, pipeline: BucketPipeline | None = None
+        self,
+        signals: Sequence[Tensor | None],
+        step: int,
+        pipeline: BucketPipeline | None = None,
+        lost: bool = False,
     ) -> Transfer:
         """Sends a signal in one collective. A signal with a value that is not finite leaves as an
         empty message, which tells the reason.
@@ -223,6 +233,8 @@ class Channel:
             pipeline: Of a bucket that is a message of its own, one in memory at a time: `signals`
                 are its pieces. All buckets of a step are sent like this, in one order on all
                 replicas, or none.
+            lost: Whether this replica counts as one without gradients, whatever the signals are:
+                the step is undone if all replicas do.
 
         Shapes: one local shape per parameter, or one per piece of the bucket.
         """
@@ -231,7 +243,7 @@ class Channel:
         if self.link.playback:
             self._play(transfer, [transfer.pipeline])
             return transfer
-        missing = [number for number, signal in enumerate(signals) if signal is None]
+        missing = [number for number, signal in enumerate(signals) if signal is None or lost]
         if missing:
             self.unused.miss(transfer.message, missing)
         transfer.verdict = transfer.pipeline.engine.inspect(signals, self.runtime)

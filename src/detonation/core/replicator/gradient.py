@@ -213,7 +213,9 @@ class GradientReplicator(Replicator):
         else:
             if self._equal:
                 self._refuse_unequal()
-            transfer = self.channel.send(local_gradients(self.parameters), step)
+            gradients = local_gradients(self.parameters)
+            lost = self.innermost and self._base.lost
+            transfer = self.channel.send(gradients, step, lost=lost)
         due: Transfer | Flat = transfer
         if self._delayed:
             due = self._updates.exchange(transfer)

@@ -1,6 +1,6 @@
 """Padding rows that move after all, because a replica has a gradient of them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,23 +12,64 @@ from detonation.core.optim import BaseStep
 from detonation.core.replicator.base import Replicator
 
 
-def release_used_rows(replicators: Sequence[Replicator], base: BaseStep) -> None:
-    """Lets the padding rows move of which any replica has a gradient before a step. Collective."""
-    asked: dict[Link, list[tuple[Replicator, str]]] = {}
-    words: dict[Link, list[bool]] = {}
-    for each in (each for each in replicators if each.holds_padding):
-        found = zip(each.parameters.items(), local_gradients(each.parameters), strict=True)
-        for (name, parameter), gradient in found:
-            if (row := padding_row(parameter)) is not None:
-                asked.setdefault(each.link, []).append((each, name))
-                used = gradient is not None and bool(gradient[row].any())
-                words.setdefault(each.link, []).append(used)
-    for link, mine in words.items():
-        device = asked[link][0][0].channel.runtime.device
-        table = link.collect(torch.tensor(mine, dtype=torch.int64, device=device))
-        for (replicator, name), used in zip(asked[link], table.any(0).tolist(), strict=True):
-            if used:
-                _use(replicator, name, base)
+class PaddingRows:
+    """The padding rows that `replicators` hold, until a replica has a gradient of them.
+
+    The replicas ask each other in a step: in the first one, and in each one that follows as long
+    as no replica has had a gradient of the whole parameter. Later gradients of a row wait for the
+    next comparison of the replicas, which asks, too.
+
+    Args:
+        released: Called after rows were let move.
+    """
+
+    def __init__(
+        self, replicators: Sequence[Replicator], base: BaseStep, released: Callable[[], object]
+    ) -> None:
+        self._base = base
+        self._released = released
+        self._rows: dict[Link, list[tuple[Replicator, str]]] = {}
+        for each in (each for each in replicators if each.holds_padding):
+            for name, parameter in each.parameters.items():
+                if padding_row(parameter) is not None:
+                    self._rows.setdefault(each.link, []).append((each, name))
+        # for each row: whether this replica has had a gradient of the parameter, and of the row
+        self._seen = {
+            link: torch.zeros(
+                len(rows), 2, dtype=torch.int64, device=rows[0][0].channel.runtime.device
+            )
+            for link, rows in self._rows.items()
+        }
+        self._asks = bool(self._rows)
+
+    def look(self) -> None:
+        """Notes the gradients of this replica, before an update takes their place."""
+        for link, rows in self._rows.items():
+            for seen, (each, name) in zip(self._seen[link], rows, strict=True):
+                parameter = each.parameters[name]
+                (gradient,) = local_gradients({name: parameter})
+                if gradient is not None:
+                    seen[0] = 1
+                    seen[1] |= gradient[padding_row(parameter)].any().to(torch.int64)
+
+    def before(self, step: int) -> None:
+        """Asks, where a parameter has had no gradient before, once the gradients have left."""
+        if self._asks:
+            self.agree()
+
+    def agree(self) -> None:
+        """Lets the rows move of which any replica has had a gradient. Collective."""
+        released = False
+        self._asks = False
+        for link, rows in self._rows.items():
+            anywhere = link.collect(self._seen[link].view(-1)).any(0).view(-1, 2).tolist()
+            for (replicator, name), (has_gradient, moves) in zip(rows, anywhere, strict=True):
+                self._asks |= not has_gradient
+                if moves and padding_row(replicator.parameters[name]) is not None:
+                    _use(replicator, name, self._base)
+                    released = True
+        if released:
+            self._released()
 
 
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:

@@ -1,0 +1,117 @@
+"""A padding row whose first gradient comes late moves from then on, on all replicas and for all readers."""
+
+import pytest
+import torch
+from test_written import SMEARING, TOKEN
+from torch import nn
+
+import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.network.simulated import simulate_replicas
+
+FIRST = 3
+"""The first step in which anybody uses the words."""
+STEPS = 6
+SAFETY = dt.Safety(verify_every=2)
+
+
+class Words(nn.Module):
+    """Words that some batches use, and with them the padding, as an output layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(8, 8)
+        self.words = nn.Embedding(16, 8, padding_idx=0)
+
+    def forward(self, x, use):
+        hidden = self.trunk(x).tanh()
+        if use == "nothing":
+            return hidden.square().mean()
+        hidden = hidden + self.words(torch.tensor([1, 2]))
+        if use == "words":
+            return hidden.square().mean()
+        return nn.functional.linear(hidden, self.words.weight).exp().mean()
+
+
+MODEL = Words()
+
+
+def started(communicator, scheme):
+    model = Words()
+    model.load_state_dict(MODEL.state_dict())
+    base = dt.SignSGD(model.parameters(), lr=0.1)
+    return model, dt.replicate(base, model, communicator, scheme, safety=SAFETY)
+
+
+def train(model, optimizer, replica, uses, overlap=False):
+    """`uses`: of each step, by replica."""
+    rows = []
+    for step, use in enumerate(uses):
+        x = torch.ones(2, 8) * (1 + step + replica)
+        loss = model(x, use[replica])
+        if overlap:
+            with optimizer.overlap():
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rows.append(bool(model.words.weight[0].any()))
+    return rows
+
+
+LATE = [("nothing", "nothing")] * FIRST + [("words", "output")] * (STEPS - FIRST)
+"""No replica uses the words at first; then one uses their padding row, too."""
+SPORADIC = [("words", "words")] * FIRST + [("words", "output")] * (STEPS - FIRST)
+"""A replica uses the padding row some steps after all have used the words."""
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("name", SMEARING)
+def test_law_11_a_padding_row_moves_from_its_first_gradient_on(name, overlap, tmp_path):
+    def act(communicator):
+        model, optimizer = started(communicator, SMEARING[name])
+        log = dt.UpdateLog(tmp_path)
+        optimizer.record(log)
+        rows = train(model, optimizer, communicator.replica, LATE, overlap)
+        log.close()
+        return rows, model.words.weight.detach().clone()
+
+    (rows, first), (_, second) = simulate_replicas(act, 2)
+    assert rows == [False] * FIRST + [True] * (STEPS - FIRST)
+    assert torch.equal(first, second)
+    model, again = started(LoopbackCommunicator(2), SMEARING[name])
+    dt.replay(tmp_path, again)
+    assert torch.equal(model.words.weight, first)
+
+
+@pytest.mark.parametrize("name", ["demo", "muloco-2bit"])
+def test_law_11_a_padding_row_that_is_used_later_moves_from_the_next_comparison_on(name):
+    def act(communicator):
+        model, optimizer = started(communicator, SMEARING[name])
+        return train(model, optimizer, communicator.replica, SPORADIC)
+
+    first, second = simulate_replicas(act, 2)
+    assert first == second == [False] * (FIRST + 1) + [True] * (STEPS - FIRST - 1)
+
+
+def test_law_15_a_follower_has_a_padding_row_that_moves_late():
+    model, optimizer = started(LoopbackCommunicator(2), SMEARING["demo"])
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    served = Words()
+    with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
+        while not feed.followers:
+            follower.update(wait_s=0.01)
+        train(model, optimizer, 0, [("nothing",)] * FIRST)
+        while follower.step < optimizer.step_count:
+            follower.update(wait_s=0.01)
+        train(model, optimizer, 0, [("output",)] * 2)
+        while follower.joins < 2 or not feed.followers:
+            train(model, optimizer, 0, [("output",)])
+            follower.update(wait_s=0.01)
+        feed.close()
+        while not follower.ended:
+            follower.update(wait_s=1)
+    assert torch.equal(served.words.weight, model.words.weight) and served.words.weight[0].any()
