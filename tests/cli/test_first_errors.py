@@ -22,7 +22,7 @@ from detonation.cli.verbs import explain
 from detonation.cluster.launch import run_under_launcher
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.position import LaunchPosition, launch_position
-from detonation.cluster.processes import rendezvous
+from detonation.cluster.processes import refusal, rendezvous
 from detonation.cluster.processes.failure import WorldError
 from detonation.train.output import directory
 from detonation.train.output.trackers import check_trackers
@@ -664,20 +664,20 @@ def test_an_output_that_cannot_be_written_names_the_flag(path, remedy, capsys):
     assert capsys.readouterr().err == f"{line}\n"
 
 
-@pytest.mark.parametrize(("local", "told"), [("0", False), ("1", True)])
-def test_what_a_rank_knows_alone_is_said_before_it_waits_for_others_and_once_on_a_machine(
-    local, told, monkeypatch
-):
+@pytest.mark.parametrize("local", [0, 1])
+def test_what_a_rank_knows_alone_is_said_before_it_waits_for_others_and_once_on_a_machine(local):
     def check():
         raise ValueError("topk is 99")
 
-    monkeypatch.setenv("LOCAL_RANK", local)
+    said = []
     with pytest.raises(WorldError, match="topk is 99") as caught_:
-        run_under_launcher(LaunchPosition(0, 2, int(local), 2), pytest.fail, pytest.fail, check)
-    assert caught_.value.reported is told and caught_.value.failure.bad_input
+        run_under_launcher(LaunchPosition(0, 2, local, 2), pytest.fail, said.append, check)
+    assert [str(error) for error in said] == ["topk is 99"] * (local == 0)
+    assert caught_.value.reported and caught_.value.failure.bad_input
 
 
-def test_one_of_three_ranks_says_at_once_that_two_shards_do_not_divide_them(tmp_path):
+def test_one_of_three_ranks_says_at_once_that_two_shards_do_not_divide_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(refusal, "FRESH_S", 1.0)  # nobody else comes
     place = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = Command(tmp_path, "train", tmp_path / "tiny.toml", "--shards", 2, env=place)
     assert command.wait() == 2

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from commands import Command, free_port, write_recipe
+from detonation.cluster.init import join_world
 from detonation.cluster.processes import waiting
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
@@ -135,6 +136,69 @@ def test_a_fault_of_one_machine_of_a_launcher_is_said_on_each_and_ends_all(tmp_p
     for rank in ranks:
         assert rank.errors.startswith(f"error: {said}") and rank.errors.count("\n") == 1
         assert "\nstep " not in rank.stdout
+
+
+LAUNCHERS = {
+    "torchrun": {"RANK": "%d", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0},
+    "SLURM": {
+        "SLURM_PROCID": "%d",
+        "SLURM_NTASKS": 2,
+        "SLURM_LOCALID": 0,
+        "SLURM_NODEID": "%d",
+        "SLURM_STEP_ID": 0,
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    },
+}
+ALONE = {
+    "recipe": (["nowhere.toml"], "cannot read the recipe 'nowhere.toml'"),
+    "interface": (["quick-lm", "--interface", "wg7"], "--interface is 'wg7', but this machine has"),
+    "setting": (["quick-lm", "--set", "train.step=3"], "unknown key of [train] 'step'"),
+    "flag": (["quick-lm", "--step"], "invalid command line: detonation train quick-lm --step"),
+}
+"""What one machine finds before it meets the others: its arguments, and a part of what it says."""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fault", "faulty"),
+    [("torchrun", fault, 1) for fault in ALONE]
+    + [("torchrun", "recipe", 0), ("SLURM", "recipe", 0), ("SLURM", "recipe", 1)],
+)
+def test_what_one_machine_finds_before_it_meets_the_others_ends_all(
+    tmp_path, launcher, fault, faulty
+):
+    recipe, port = write_recipe(tmp_path / "tiny.toml"), free_port()
+    arguments, said = ALONE[fault]
+    ranks = []
+    for rank in range(2):
+        env = {key: str(text).replace("%d", str(rank)) for key, text in LAUNCHERS[launcher].items()}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        given = arguments if rank == faulty else [recipe, "--out", tmp_path / "run"]
+        ranks.append(Command(tmp_path / f"rank{rank}", "train", *given, env=env))
+    assert [rank.wait() for rank in ranks] == [2, 2], [rank.stderr for rank in ranks]
+    own, (line,) = ranks[faulty].errors, ranks[1 - faulty].errors.splitlines()
+    assert line.startswith(f"error: rank {faulty} did not start: ") and said in line
+    if fault != "flag":  # the parser draws a box
+        assert line.partition("start: ")[2] == own.removeprefix("error: ").rstrip("\n")
+
+
+def test_a_rank_of_a_loop_without_a_device_ends_all(tmp_path):
+    """In a loop of one's own."""
+    port = free_port()
+
+    def program(arguments):
+        try:
+            join_world(*arguments)
+        except ValueError as error:
+            print(error, flush=True)
+        return 0
+
+    ranks = []
+    for rank, device in enumerate(["cpu", "tpu"]):
+        env = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(Command(tmp_path / device, device, env=env, program=program))
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    cpu, tpu = (rank.stdout for rank in ranks)
+    assert "tpu" in tpu and cpu == f"rank 1 did not start: {tpu}"
 
 
 def test_a_page_goes_on_with_the_replica_that_takes_over_or_its_end_is_said(tmp_path, start):

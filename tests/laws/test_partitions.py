@@ -314,6 +314,18 @@ def test_a_refusal_before_all_have_met_counts_once_for_each_rank_and_for_a_minut
     refusals(store, 4, 4)()
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_refusal_that_comes_while_a_rank_waits_counts_at_any_clock(monkeypatch, hours):
+    store = HashStore()
+    look = refusals(store, 0, 0)
+    now = time.time()
+    with monkeypatch.context() as other_machine:
+        other_machine.setattr(refusal.time, "time", lambda: now + 3600 * hours)
+        note_refusal(store, 1, "no data")
+    with pytest.raises(RefusedStart, match="replica 1 did not start: no data"):
+        look()
+
+
 def test_a_refusal_that_another_rank_takes_away_meanwhile_is_not_waited_for():
     class Shared(HashStore):
         """Another rank clears the refusal between any two requests of this one."""

@@ -14,6 +14,7 @@ import detonation as dt
 from commands import Command
 from detonation.cluster.init import LaunchPosition, interface_line, meet
 from detonation.cluster.interface import find_way, listening_address
+from detonation.cluster.position import joined_address
 from detonation.cluster.processes.rendezvous import use_interface
 from detonation.feed.frames import Listener
 
@@ -116,7 +117,8 @@ def world(rank, size, address, interface=""):
 def test_the_ranks_of_two_machines_listen_towards_the_first(lab, network):
     address = lab.address("a")
     found = answers(*(asked(lab, name, world, rank, 2, address) for rank, name in enumerate("ab")))
-    line = f"listening on wire ({address}), wire ({lab.address('b')}), towards {address}:29500"
+    where = joined_address(address, 29500)
+    line = f"listening on wire ({address}), wire ({lab.address('b')}), towards {where}"
     assert found == [["wire", 3, line]] * 2
 
 
@@ -175,7 +177,8 @@ def test_the_replicas_of_an_axis_listen_towards_the_store(lab, network):
         asked(lab, "a", along_an_axis, 1, 2, host, 29400, env=INSIDE),
     )
     own = f"wire ({lab.address('a')})"
-    assert found[1] == [f"replica 1 is listening on {own}, towards {host}:29400", 3.0, own]
+    where = joined_address(host, 29400)
+    assert found[1] == [f"replica 1 is listening on {own}, towards {where}", 3.0, own]
     assert found[0][1:] == [3.0, f"wire ({host})"]
 
 

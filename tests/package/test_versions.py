@@ -1,4 +1,4 @@
-"""The version, which four files and one command say."""
+"""The version, which four files and one command say; and the versions of actions."""
 
 import re
 import tomllib
@@ -16,3 +16,9 @@ def test_package_changelog_and_citation_have_the_version_that_the_command_prints
     assert {package, newest.group(1), cited.group(1)} == {
         __version__
     }  # test_recipes.py runs the command
+
+
+def test_each_action_is_one_commit_because_a_tag_may_move():
+    workflows = (ROOT / ".github" / "workflows").glob("*.yml")
+    used = [line for path in workflows for line in re.findall(r"uses: (.*)", path.read_text())]
+    assert used and all(re.fullmatch(r"\S+@[0-9a-f]{40}  # v[\d.]+", each) for each in used)

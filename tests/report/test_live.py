@@ -101,6 +101,16 @@ def test_no_other_site_and_no_other_file(address, path, host, code):
     refused.value.close()
 
 
+def test_a_connection_that_asks_nothing_is_closed(run, monkeypatch):
+    monkeypatch.setattr(live, "_SILENT_S", 0.01)
+    server = live.serve(run, socket.create_server(("127.0.0.1", 0)))
+    thread = threading.Thread(target=server.serve_forever, args=[0.01], daemon=True)
+    thread.start()
+    with socket.create_connection(server.server_address[:2]) as silent:
+        assert silent.recv(1) == b""
+    server.shutdown(), server.server_close(), thread.join()
+
+
 def test_a_name_in_the_recipe_is_text(run, address):
     (run / "config.toml").write_text(
         tomli_w.dumps(CONFIG | {"scheme": {"name": "<script>alert(1)</script>"}})

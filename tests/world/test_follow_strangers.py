@@ -111,6 +111,21 @@ def test_connections_that_say_nothing_are_few_and_a_follower_comes_in_after_them
         assert torch.equal(served.weight, model.weight)
 
 
+def test_followers_leave_open_files_to_the_rank(monkeypatch, caplog):
+    *_, feed = training()
+    with (
+        monkeypatch.context() as few,
+        caplog.at_level(logging.WARNING, "detonation"),
+        socket.create_connection(host_and_port(feed.address)) as one,
+    ):
+        limits = one.fileno() + frames.RESERVED_FILES // 2, -1
+        few.setattr(frames.resource, "getrlimit", lambda _: limits)
+        with socket.create_connection(host_and_port(feed.address)) as more:
+            assert refused(more)
+    assert "few open files are left to this process" in caplog.text
+    feed.close()
+
+
 def test_another_token_is_refused_on_both_sides():
     *_, feed = training()
     with pytest.raises(dt.errors.LostFeed, match="the feed has refused the token"):

@@ -66,7 +66,12 @@ def _command(arguments: list[str]) -> int:
         arguments = ["--help"]
     elif not name.startswith("-") and name not in KINDS:
         return fail(str(unknown("verb", name, KINDS)), 2, "--json" in arguments)
-    verb = _parsed(arguments)
+    try:
+        verb = _parsed(arguments)
+    except SystemExit as end:
+        if end.code and KINDS.get(name) in (Train, Probe) and _under_launcher():
+            _refuse_world(arguments)
+        raise
     # torch reads both when it is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     level = "ERROR"
@@ -182,6 +187,17 @@ def _without_stdout(error: OSError) -> int:
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE
     return fail(f"cannot write to stdout: {error.strerror}", 1, False)
+
+
+def _refuse_world(arguments: list[str]) -> None:
+    """Tells the other ranks of a launcher that this command line is invalid: theirs may differ."""
+    from detonation.cluster.position import launch_position
+    from detonation.cluster.processes.refusal import refuse_world
+
+    position = launch_position(os.environ)
+    if position is not None:
+        line = " ".join(["detonation", *arguments])
+        refuse_world(position, ValueError(f"invalid command line: {line}"))
 
 
 def _under_launcher() -> bool:

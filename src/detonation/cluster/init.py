@@ -25,8 +25,8 @@ from detonation.cluster.processes.heartbeat import (
     StoreBoard,
     silence_limit_s,
 )
+from detonation.cluster.processes.refusal import refuse_world, require_start
 from detonation.cluster.processes.rendezvous import (
-    compare_devices,
     describe_store_host,
     keep_to_loopback,
     keep_to_one_interface,
@@ -138,7 +138,6 @@ def join_world(asked: str | None = None) -> torch.device:
     `ValueError` as `meet`.
     """
     position = launch_position(os.environ)
-    allow_open_files(position.world_size if position is not None else 1)
     if dist.is_initialized():
         in_group = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
         position = position or launch_position({**os.environ, **in_group})
@@ -149,6 +148,7 @@ def join_world(asked: str | None = None) -> torch.device:
         _log.warning(
             "no launcher and no process group: this process is a world of one; torchrun starts more"
         )
+        allow_open_files()
         store: Store = HashStore()
         device = _chosen_device(None, asked)
         position = LaunchPosition(0, 1, 0, 1)
@@ -189,15 +189,18 @@ def meet(
     if this rank cannot use a GPU that the machine shows, if two ranks share one, or if MASTER_ADDR
     is missing.
     """
-    device = take_device(position, asked)
-    if position.address:
-        os.environ.setdefault("MASTER_ADDR", position.address)
-        os.environ.setdefault("MASTER_PORT", str(position.port))
+    try:
+        allow_open_files(position.world_size)
+        device = take_device(position, asked)
+    except ValueError as error:
+        if folder is None:
+            raise refuse_world(position, error) from error
+        raise
     store = rendezvous_store(position, folder)
     if folder is not None:  # a launcher on this machine has checked the devices of its ranks
         keep_to_loopback(os.environ)
         return store, device
-    compare_devices(store, position, device)
+    require_start(store, position, device)
     # after the store is open, because then all ranks can resolve the name of rank 0's host
     _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device

@@ -28,6 +28,7 @@ from detonation.cluster.processes.failure import (
     write_result,
 )
 from detonation.cluster.processes.heartbeat import Heartbeat, Reason
+from detonation.cluster.processes.refusal import refuse_world
 from detonation.cluster.processes.rendezvous import use_interface
 from detonation.cluster.processes.signals import (
     Stop,
@@ -284,8 +285,8 @@ def run_under_launcher(
     Args:
         check: raises `ValueError` for errors that this rank finds by itself, before it waits for
             others, which may never start.
-        fail: shows an error and returns the exit code, for a rank whose main thread waits for a
-            lost rank.
+        fail: shows an error and returns the exit code, for an error of `check`, and for a rank
+            whose main thread waits for a lost rank.
         interface: the network interface of this rank's sockets.
 
     Raises:
@@ -300,19 +301,11 @@ def run_under_launcher(
             heartbeat.close()
         end_now(code)
 
-    try:
-        allow_open_files(position.world_size)
-        check()
-    # all ranks of a machine find the same error, so only the first one reports it
-    except ValueError as error:
-        told = os.environ.get("LOCAL_RANK", "0") != "0"
-        raise WorldError(
-            failure_from_exception(position.rank, error), position.world_size, told
-        ) from error
     die_with_agent(os.environ)
-    use_interface(os.environ, interface)
     # also while a failure is reported: torchrun asks the others to stop as soon as one rank ends
     with stoppable() as stop:
+        with stop.at_once():
+            _require_start(position, fail, check, interface)
         try:
             with stop.at_once():  # the others may never come
                 init_rank(position, end)
@@ -328,15 +321,35 @@ def run_under_launcher(
     return result
 
 
+def _require_start(
+    position: LaunchPosition,
+    fail: Callable[[Exception], int],
+    check: Callable[[], object],
+    interface: str,
+) -> None:
+    """Refuses the start on all ranks if this rank finds an error by itself; raises `WorldError`."""
+    try:
+        allow_open_files(position.world_size)
+        check()
+        use_interface(os.environ, interface)
+    except ValueError as error:
+        failure = failure_from_exception(position.rank, error)
+        if not position.local_rank:  # all ranks of a machine find the same error
+            fail(WorldError(failure, position.world_size))  # at once: the others may never come
+        failure = failure_from_exception(position.rank, refuse_world(position, error))
+        raise WorldError(failure, position.world_size, reported=True) from error
+
+
 def _reported(
     heartbeat: Heartbeat | None, failure: Failure, position: LaunchPosition
 ) -> WorldError:
     """Error of this rank. The first rank whose failure no peer caused reports it; a rank that lost
     a peer names that peer."""
+    if heartbeat is None:  # before the heartbeat all ranks of a machine raise the same error
+        told = failure.complete and bool(position.local_rank)
+        return WorldError(failure, position.world_size, told)
     error = WorldError(failure, position.world_size)
-    if heartbeat is None:
-        return error
-    if failure.network:
+    if failure.network and not failure.bad_input:  # not a `RefusedStart`, which is precise
         return _lost(position, heartbeat.explain(str(error)))
     reason = heartbeat.report(str(error), failure.bad_input)
     return WorldError(failure, position.world_size, _is_told(position, reason.rank))

@@ -209,7 +209,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def joined_address(host: str, port: int) -> str:
+def joined_address(host: str, port: int | str) -> str:
     """Inverse of `host_and_port`.
 
     >>> joined_address("10.10.0.1", 7000), joined_address("::1", 7000)

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import logging
+import resource
 import socket
 import struct
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 from detonation.cluster.interface import listener_at, listening_address
 from detonation.cluster.position import host_and_port as host_and_port
+from detonation.cluster.position import joined_address
 from detonation.core.base_error import DetonationError
 from detonation.feed.token import prove_to_follower
 from detonation.log.records import LogRecord, record_of
@@ -135,6 +137,8 @@ def records_in(content: Octets) -> Iterator[LogRecord]:
 
 MOST_STRANGERS = 8
 """Largest number of connections that have not proved yet that they have the token."""
+RESERVED_FILES = 16
+"""Open files that followers leave to the rank: gloo ends its process when it has none."""
 REFUSAL_LINE_S = 60.0
 """Least time between two lines of the log about refused connections."""
 SHORTEST_FRAMES = 4096
@@ -183,7 +187,10 @@ class Listener:
                     return
                 time.sleep(0.1)  # no file descriptor is free: others may close soon
                 continue
-            peer = f"{host}:{port}"
+            peer = joined_address(host, port)
+            if _few_are_left(connection.fileno()):
+                self._refuse(connection, peer, "few open files are left to this process")
+                continue
             if not self._strangers.acquire(blocking=False):
                 self._refuse(connection, peer, "too many connections have not shown a token yet")
                 continue
@@ -223,6 +230,12 @@ class Listener:
             if more:
                 also = f", and {more} more since the last such line"
             _log.warning("refused %s: %s%s", peer, reason, also)
+
+
+def _few_are_left(descriptor: int) -> bool:
+    """True if this process may open few more files: a new one gets the lowest free `descriptor`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft != resource.RLIM_INFINITY and descriptor >= soft - RESERVED_FILES
 
 
 ALIVE_S = 5.0

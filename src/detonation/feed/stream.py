@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from detonation.cluster.position import joined_address
 from detonation.feed.frames import (
     ABOUT,
     BYE,
@@ -94,6 +95,7 @@ class Stream:
     ) -> None:
         self.host = host
         self.port = port
+        self._where = joined_address(host, port)
         self.inbox: deque[Joined | Stepped] = deque()
         self.ended = False
         self.refusal: Exception | None = None
@@ -143,7 +145,7 @@ class Stream:
                 self._follow()
             except (OSError, DamagedLog, UnicodeError) as error:
                 # `Refused` and `BadFrame` are OSErrors; a UnicodeError is of an invalid host name
-                self.trouble = f"{self.host}:{self.port}: {error or type(error).__name__}"
+                self.trouble = f"{self._where}: {error or type(error).__name__}"
                 if isinstance(error, Refused | UnicodeError):
                     self.refusal = Refused(self.trouble)
             finally:
@@ -177,7 +179,7 @@ class Stream:
                 elif kind == BYE:
                     said = table_of(content)
                     self.ended = said.get("ended") is True
-                    self.trouble = f"{self.host}:{self.port}: {str(said.get('reason'))[:200]}"
+                    self.trouble = f"{self._where}: {str(said.get('reason'))[:200]}"
                     return
                 elif content:
                     raise BadFrame(f"a frame of kind {kind} is not expected here")

@@ -20,6 +20,8 @@ from detonation.report.read import FILES, Run, agreeing_s, read_begun, records
 from detonation.report.words import duration, loss_text, size_text
 
 _EVERY_S = 2.0
+_SILENT_S = 5.0
+"""Seconds after which a connection without a request is closed."""
 _LATEST = 20
 _HOSTS = ("127.0.0.1", "localhost")
 
@@ -73,6 +75,8 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
     page = b""
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = _SILENT_S
+
         def do_GET(self) -> None:
             nonlocal drawn_at, page
             host = self.headers.get("Host", "").partition(":")[0]

@@ -134,6 +134,8 @@ def describe(error: BaseException) -> str:
 
 def is_network_error(error: BaseException) -> bool:
     """True if the end of another rank may be the only cause of `error`."""
+    if isinstance(error, WorldError):
+        return error.failure.network
     if isinstance(error, dist.DistError | ConnectionError | SecondaryFailure):
         return True
     return isinstance(error, RuntimeError) and any(

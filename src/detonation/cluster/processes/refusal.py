@@ -1,12 +1,15 @@
-"""Refusal of a start: if the set-up of one replica fails, all replicas end.
+"""Refusal of a start: if the set-up of one rank or replica fails, all end, each with the reason.
+
+A rank of a launcher's world that cannot start meets the others nevertheless, and tells them.
 
 A replica is *preparing* until it has checked everything that it can check by itself; then it is
 *prepared*. A replica that fails while it prepares writes the reason to the store where the others
 wait for it. Until all are prepared, the others end with that reason. They survive the loss of a
 replica that has written no reason.
 
-Before replicas have met, their store may hold reasons of an earlier start. So a reason is valid for
-`FRESH_S`, once for each rank, and until its replica starts again.
+Before replicas have met, their store may hold reasons of an earlier start. So a reason that a rank
+finds there is valid for `FRESH_S`, once for each rank, and until its replica starts again. One that
+comes while the rank waits is always valid: the clocks of machines may differ.
 """
 
 import json
@@ -18,14 +21,18 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from detonation.cluster.processes.failure import SecondaryFailure
+from detonation.cluster.devices import device_name, require_own_devices
+from detonation.cluster.position import LaunchPosition
+from detonation.cluster.processes.failure import SecondaryFailure, describe
+from detonation.cluster.processes.rendezvous import rendezvous_store, wait_until_read
 
 FRESH_S = 60.0
-"""Time within which replicas that are started together meet, or refuse."""
+"""Time within which ranks or replicas that are started together meet, or refuse."""
 _CONNECT_S = 3.0
 _LOOK_S = 0.25
 _KEY = "detonation/refused"
@@ -33,7 +40,60 @@ _REFUSED = "refused"
 
 
 class RefusedStart(SecondaryFailure, ValueError):
-    """Another replica cannot start, so this one must not start, either."""
+    """Another rank or replica cannot start, so this one must not start, either.
+
+    rank: the first rank of a launcher's world that cannot start.
+    """
+
+    rank = 0
+
+
+def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
+    """Tells the other ranks of a launcher's world why this one cannot start; waits for them at most
+    `FRESH_S`.
+
+    Returns the error of this rank: a `RefusedStart` if a lower rank cannot start, either.
+    """
+    if position.world_size == 1:
+        return error
+    try:
+        store = rendezvous_store(position, timeout_s=FRESH_S)
+        _compare(store, position, ["", describe(error)])
+    except RefusedStart as refused:
+        if refused.rank < position.rank:
+            return refused
+    except (RuntimeError, OSError, ValueError):  # the others did not come
+        return error
+    return error
+
+
+def require_start(store: Store, position: LaunchPosition, device: torch.device) -> None:
+    """Raises an error on all ranks if one of them cannot start, if two share a GPU, or if only some
+    have one.
+
+    Collective with `refuse_world` on ranks that cannot start.
+    """
+    _compare(store, position, [device_name(device, socket.gethostname()), ""])
+
+
+def _compare(store: Store, position: LaunchPosition, own: Sequence[str]) -> None:
+    """Exchanges the name of the device and the reason against a start of each rank.
+
+    Raises `RefusedStart` or `ValueError` after all ranks have read them.
+    """
+    keys = [f"detonation/start/{rank}" for rank in range(position.world_size)]
+    store.set(keys[position.rank], json.dumps(own))
+    names, reasons = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+    try:
+        for rank, reason in enumerate(reasons):
+            if reason:
+                refused = RefusedStart(f"rank {rank} did not start: {reason}")
+                refused.rank = rank
+                raise refused
+        require_own_devices(names)
+    except ValueError:
+        wait_until_read(store, position.rank, position.world_size)
+        raise
 
 
 class Preparation:
@@ -104,9 +164,9 @@ def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
     """Makes a function for `rank`, of `replica`, that raises `RefusedStart` if another replica
     cannot start."""
     store = store.clone()  # type: ignore[attr-defined]  # one for each thread
-    text = _text(store)
-    if text and json.loads(text)["replica"] == replica:  # an earlier start of this one
-        store.compare_set(_KEY, text, "")
+    earlier = _said(store)
+    if earlier.get("replica") == replica:  # an earlier start of this one
+        store.compare_set(_KEY, json.dumps(earlier), "")
     looked = time.monotonic() - _LOOK_S
 
     def look() -> None:
@@ -115,7 +175,9 @@ def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
             return
         looked = time.monotonic()
         said = _said(store)
-        if not said or said["replica"] == replica or abs(time.time() - said["when"]) > FRESH_S:
+        if not said or said["replica"] == replica:
+            return
+        if said == earlier and abs(time.time() - said["when"]) > FRESH_S:
             return
         if store.add(f"{_KEY}/{said['name']}/{rank}", 1) == 1:
             raise RefusedStart(f"replica {said['replica']} did not start: {said['reason']}")
@@ -128,10 +190,7 @@ def _prepared(rank: int) -> str:
 
 
 def _said(store: Store) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads(_text(store) or "{}")
+    """Newest refusal; empty for none. One request, so that no other rank can remove it
+    meanwhile."""
+    said: dict[str, Any] = json.loads(store.compare_set(_KEY, "", "").decode() or "{}")
     return said
-
-
-def _text(store: Store) -> str:
-    """Newest refusal; "" for none. One request, so that no other rank can remove it meanwhile."""
-    return str(store.compare_set(_KEY, "", "").decode())

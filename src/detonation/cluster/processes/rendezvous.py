@@ -11,14 +11,12 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from detonation.choices import first_names
-from detonation.cluster.devices import device_name, require_own_devices
 from detonation.cluster.interface import (
     LOOPBACK,
     Way,
@@ -44,21 +42,30 @@ _found = ""
 """Interface that this process has chosen and written to its environment."""
 
 
-def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> Store:
+def rendezvous_store(
+    position: LaunchPosition,
+    folder: Path | None = None,
+    timeout_s: float | None = None,
+) -> Store:
     """Opens the store where all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of
-    the environment.
+    the environment, which are set to those of `position` if they are missing.
 
     torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it,
     on one address alone (see `_listen`). Keys that an earlier attempt left in a store of the agent
     are out of sight.
 
+    timeout_s: Time to meet; None for 300 s.
+
     Raises `ValueError` if another process has the port, or MASTER_ADDR or MASTER_PORT is missing
-    or wrong, and `RunError` where the ranks did not meet within 300 s.
+    or wrong, and `RunError` where the ranks did not meet within `timeout_s`.
     """
     rank = position.rank
     world_size = position.world_size
     if folder is not None:
         return FileStore(str(folder / "rendezvous"), world_size)
+    if position.address:
+        os.environ.setdefault("MASTER_ADDR", position.address)
+        os.environ.setdefault("MASTER_PORT", str(position.port))
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(
@@ -71,7 +78,9 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
         raise ValueError(
             f"MASTER_PORT is {port!r}, but must be a port that is free at rank 0: at most 65535"
         )
-    timeout = timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
+    if timeout_s is None:
+        timeout_s = _RENDEZVOUS_TIMEOUT_S
+    timeout = timedelta(seconds=timeout_s)
     try:
         if rank or _agent_hosts_store(os.environ):
             host_of_store = describe_store_host(os.environ)
@@ -83,9 +92,7 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
                 return store
             # of this attempt: after a restart the store still holds the addresses of ranks that are
             # gone
-            name = name_of_first(
-                store, rank, world_size, secrets.token_hex(8), _RENDEZVOUS_TIMEOUT_S
-            )
+            name = name_of_first(store, rank, world_size, secrets.token_hex(8), timeout_s)
             return PrefixStore(name, store)
         host, listener = _listen(address, int(port), position.one_machine)
         taken = listener.getsockname()[1]
@@ -96,19 +103,17 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             master_listen_fd=fd,
             use_libuv=True,
         )
-        _wait_for_all(hosted, world_size)
+        _wait_for_all(hosted, world_size, timeout_s)
         return hosted
     except socket.gaierror as error:
         raise ValueError(
             f"MASTER_ADDR is {address!r}, but no host has that name: name that of rank 0"
         ) from error
     except (DistError, TimeoutError) as error:
-        met = (
-            f"rank {rank} of {world_size} has not met the others at {address}:{port} in"
-            f" {_RENDEZVOUS_TIMEOUT_S:.0f} s"
-        )
+        where = joined_address(address, port)
         raise RunError(
-            f"{met}: start all, with one MASTER_ADDR and MASTER_PORT, and open that port at rank 0"
+            f"rank {rank} of {world_size} has not met the others at {where} in {timeout_s:.0f} s:"
+            " start all, with one MASTER_ADDR and MASTER_PORT, and open that port at rank 0"
         ) from error
 
 
@@ -117,8 +122,8 @@ def reached_store(host: str, port: int) -> TCPStore:
 
     Raises `ValueError` if nothing answers, or the host is unknown.
     """
-    where = f"{host}:{port}"
-    require_known_host("the address of the store", joined_address(host, port))
+    where = joined_address(host, port)
+    require_known_host("the address of the store", where)
     awaited = Awaited("this replica", _RENDEZVOUS_TIMEOUT_S)
     while why := _cannot_connect(host, port):
         try:
@@ -145,24 +150,14 @@ def _cannot_connect(host: str, port: int) -> str:
     return ""
 
 
-def _wait_for_all(store: Store, world_size: int) -> None:
+def _wait_for_all(store: Store, world_size: int, timeout_s: float) -> None:
     """Waits on rank 0 until all ranks have connected, and logs which ranks have not.
 
-    Raises `TimeoutError` after 300 s.
+    Raises `TimeoutError` after `timeout_s`.
     """
-    awaited = Awaited(f"rank 0 of {world_size}", _RENDEZVOUS_TIMEOUT_S)
+    awaited = Awaited(f"rank 0 of {world_size}", timeout_s)
     while away := [r for r in range(1, world_size) if not store.check([_key("came", r)])]:
         awaited.wait(partial(list, away))
-
-
-def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:
-    """Raises `ValueError` on all ranks if two of them share a GPU, or only some have one.
-
-    Collective.
-    """
-    keys = [f"detonation/device/{rank}" for rank in range(position.world_size)]
-    store.set(keys[position.rank], device_name(device, socket.gethostname()))
-    require_own_devices([name.decode() for name in store.multi_get(keys)])
 
 
 def name_of_first(
@@ -233,7 +228,7 @@ def _key(kind: str, rank: int) -> str:
 
 def describe_store_host(env: Mapping[str, str]) -> str:
     """Names the process that hosts the store of a launched world, in words."""
-    where = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
+    where = joined_address(env.get("MASTER_ADDR", "?"), env.get("MASTER_PORT", "?"))
     if _agent_hosts_store(env):
         return f"the launcher at {where}"
     return f"rank 0 at {where}"
@@ -299,14 +294,14 @@ def keep_to_one_interface(
         return ""
     for number, text in enumerate(troubles):
         if text:
-            _wait_until_read(store, rank, world_size)
+            wait_until_read(store, rank, world_size)
             raise ValueError(f"rank {number} and the others do not share a machine: {text}")
     if not asked and way is not None:
         env[GLOO_INTERFACE] = _found = way.interface
-    return describe_ways(ways, f"{host}:{env.get('MASTER_PORT', '?')}")
+    return describe_ways(ways, joined_address(host, env.get("MASTER_PORT", "?")))
 
 
-def _wait_until_read(store: Store, rank: int, world_size: int) -> None:
+def wait_until_read(store: Store, rank: int, world_size: int) -> None:
     """Waits until all ranks have read the error, because one of them hosts the store."""
     store.set(_key("read", rank), "")
     with contextlib.suppress(DistError):

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
 from detonation.cluster.interface import listener_at, listening_address
 from detonation.cluster.network.throttled import ELSEWHERE, NodeLink
-from detonation.cluster.position import host_and_port
+from detonation.cluster.position import host_and_port, joined_address
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.processes.refusal import is_prepared, refusals
 from detonation.cluster.processes.rendezvous import reached_store
@@ -165,7 +165,7 @@ def serve_meeting(address: str, tell: Callable[[str], None]) -> NoReturn:
     when it answers."""
     point = MeetingPoint(Survival(1, 1, address), 0)
     point.serve()
-    tell(f"{point.host}:{point.port}")
+    tell(joined_address(point.host, point.port))
     while True:  # a signal handler may return before another thread ends this process
         signal.pause()
 

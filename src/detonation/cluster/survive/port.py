@@ -21,6 +21,7 @@ from detonation.cluster.interface import (
     source_addresses,
     way_over,
 )
+from detonation.cluster.position import joined_address
 from detonation.cluster.processes.rendezvous import asked_interface, describe_ways
 from detonation.cluster.survive.agreement import (
     GONE,
@@ -122,7 +123,7 @@ class Presence:
         ranks = [ranks_of_replicas([member], self._shards) for member in members]
         if all(any(self._is_gone(rank) for rank in each) for each in ranks):
             host, port = store_host(self._store)
-            where = f"met at {host}:{port}" if host else "met here"
+            where = f"met at {joined_address(host, port)}" if host else "met here"
             raise ReplicaLost(
                 f"the run whose replicas {where} has ended: start it again, or give the address of"
                 " one that trains"
@@ -157,7 +158,7 @@ class Ways:
         host, port = store_host(store)
         self._store = store
         self._host = host
-        self._name = f"{host}:{port}"
+        self._name = joined_address(host, port)
         self._own = loopback_id()
         self._others: dict[int, str] = {}
         store.set(axis_key("loopback", rank), self._own)

@@ -51,10 +51,6 @@ def _run(
     set_up: SetUp,
 ) -> Table:
     """`run_training`; calls `set_up.done` once the ranks report faults themselves."""
-    if restartable(os.environ) and request.out is None:
-        raise ValueError(
-            "a run that its launcher may start again needs --out: the run directory to continue"
-        )
     if place is None:
         compute_with_one_thread()
         finished = _finished(request, None)
@@ -85,9 +81,14 @@ def _run(
         set_up.done()
         return train_on_rank(task)
 
-    return run_under_launcher(
-        place, on_this_rank, fail, lambda: request.layers(place).config(), request.interface
-    )
+    def check() -> None:
+        if restartable(os.environ) and request.out is None:
+            raise ValueError(
+                "a run that its launcher may start again needs --out: the run directory to continue"
+            )
+        request.layers(place).config()
+
+    return run_under_launcher(place, on_this_rank, fail, check, request.interface)
 
 
 def _flags(request: Request, config: Config) -> dict[str, Any]:
