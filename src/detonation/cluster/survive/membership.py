@@ -31,6 +31,7 @@ from detonation.cluster.survive.agreement import (
     agreement_record,
     axis_key,
     beat_of,
+    expected_by_all,
     pace_of,
     parse_agreement,
     ranks_of_replicas,
@@ -321,11 +322,7 @@ class Membership:
     def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
         """Proposes a record of `members` and of each `awaited` guest that all of them expect."""
         reports = self._reports(members)
-        guests = [
-            guest
-            for guest in awaited
-            if all(report["guest"] == guest >= 0 for report in reports.values())
-        ]
+        guests = expected_by_all(awaited, reports)
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
         next_guest = -1
