@@ -343,6 +343,7 @@ def axis_key(
         "beat",
         "port",
         "loopback",
+        "end",
         "left",
         "asked",
         "ask",
@@ -360,12 +361,12 @@ def axis_key(
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards
     or another rank.
 
-    Of a rank: `beat`; `port`; `loopback`, the identity of that interface; `left`, if it has left
-    together with the others; `asked`, if it was asked to. Of a guest: `ask`, its request to join;
-    `door`, the optimizer that lets it in; `copy`, the turn after which it gets a copy of the state;
-    `admit`, the turn before which it joins; `entry`, the step of that turn after all have reached
-    it. Of a shard of a guest: `feed`, the address of its feed; `coming`, if it waits for a copy;
-    `ready`, if it has one. Of a guest and a rank: `at`, if the rank has reached the turn of the
-    guest.
+    Of a rank: `beat`; `port`; `loopback`, the identity of that interface; `end`, if it has taken
+    its last step; `left`, if it has left together with the others; `asked`, if it was asked to. Of
+    a guest: `ask`, its request to join; `door`, the optimizer that lets it in; `copy`, the turn
+    after which it gets a copy of the state; `admit`, the turn before which it joins; `entry`, the
+    step of that turn after all have reached it. Of a shard of a guest: `feed`, the address of its
+    feed; `coming`, if it waits for a copy; `ready`, if it has one. Of a guest and a rank: `at`, if
+    the rank has reached the turn of the guest.
     """
     return "/".join((kind, *map(str, numbers)))

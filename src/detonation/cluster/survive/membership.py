@@ -239,6 +239,16 @@ class Membership:
         """True if a member is lost, so that all have to agree again."""
         return any(self._is_silent(rank) for rank in self._ranks())
 
+    def await_end(self, deadline: float, is_over: Callable[[], bool]) -> None:
+        """Waits until all members have come to their end, until `deadline` of the monotonic clock,
+        or until `is_over`."""
+        with suppress(DistNetworkError):  # as in `leave`
+            self.store.set(axis_key("end", self.rank), "1")
+            while time.monotonic() < deadline and not (self.failure or is_over()):
+                if self.store.check([axis_key("end", rank) for rank in self._ranks()]):
+                    return
+                time.sleep(_POLL_S)
+
     def leave(self, limit_s: float) -> None:
         """Waits until all members leave or are lost, at most `limit_s`, and stops beating."""
         deadline = time.monotonic() + limit_s

@@ -214,8 +214,12 @@ class SurvivingCommunicator(AxisEnd):
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the remaining replicas, for which it waits at most `limit_s`.
 
-        Collective.
+        Until they have come to their end, this replica takes part in recoveries: one of them may
+        need a result that only this one has. Collective.
         """
+        deadline = time.monotonic() + limit_s
+        self._membership.await_end(deadline, lambda: self.error is not None)
+        limit_s = max(0.0, deadline - time.monotonic())
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -164,9 +164,14 @@ def company(
     return [each for each in present if each not in {of, *gone} and not turns[each].over]
 
 
-def due_before(pending: Iterable[Agreement], user: int, turn: int) -> list[Agreement]:
-    """Agreements that the optimizer `user` adopts before `turn`, which no rank had begun then."""
-    return [each for each in pending if turn >= turn_of(each.next_turns, user)]
+def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agreement]:
+    """Agreements that the optimizer `user` adopts before `turn`: the last one for which no
+    remaining rank had begun that turn, and those before it, which it replaces.
+
+    Whoever had begun the turn at an earlier agreement may be lost at a later one.
+    """
+    due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
+    return [*pending[: max(due, default=0)]]
 
 
 def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> list[int]:
