@@ -192,14 +192,15 @@ def admitted(
                     f"training ended after {follower.step} steps, before replica {guest.number}"
                     " came in"
                 )
-            step = entry.step
-            # compare the turn, too: training may have gone back and repeated the step
             follow(
-                f"the weights of step {step} did not come",
-                lambda: follower.step == step and follower.ahead == entry.turn - step,
+                f"the weights of step {entry.step} did not come",
+                lambda: entry.is_at(follower.step, follower.ahead),
             )
             # with a delay, the others receive all messages in flight before this replica joins
-            follow(f"the others did not synchronize after step {step}", lambda: follower.complete)
+            follow(
+                f"the others did not synchronize after step {entry.step}",
+                lambda: follower.complete,
+            )
             axis = guest.come_in(entry, timeout_s)
             joined = follower.join(axis, safety)
         joined.verify()  # collective: the others call it at this step

@@ -142,6 +142,10 @@ class Agreement:
             return guests.pop()
         return -1
 
+    def asked(self, shards: int) -> set[int]:
+        """Replicas that were asked to leave."""
+        return {rank // shards for rank, report in self.reports.items() if report.leaves}
+
     def leaves_out(self, replica: int) -> str:
         """Reason why `replica` is no member and must end, in words."""
         verb = "goes"
@@ -173,6 +177,11 @@ class GuestEntry:
     user: int
     turn: int
     step: int
+
+    def is_at(self, step: int, ahead: int) -> bool:
+        """True after `step` steps, if `ahead` is their distance to the turn: training may go back
+        and repeat the step."""
+        return step == self.step and ahead == self.turn - step
 
 
 def turn_of(turns: Sequence[int], user: int) -> int:
@@ -220,6 +229,15 @@ def agreement_record(
     kept = those_that_go_on(replicas, pairs, late)
     of_kept = {rank: report for rank, report in reports.items() if rank // shards in kept}
     return {"members": kept, "reports": of_kept, "guest": guest, "apart": pairs, "late": late}
+
+
+def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Those of `guests` for which all ranks wait that have reported."""
+    return [
+        guest
+        for guest in guests
+        if all(report["guest"] == guest >= 0 for report in reports.values())
+    ]
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
@@ -325,6 +343,7 @@ def axis_key(
         "beat",
         "port",
         "loopback",
+        "end",
         "left",
         "asked",
         "ask",
@@ -342,12 +361,12 @@ def axis_key(
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards
     or another rank.
 
-    Of a rank: `beat`; `port`; `loopback`, the identity of that interface; `left`, if it has left
-    together with the others; `asked`, if it was asked to. Of a guest: `ask`, its request to join;
-    `door`, the optimizer that lets it in; `copy`, the turn after which it gets a copy of the state;
-    `admit`, the turn before which it joins; `entry`, the step of that turn after all have reached
-    it. Of a shard of a guest: `feed`, the address of its feed; `coming`, if it waits for a copy;
-    `ready`, if it has one. Of a guest and a rank: `at`, if the rank has reached the turn of the
-    guest.
+    Of a rank: `beat`; `port`; `loopback`, the identity of that interface; `end`, if it has taken
+    its last step; `left`, if it has left together with the others; `asked`, if it was asked to. Of
+    a guest: `ask`, its request to join; `door`, the optimizer that lets it in; `copy`, the turn
+    after which it gets a copy of the state; `admit`, the turn before which it joins; `entry`, the
+    step of that turn after all have reached it. Of a shard of a guest: `feed`, the address of its
+    feed; `coming`, if it waits for a copy; `ready`, if it has one. Of a guest and a rank: `at`, if
+    the rank has reached the turn of the guest.
     """
     return "/".join((kind, *map(str, numbers)))

@@ -3,18 +3,18 @@ when a peer is lost. Also numbered collectives, and the record of a loss."""
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
-from detonation.cluster.survive.agreement import in_words
+from detonation.cluster.survive.agreement import RankReport, in_words
 
 FORM_S = 10.0
 """Seconds in which the members of a group must meet, after all have agreed on it."""
@@ -177,3 +177,45 @@ class NumberedCollective:
     flight: Flight | None = None  # None: the group refused it
     result: Tensor | None = None
     absent: frozenset[int] = frozenset()
+
+    @property
+    def finished(self) -> bool:
+        return self.result is not None
+
+
+class Finishing(Protocol):
+    """A collective, for `floor_after`."""
+
+    @property
+    def finished(self) -> bool:
+        """True if this rank has its result."""
+
+
+def floor_after(floor: int, kept: Mapping[int, Finishing]) -> int:
+    """Number up to which all collectives are finished, if they are up to `floor`."""
+    while (following := kept.get(floor + 1)) and following.finished:
+        floor += 1
+    return floor
+
+
+def lost_of(layout: Sequence[int], members: Sequence[int]) -> list[int]:
+    """Indices of those in `layout` that are no `members`."""
+    return [number for number, member in enumerate(layout) if member not in members]
+
+
+ALL = -1
+NOBODY = -2
+
+
+def holder_of(number: int, kind: NumberedKind, reports: Sequence[RankReport]) -> int:
+    """Index of the report of the rank from which others copy the collective `number`.
+
+    `ALL` if all ranks have its result; `NOBODY` if all repeat it. In an all-to-all each rank
+    receives other bytes.
+    """
+    holders = [index for index, report in enumerate(reports) if report.has(number)]
+    if len(holders) == len(reports):
+        return ALL
+    if kind == "all_to_all" or not holders:
+        return NOBODY
+    return holders[0]

@@ -31,6 +31,7 @@ from detonation.cluster.survive.agreement import (
     agreement_record,
     axis_key,
     beat_of,
+    expected_by_all,
     pace_of,
     parse_agreement,
     ranks_of_replicas,
@@ -238,6 +239,16 @@ class Membership:
         """True if a member is lost, so that all have to agree again."""
         return any(self._is_silent(rank) for rank in self._ranks())
 
+    def await_end(self, deadline: float, is_over: Callable[[], bool]) -> None:
+        """Waits until all members have come to their end, until `deadline` of the monotonic clock,
+        or until `is_over`."""
+        with suppress(DistNetworkError):  # as in `leave`
+            self.store.set(axis_key("end", self.rank), "1")
+            while time.monotonic() < deadline and not (self.failure or is_over()):
+                if self.store.check([axis_key("end", rank) for rank in self._ranks()]):
+                    return
+                time.sleep(_POLL_S)
+
     def leave(self, limit_s: float) -> None:
         """Waits until all members leave or are lost, at most `limit_s`, and stops beating."""
         deadline = time.monotonic() + limit_s
@@ -321,11 +332,7 @@ class Membership:
     def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
         """Proposes a record of `members` and of each `awaited` guest that all of them expect."""
         reports = self._reports(members)
-        guests = [
-            guest
-            for guest in awaited
-            if all(report["guest"] == guest >= 0 for report in reports.values())
-        ]
+        guests = expected_by_all(awaited, reports)
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
         next_guest = -1

@@ -21,17 +21,27 @@ from detonation.cluster.survive.agreement import (
     RankReport,
     ReplicaLost,
     axis_key,
-    turn_of,
 )
 from detonation.cluster.survive.groups import (
+    ALL,
+    NOBODY,
     Flight,
     Group,
     NumberedCollective,
     NumberedKind,
     SurvivedLoss,
+    floor_after,
+    holder_of,
+    lost_of,
 )
 from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.turns import AxisUsers, Departure, told_departures
+from detonation.cluster.survive.turns import (
+    AxisUsers,
+    Departure,
+    new_departures,
+    new_entry,
+    told_departures,
+)
 from detonation.cluster.survive.users import AxisEnd, AxisUser, Host
 from detonation.core.link import Axis, HandOver
 from detonation.core.schemes import Scheme
@@ -203,8 +213,12 @@ class SurvivingCommunicator(AxisEnd):
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the remaining replicas, for which it waits at most `limit_s`.
 
-        Collective.
+        Until they have come to their end, this replica takes part in recoveries: one of them may
+        need a result that only this one has. Collective.
         """
+        deadline = time.monotonic() + limit_s
+        self._membership.await_end(deadline, lambda: self.error is not None)
+        limit_s = max(0.0, deadline - time.monotonic())
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -308,9 +322,7 @@ class SurvivingCommunicator(AxisEnd):
         """Records the result of a collective that has ended; False if it failed."""
         if each.flight is None or not each.flight.good:
             return False
-        missing = [
-            number for number, member in enumerate(each.layout) if member not in each.members
-        ]
+        missing = lost_of(each.layout, each.members)
         result = each.target
         if missing and each.kind != "all_reduce":
             result = result.new_zeros(len(each.layout), result.shape[1])
@@ -323,8 +335,7 @@ class SurvivingCommunicator(AxisEnd):
     def _conclude(self, each: NumberedCollective, result: Tensor, absent: list[int]) -> None:
         each.result = result
         each.absent = frozenset(absent)
-        while (following := self._kept.get(self._floor + 1)) and following.result is not None:
-            self._floor += 1
+        self._floor = floor_after(self._floor, self._kept)
 
     def _watch(self) -> None:
         """Recovers from one loss after the other, until the end."""
@@ -405,16 +416,13 @@ class SurvivingCommunicator(AxisEnd):
         rank has reached. A replica that is recorded already keeps its turn.
         """
         membership = self._membership
-        reports = agreement.reports
-        asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
-        if membership.replica in asked:
+        shards = membership.shards
+        if membership.replica in agreement.asked(shards):
             membership.leaves = False  # all have the request now
-        left = {*membership.members} - self.departing.keys()
-        if len(left - asked) >= max(1, membership.least):
-            self.departing |= dict.fromkeys(sorted(left & asked), Departure.by(agreement))
+        self.departing |= new_departures(agreement, self.departing, shards, membership.least)
         if agreement.guest >= 0 and agreement.guest != (self.guest or (0, -1))[1]:
             door = self.host.door_of(agreement.guest)
-            self._expect(turn_of(agreement.next_changes, door), agreement.guest)
+            self._expect(*new_entry(agreement, door))
             membership.store.set(axis_key("admit", agreement.guest), "1")
         if not self.departing:
             self.users.let_go()
@@ -480,18 +488,16 @@ class SurvivingCommunicator(AxisEnd):
         ranks = [member * membership.shards + membership.shard for member in agreement.members]
         reports = [agreement.reports[rank] for rank in ranks]
         for each in list(self._kept.values()):
-            holders = [index for index, report in enumerate(reports) if report.has(each.number)]
-            if len(holders) == len(reports):
-                continue
-            if holders and each.kind != "all_to_all":
-                if not self._copied(each, holders[0], reports[holders[0]].absent[str(each.number)]):
-                    return False
-            else:
+            holder = holder_of(each.number, each.kind, reports)
+            if holder == NOBODY:
                 self._launch(each)
+            elif holder != ALL and not self._copied(each, holder, reports[holder]):
+                return False
         return True
 
-    def _copied(self, each: NumberedCollective, holder: int, absent: list[int]) -> bool:
-        """Copies the result of a collective from the member `holder` to those that have none."""
+    def _copied(self, each: NumberedCollective, holder: int, report: RankReport) -> bool:
+        """Copies the result of a collective from the member `holder`, which made `report`, to those
+        that have none."""
         held = each.result
         if held is None:
             shape = [*each.sent.shape]
@@ -510,5 +516,5 @@ class SurvivingCommunicator(AxisEnd):
         if not flight.good:
             return False
         if each.result is None:
-            self._conclude(each, held, absent)
+            self._conclude(each, held, report.absent[str(each.number)])
         return True

@@ -2,13 +2,13 @@
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from detonation.cluster.survive.agreement import Agreement, GuestEntry, RankReport
+from detonation.cluster.survive.agreement import Agreement, GuestEntry, RankReport, turn_of
 
 if TYPE_CHECKING:
     from detonation.cluster.survive.users import AxisUser
@@ -24,19 +24,30 @@ class Turns:
 
     begun: number of turns that it has begun. entered: number of turns before which it has settled
     who leaves and who joins. first: the first turn. steps: number of steps that it has begun, for
-    messages. over: whether some rank has dropped it, or a later optimizer trains one of its
-    parameters; its next step resets that. trained: the parameters that it trains, by id.
+    messages. ahead: a turn less its step. over: whether some rank has dropped it, or a later
+    optimizer trains one of its parameters; its next step resets that. trained: the parameters that
+    it trains, by id.
     """
 
     begun: int = 0
     entered: int = 0
     first: float = math.inf
     steps: int = 0
+    ahead: int = 0
     over: bool = False
     trained: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict)
 
-    def begin(self, turn: int, step: int) -> None:
-        """Begins `turn`, which is `step` of the optimizer. It may have begun already."""
+    def of(self, step: int) -> int:
+        """Turn that begins with `step` of the optimizer."""
+        return step + self.ahead
+
+    def resume_at(self, step: int) -> None:
+        """Lets `step` be the next one, because training goes back or forward."""
+        self.ahead = self.begun - step
+
+    def begin(self, step: int) -> None:
+        """Begins the turn of `step`. It may have begun already."""
+        turn = self.of(step)
         self.begun = max(self.begun, turn + 1)
         self.first = min(self.first, turn)
         self.steps = step + 1
@@ -72,7 +83,9 @@ class AxisUsers:
         if entry is None:
             self.turns.append(Turns())
             return len(self.turns) - 1
-        self.turns[entry.user] = Turns(entry.turn, entry.turn, steps=entry.step)
+        mine = Turns(entry.turn, entry.turn, steps=entry.step)
+        mine.resume_at(entry.step)
+        self.turns[entry.user] = mine
         return entry.user
 
     def add(self, user: "AxisUser", holds: bool) -> None:
@@ -104,11 +117,9 @@ class AxisUsers:
 
     def company(self, of: "AxisUser", gone: Collection[int]) -> list["AxisUser"]:
         """Optimizers that take part in a departure with `of`; the same on all ranks."""
-        return [
-            user
-            for user in self.present
-            if user is not of and user.number not in gone and not user.turns.over
-        ]
+        present = self.present
+        numbers = company(self.turns, [user.number for user in present], of.number, gone)
+        return [user for user in present if user.number in numbers]
 
     def end_others(self, gone: Collection[int]) -> None:
         """Marks the optimizers `gone`, which some rank has dropped, as over."""
@@ -141,3 +152,49 @@ class Departure:
 def told_departures(departing: Mapping[int, Departure]) -> list[tuple[int, list[int], list[int]]]:
     """Departures by replica, for a report."""
     return [(member, each.turns, each.gone) for member, each in departing.items()]
+
+
+def company(
+    turns: Sequence[Turns], present: Collection[int], of: int, gone: Collection[int]
+) -> list[int]:
+    """Optimizers of those `present` that take part in a departure with the optimizer `of`.
+
+    gone: those that some rank had dropped when all agreed on the departure.
+    """
+    return [each for each in present if each not in {of, *gone} and not turns[each].over]
+
+
+def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agreement]:
+    """Agreements that the optimizer `user` adopts before `turn`: the last one for which no
+    remaining rank had begun that turn, and those before it, which it replaces.
+
+    Whoever had begun the turn at an earlier agreement may be lost at a later one.
+    """
+    due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
+    return [*pending[: max(due, default=0)]]
+
+
+def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> list[int]:
+    """Replicas that leave before `turn` of the optimizer `user`."""
+    return [
+        member for member, departure in departing.items() if turn_of(departure.turns, user) <= turn
+    ]
+
+
+def new_departures(
+    agreement: Agreement, departing: Mapping[int, Departure], shards: int, least: int
+) -> dict[int, Departure]:
+    """Departures of members that asked to leave, if at least `least` stay.
+
+    departing: those on which all agreed before. A replica among them keeps its turns.
+    """
+    stay = {*agreement.members} - departing.keys()
+    leave = sorted(stay & agreement.asked(shards))
+    if len(stay) - len(leave) < max(1, least):
+        return {}
+    return dict.fromkeys(leave, Departure.by(agreement))
+
+
+def new_entry(agreement: Agreement, door: int) -> tuple[int, int]:
+    """Turn of the optimizer `door` before which a replica joins by `agreement`, and that replica."""
+    return turn_of(agreement.next_changes, door), agreement.guest

@@ -17,9 +17,9 @@ from detonation.cluster.survive.agreement import (
     ReplicaLeft,
     axis_key,
     ranks_of_replicas,
-    turn_of,
 )
 from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.turns import due_before, leaving_before
 from detonation.core.link import ElasticCommunicator, HandOver, PeerLost
 
 _TEXT_POLL_S = 0.01
@@ -217,7 +217,6 @@ class AxisUser(AxisEnd):
     def __init__(self, axis: "SurvivingCommunicator", hand_over: HandOver | None) -> None:
         self.number = axis.users.next_number()
         self.turns = axis.users.turns[self.number]
-        self._ahead = self.turns.begun - self.turns.steps  # a turn less the step of the optimizer
         if hand_over is None:
             self._optimizer = None
         else:
@@ -243,18 +242,18 @@ class AxisUser(AxisEnd):
 
     def turn_of(self, step: int) -> int:
         """Turn that begins with `step` of the optimizer."""
-        return step + self._ahead
+        return self.turns.of(step)
 
     def turns_ahead(self) -> int:
         """Difference between a turn and its step. It changes when training goes back or forward."""
-        return self._ahead
+        return self.turns.ahead
 
     def step_of(self, turn: float) -> float:
         """Step of the optimizer at `turn`, if training does not go back before."""
-        return turn - self._ahead
+        return turn - self.turns.ahead
 
     def resume_at(self, step: int) -> None:
-        self._ahead = self.turns.begun - step
+        self.turns.resume_at(step)
 
     def trains(self, tensors: Collection[Tensor]) -> None:
         self.axis.users.note_trained(self.number, tensors)
@@ -280,12 +279,8 @@ class AxisUser(AxisEnd):
     def leaving(self, step: int) -> list[int]:
         if self.axis.acting not in (None, self):  # see `handing_over`
             return []
-        turn = self.turn_of(step)
-        return [
-            self.layout.index(member)
-            for member, departure in self.axis.departing.items()
-            if turn_of(departure.turns, self.number) <= turn and member in self.layout
-        ]
+        leave = leaving_before(self.axis.departing, self.number, self.turn_of(step))
+        return [self.layout.index(member) for member in leave if member in self.layout]
 
     def handing_over(self) -> list[int]:
         return [self.layout.index(each) for each in self.axis.handed if each in self.layout]
@@ -338,7 +333,7 @@ class AxisUser(AxisEnd):
         """
         if (optimizer := self.optimizer) is not None:
             optimizer()
-        self._ahead += 1
+        self.turns.ahead += 1
 
     def _await_departure(self, leaving: Sequence[int], step: int) -> None:
         """Leaves if this replica is `leaving`; else waits until all agree on the remaining ones.
@@ -382,7 +377,7 @@ class AxisUser(AxisEnd):
                 awaited.wait(partial(axis.host.not_at, axis.awaits), _POLL_S)
 
     def _due(self, turn: int) -> list[Agreement]:
-        return [each for each in self.pending if turn >= turn_of(each.next_turns, self.number)]
+        return due_before(self.pending, self.number, turn)
 
     def _end_others(self, due: Sequence[Agreement], grown: bool) -> None:
         """Marks optimizers that some rank does not have as over.
@@ -398,5 +393,5 @@ class AxisUser(AxisEnd):
     def _begin(self, step: int) -> None:
         turns = self.turns
         membership = self._membership
-        turns.begin(self.turn_of(step), step)
+        turns.begin(step)
         membership.under_way = membership.under_way or turns.begun > turns.first + 2

@@ -1,0 +1,97 @@
+"""What the search of the model has found, on the real axis: replicas as threads of one process."""
+
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch.distributed import HashStore
+
+from detonation.cluster.survive.agreement import axis_key
+from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.surviving import SurvivingCommunicator
+from limits import LIMIT_S
+from steps import Died, together
+
+
+def replicas(act, number=3):
+    """What `act(axis)` returns on each replica; None for one that died."""
+    store = HashStore()
+
+    def run(replica):
+        membership = Membership(store, replica, number, 0, 1, 30.0, 1, print, confirm_s=30.0)
+        axis = SurvivingCommunicator(membership, 30.0)
+        try:
+            result = act(axis)
+        except Died:
+            with axis._changed:
+                axis._closed = True
+                axis._changed.notify_all()
+            membership.leave(0)
+            axis._group.abandon()
+            return None
+        axis.close()
+        return result
+
+    return together(*(partial(run, replica) for replica in range(number)))
+
+
+def await_members(axis, members):
+    """Waits until this rank has recovered, and these are the members."""
+
+    def recovered():
+        return axis._membership.members == members and not axis._recovering
+
+    with axis._changed:
+        assert axis._changed.wait_for(recovered, LIMIT_S)
+
+
+def test_a_later_agreement_replaces_an_earlier_one_that_is_due_later():
+    """Replica 0 has begun a step when 1 is lost, so 0 and 2 adopt that after the step; then it is
+    lost, too, and 2 adopts both losses before the step: replica 0 must not come back after it."""
+    begun = threading.Event()
+
+    def act(axis):
+        user = axis.for_one()
+        if axis.replica == 1:
+            assert begun.wait(LIMIT_S)
+            raise Died
+        if axis.replica == 0:
+            assert not user.enter_step(0)
+            begun.set()
+        await_members(axis, [0, 2])
+        if axis.replica == 0:
+            raise Died
+        await_members(axis, [2])
+        sizes = []
+        for step in range(3):
+            if user.enter_step(step):
+                user.adopt(step)
+            sizes.append(user.size())
+        return sizes
+
+    assert replicas(act)[2] == [1, 1, 1]
+
+
+def test_a_replica_that_is_done_still_gives_its_last_result_to_the_others():
+    """Replica 0 has its last result and closes; 1 dies, and the connection of 2 breaks before it
+    has that result."""
+
+    def act(axis):
+        arriving = axis.all_gather(torch.full((2,), axis.replica + 1.0))
+        if axis.replica == 2:
+            with axis._changed:
+                axis._kept[1].flight = SimpleNamespace(ended=True, good=False)
+            store = axis._membership.store
+            deadline = time.monotonic() + LIMIT_S
+            while not any(store.check([axis_key(key, 0)]) for key in ("end", "left")):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        result = arriving()
+        if axis.replica == 1:
+            raise Died
+        return result
+
+    first, _, last = replicas(act)
+    assert torch.equal(first, last), "the last step of two replicas has different members"
