@@ -1,4 +1,4 @@
-"""The choice of an engine: the first registered one that can run a codec, else ordinary torch."""
+"""Chooses an engine: the first registered engine that supports a codec, else plain torch."""
 
 from detonation.core.codec.codec import Codec
 from detonation.core.engine.reference import ReferenceEngine
@@ -12,12 +12,12 @@ from detonation.plugins import plugins
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The first engine that can run `codec` with temporaries of at most `room`; ordinary torch
-    without kernels.
+    """The first engine that supports `codec` with at most `room` bytes of temporaries; plain torch
+    if there are no kernels.
 
-    Engines of installed packages are asked first, then the built-in ones, the fastest first.
+    Engines of installed packages are tried first, then the built-in ones from fastest to slowest.
     """
-    for make in plugins("engines"):  # imported no earlier than here
+    for make in plugins("engines"):  # imported only now, because the import is slow
         engine: ReferenceEngine | None = make(codec, layout, memory, runtime, room)
         if engine:
             return engine

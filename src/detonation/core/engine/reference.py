@@ -1,4 +1,6 @@
-"""The reference engine: one replica's step in ordinary torch. All other engines must match it."""
+"""The reference engine: the step of one replica in plain torch. All other engines must equal it bit
+for bit.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
@@ -33,13 +35,15 @@ from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
 READS = 2
-"""Number of parts in which the replies of owners are read if few launches count more than
-memory."""
+"""Number of parts in which replies of owners are decoded if few kernel launches matter more than
+memory.
+"""
 
 
 class Replier(Protocol):
-    """Answers for an owner of rows, with coefficients of its memory plus the update. `reads` is
-    True for messages that it supports."""
+    """Encodes an owner's reply: coefficients of its residual plus the update. `reads` is True for
+    messages that this engine can decode.
+    """
 
     def reads(self, received: Received) -> bool: ...
 
@@ -47,17 +51,19 @@ class Replier(Protocol):
 
 
 class ReferenceEngine(Rule):
-    """Encodes signals, releases memory and decodes messages in ordinary torch, on any device, block
-    by block."""
+    """Encodes signals, releases memory and decodes messages in plain torch, on any device, block by
+    block.
+    """
 
     name = "torch"
     reads_status = False
-    """True if `bad` may be a status (see `Header`), which saves the operation that converts it.
-    Signals are then encoded as a whole."""
+    """True if `bad` may be a status tensor (see `Header`), which saves a conversion. Signals are
+    then encoded as a whole.
+    """
     guard: type[Guard] = Guard
-    """Class of the guard of the messages that this engine encodes."""
+    """Class of the guard for the messages of this engine."""
     inspect = staticmethod(inspected)
-    """Makes the verdict on the signals of a whole message."""
+    """Computes the verdict on the signals of a whole message."""
 
     def __init__(
         self,
@@ -83,25 +89,26 @@ class ReferenceEngine(Rule):
         self._encoded_at_once = self._selected_rows
         if codec.dense or (self._on_cpu and codec.selection.shared):
             self._encoded_at_once = layout.rows
-        self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
+        # messages can be cut only at multiples of a unit
+        self._block = cache(partial(Bucket.of, layout))
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if the result of `encode` is so large that its memory should be freed before the
         message is sent."""
-        # whole signals in a floating-point type are written directly into the message
+        # whole signals in a floating-point dtype are written directly into the message
         sends_signals = memory is None and codec.dense and isinstance(codec.basis, Identity)
         self._as_it_is = sends_signals and isinstance(codec.precision, Float) and not layout.tiled
-        # True if the values to subtract from memory are known at selection: because receivers
-        # decode them exactly, or because of no error feedback
+        # True if `release` may subtract the selected values, because no rounding error is kept.
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
-        """True if `release` needs the sent values as every receiver decodes them."""
-        # True if a block of memory is released while it is in the cache
+        """True if `release` needs the sent values as receivers decode them."""
+        # true if a block of memory is released while it is still in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
         self.releases_at_once = memory is None or self._by_block
-        """True if `encode` also subtracts the sent values from memory, so that `release` is not
-        needed."""
+        """True if `encode` already subtracts the sent values from memory, so that `release` has
+        nothing to do.
+        """
 
     def encode(
         self,
@@ -135,7 +142,7 @@ class ReferenceEngine(Rule):
         bad: Tensor | None,
         out: Tensor | None,
     ) -> Selected:
-        """`encode`, one block of rows after the other, which needs less memory."""
+        """Does `encode` one block of rows at a time, which needs less memory."""
         codec = self.codec
         rows = self.layout.rows
         shared = codec.shared_indices(rows, step, self._seed, self.device)
@@ -199,7 +206,7 @@ class ReferenceEngine(Rule):
     ) -> Selected:
         """`encode`, and writes the coefficients into `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # fp64 is converted by way of fp32
+        # torch would round fp64 directly to the message's dtype; engines round by way of fp32
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -208,7 +215,7 @@ class ReferenceEngine(Rule):
                 values.masked_fill_(bad, 0.0)
             return Selected(values, None)
         out = None
-        # the network overwrites a run that it adds up, but `release` needs the own values
+        # an all-reduce overwrites its run, but `release` needs this replica's own values
         if self.codec.precision == FP32 and not (run.is_summed or self.codec.dense):
             out = run.numbers
         selected = self.encode(signals, step, bad, out)
@@ -216,13 +223,13 @@ class ReferenceEngine(Rule):
         return selected
 
     def inspector(self, buckets: int) -> SignalInspector:
-        """An inspector of messages that leave in so many buckets."""
+        """An inspector for messages that are sent in `buckets` buckets."""
         return inspector_of(self._runtime)
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
-        """This replica's message as the only one that was received, as every receiver decodes it.
+        """This replica's message as if it were the only received one, as every receiver decodes it.
 
-        It shares memory with `run`.
+        The result shares memory with `run`.
         """
         return self.of_one(self.codec.written(run), selected)
 
@@ -234,15 +241,15 @@ class ReferenceEngine(Rule):
         owners: RowOwners,
         owner: int,
     ) -> Replier | None:
-        """The engine of an owner with the memory `residual` of coefficients; None if ordinary torch
-        answers.
+        """The engine for the replies of an owner whose coefficients remain in `residual`; None if
+        plain torch computes replies.
 
         Shapes: residual `[owned, chunk]` fp32.
         """
         return None
 
     def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
-        """The selection with zeros if it is `bad`, and with indices in the smallest type."""
+        """Sets the selection to zeros if it is `bad`, and casts indices to the smallest dtype."""
         values = selected.values
         indices = selected.indices
         if bad is not None:
@@ -259,8 +266,8 @@ class ReferenceEngine(Rule):
         return self.codec.empty(self.layout.rows, step, self._seed, self.device)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
-        """Subtracts the sent values from memory: `own`, as every receiver decodes them, or the
-        selected coefficients.
+        """Subtracts the sent values from memory: `own` (as every receiver decodes them), or else
+        the selected coefficients.
 
         Shapes: own `[rows, k]` fp32.
         """
@@ -271,7 +278,7 @@ class ReferenceEngine(Rule):
             self.subtract(sent.blocks(self._released_rows))
 
     def of_one(self, values: Tensor, selected: Selected) -> Received:
-        """A single received message with these values at the indices of `selected`.
+        """A single received message with `values` at the indices of `selected`.
 
         Shapes: `[rows, k]` fp32.
         """
@@ -333,7 +340,7 @@ class ReferenceEngine(Rule):
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
                 del part  # free it before the next one is made
             return
-        # the update of a single whole message may share its memory
+        # the update of a single whole message may share the message's memory
         may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
             received.aggregation, Mean
         )
@@ -351,8 +358,9 @@ class ReferenceEngine(Rule):
             del block, part, signs  # free them before the next ones are made
 
     def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
-        """The update in lines of about `at_once` tiles, parameter by parameter: a line may end
-        anywhere in a block of rows."""
+        """The update in lines of about `at_once` tiles, parameter by parameter; a line may end
+        inside a block of rows.
+        """
         for strip in Bucket.strips(self.layout, at_once):
             sent = received.part(strip.rows.start, strip.rows.stop)
             yield strip, self.update(sent, received.aggregation)
@@ -362,7 +370,7 @@ class ReferenceEngine(Rule):
         at_once = self._decoded_at_once(received)
         read = at_once
         if self._room.few_launches and received.owners:
-            # to read the replies of owners needs launches
+            # reading the replies of owners needs kernel launches
             read = received.rows
             if not self.codec.selection.shared:
                 read = -(-received.rows // READS)
@@ -379,7 +387,9 @@ class ReferenceEngine(Rule):
 
 
 def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-    """Moves `weights` against `signs`, in one or two operations for all with the same rate."""
+    """Moves `weights` against `signs`, in one or two operations for all weights with the same
+    rate.
+    """
     for shrink, lr in dict.fromkeys(rates):
         same = [i for i, rate in enumerate(rates) if rate == (shrink, lr)]
         moved = [weights[i] for i in same]

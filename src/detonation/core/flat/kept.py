@@ -1,4 +1,4 @@
-"""Kept rows: a copy of rows of a memory before a step, to undo the step in them."""
+"""Kept rows: a copy of rows of a memory before a step, with which the step can be undone."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class KeptRows:
         self._is_change = False
 
     def become_change(self) -> None:
-        """Replaces the copy by the change since, if further steps change the rows before
-        `restore`."""
+        """Replaces the copy by the change since it was made, for the case that further steps change
+        the rows before `restore`.
+        """
         self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
         self._is_change = True
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Assigns `rows` rows to `replicas`: round robin in runs of `run` rows, and the remainder in
-    equal parts.
+    """Assigns `rows` rows to `replicas`: runs of `run` rows round robin, and the remainder in equal
+    parts.
 
-    A bucket that begins and ends at full rounds therefore has the same owners alone as in the whole
-    flat.
+    A bucket that begins and ends at full rounds therefore has the same owners as its rows have in
+    the whole flat.
     """
 
     rows: int
@@ -50,14 +50,14 @@ class RowOwners:
         return self.owned * self.replicas - self.rows
 
     def deal(self, lines: Tensor, padding: Tensor | None = None) -> Tensor:
-        """The lines of each owner, in order.
+        """The rows of `lines` grouped by owner, in order.
 
         Shapes: lines `[rows, n]`, padding `[n]` (None: zeros) -> `[replicas, owned, n]`.
         """
         return self.deal_each([(lines, padding)])[0]
 
     def deal_each(self, lines: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-        """`deal` for several matrices, each with its padding, in one operation.
+        """`deal` for several matrices, each with its own padding, in one operation.
 
         Shapes: as in `deal`, for each.
         """
@@ -94,8 +94,9 @@ class RowOwners:
     def _pairs(
         self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views of `dealt` and `matrices` with the same shape and content: the rows that
-        are assigned round robin, then the remainders of the owners."""
+        """Pairs of views of `dealt` and `matrices` with the same shape and content: the rows
+        assigned round robin, followed by the owners' remainders.
+        """
         pairs = []
         own = self._turns * self.run
         begin = self.replicas * own
@@ -119,7 +120,9 @@ class RowOwners:
 
     @cached_property
     def _remainder(self) -> tuple[int, int]:
-        """Number of owners with a full part of the remainder, and the rows of the next one."""
+        """Number of owners with a full part of the remainder, and number of rows of the next
+        owner.
+        """
         own = self._turns * self.run
         if own == self.owned:
             return 0, 0

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 BUCKETS = 4
 """Largest number of buckets of a flat. On an accelerator each bucket costs kernel launches."""
 SMALL_BUCKETS = 8
-"""Largest number of buckets if the network adds up the messages, or at the end of a round. A sum
-needs fewer launches per bucket, and rounds are rare; smaller buckets take less memory."""
+"""Largest number of buckets if the network adds messages, or at the end of a round. A sum needs
+fewer launches per bucket, and rounds are rare; smaller buckets need less memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of a layout from row `first` on, with a layout of the parts of parameters in them."""
+    """Rows of a layout from row `first` on, with the layout of the parts of parameters in these
+    rows.
+    """
 
     first: int
     layout: Layout
@@ -64,7 +67,8 @@ class Bucket:
     @classmethod
     def strips(cls, layout: Layout, rows: int) -> list[Bucket]:
         """The buckets of `layout` parameter by parameter; a parameter in tiles is cut into strips
-        of about `rows` tiles, see `Slot.strips`."""
+        of about `rows` tiles; see `Slot.strips`.
+        """
         found = []
         for index, slot in enumerate(layout.slots):
             for first, strip, start in slot.strips(rows):

@@ -21,8 +21,9 @@ IDENTITY = MAGIC | VERSION << 56
 HEADER_BYTES = 64
 CHECKSUM_AT = 56
 DIGITS = 3
-"""Numbers below 256 that carry the status and the mark of a replica in an all-reduce; bf16
-represents them exactly."""
+"""Number of values below 256 that contain the status and mark of a replica in an all-reduce; bf16
+represents them exactly.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class Header:
 
     @property
     def origin(self) -> int:
-        """The fourth word: sender and place."""
+        """The fourth word: sender and position of the message."""
         return self.sender << 32 | self.place
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
-        Numbers that change from step to step reach the device as arguments of a kernel launch. A
-        copied list would make the host wait.
+        Numbers that change at each step reach the device as arguments of a kernel launch. Copying a
+        list would block the host.
 
         Shapes: `[messages, 64 + nbytes + padding]` uint8, each aligned for int64, with zeros as
         padding.
@@ -103,7 +104,7 @@ def _unit(place: int, device: torch.device) -> Tensor:
 
 
 def constant(number: int, device: torch.device) -> Tensor:
-    """`number` on `device`, made once.
+    """`number` as a tensor on `device`, cached.
 
     Shapes: -> `[]` int64.
     """
@@ -111,8 +112,8 @@ def constant(number: int, device: torch.device) -> Tensor:
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
-    """Copies a sealed message with `sender` as its sender, without a wait for the device. Other
-    bytes are copied unchanged.
+    """Copies a sealed message with `sender` as its new sender, without waiting for the device.
+    Other bytes are copied unchanged.
 
     Shapes: `[bytes]` uint8 -> the same.
     """
@@ -121,7 +122,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # the last line may end with padding of undefined content
+    # the last checksum line may end with undefined padding
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)

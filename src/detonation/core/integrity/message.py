@@ -52,7 +52,7 @@ class Message:
     played: bool = False
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
-        """Stores the indices of the rows of the flat from `first` on."""
+        """Stores the indices of rows from row `first` of the flat on."""
         if isinstance(indices, SharedIndices):
             self.shared[first] = indices
         elif indices is not None:
@@ -73,7 +73,7 @@ class Message:
         return torch.cat([narrow(each) for each in found])
 
     def whole(self, end: int) -> Tensor:
-        """Joins the bytes that have arrived: `end` bytes per message, then zeros as padding.
+        """Joins the received bytes: `end` bytes per message, followed by zero padding.
 
         Shapes: -> `[messages of all replicas, end + padding]` uint8.
         """

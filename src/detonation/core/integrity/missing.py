@@ -1,4 +1,4 @@
-"""Missing gradients: how a replica reports the parameters without a gradient in a step."""
+"""Missing gradients: how a replica reports parameters without a gradient in a step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNUSED_PLACE = 1 << 30
-"""Added to a place of observed messages: the parameters that no replica used in a step."""
+"""Added to the position of observed messages: marks the record of parameters that no replica used
+in a step.
+"""
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
-"""What a message says of missing gradients: none; a new set; the set that the sender exchanged in
-the first remembered exchange (and so on for the later ones)."""
+"""A message's report on missing gradients: none are missing; a new set; or a set exchanged earlier,
+as `FIRST_KNOWN` plus its number among the remembered ones.
+"""
 MOST_KNOWN = 14
-"""Number of exchanges of sets that all replicas remember, and that a message can name."""
+"""Number of exchanged sets that all replicas remember, and that a message can name."""
 RECEIVED_BITS = 59
 """Bits of the digest in the seventh word of a header that reports missing gradients."""
 NO_PARAMETERS: frozenset[int] = frozenset()
@@ -66,14 +69,14 @@ def with_said(received: int, says: int) -> int:
 
 
 def said_in(received: int) -> int:
-    """Statement of the seventh word of a header on missing gradients: see `NONE_MISSING`."""
+    """The report on missing gradients in the seventh word of a header; see `NONE_MISSING`."""
     if received >= 0:
         return NONE_MISSING
     return 1 + (received >> RECEIVED_BITS & 15)
 
 
 def packed(numbers: Collection[int], count: int) -> bytes:
-    """A set of numbers below `count`, one bit each.
+    """A set of numbers below `count` as one bit each.
 
     >>> packed([0, 9], 12)
     b'\\x01\\x02'
@@ -85,7 +88,7 @@ def packed(numbers: Collection[int], count: int) -> bytes:
 
 
 def in_all(sets: Iterable[bytes]) -> frozenset[int]:
-    """The numbers that are in each of `sets`.
+    """The numbers contained in each of `sets`.
 
     >>> sorted(in_all([packed([0, 9, 10], 12), packed([0, 3, 10], 12)]))
     [0, 10]

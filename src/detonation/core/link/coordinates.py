@@ -32,11 +32,11 @@ def coordinates_of(
     parameters: Iterable[Tensor],
     intra_node: DeviceMesh | None = None,
 ) -> Coordinates:
-    """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh of the
-    parameters.
+    """This rank's coordinates: its replica from the axes of `levels`, its shard from the mesh of
+    the parameters.
 
-    Replicas are counted along the innermost level first. Without DTensors a replica is one shard.
-    With `intra_node` each rank of the node counts as a shard, though it has the whole model.
+    Replica numbers grow fastest along the innermost level. Without DTensors a replica is one shard.
+    With `intra_node` each rank of the node counts as a shard, although it has the whole model.
     """
     replica = 0
     replicas = 1
@@ -54,7 +54,7 @@ def coordinates_of(
 
 
 def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
-    """The identity of an axis, and this rank's position on it and the size of the axis."""
+    """The identity of an axis, this rank's position on it, and the size of the axis."""
     if not isinstance(axis, DeviceMesh):
         return id(axis), (axis.replica, axis.size())
     ranks = tuple(axis.mesh.flatten().tolist())
@@ -62,6 +62,7 @@ def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
 
 
 def alike(levels: Sequence[tuple[Axis, Scheme]]) -> bool:
-    """True if replicas have the same weights and base optimizer state between any two steps: all
-    levels exchange gradients."""
+    """True if replicas have equal weights and base optimizer state between any two steps, because
+    all levels exchange gradients.
+    """
     return bool(levels) and all(scheme.signal == "gradients" for _, scheme in levels)

@@ -21,9 +21,9 @@ class Mismatch(DetonationError, ValueError):
 
 
 def send_to_all(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
-    """Every replica's `value` (of JSON), in replica order. Collective.
+    """The `value` of every replica (as JSON), in replica order. Collective.
 
-    All replicas know the sizes of the messages, because they first exchange the largest one.
+    Replicas first exchange the largest size, so the size of all messages is known.
     """
 
     def gathered(content: bytes) -> list[bytes]:
@@ -47,8 +47,8 @@ def require_same(
 ) -> dict[str, str]:
     """Raises `Mismatch` on every rank if descriptions differ, and names the difference. Collective.
 
-    All ranks of a node must also have the same description. It is called before the first message,
-    because messages of different sizes would end the receiver's process in the network library.
+    All ranks of a node must also have the same description. It runs before the first message,
+    because messages of different sizes would crash the receiver inside the network library.
 
     Args:
         description: Compared entry by entry.
@@ -83,7 +83,7 @@ def require_same(
 
 
 _Rank = tuple[str, Sequence[Mapping[str, str]]]
-"""The name of a rank, its description, and its notes."""
+"""A rank's name, description and notes."""
 
 
 def _differences(one: _Rank, other: _Rank) -> list[tuple[str, str]]:

@@ -27,16 +27,14 @@ from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
 
 
 class Link:
-    """The replicas along one mesh axis, as one of them sees it.
+    """The replicas along one mesh axis, as seen by one of them.
 
-    Attributes:
-        bytes_sent: Bytes that this rank has sent to other replicas over the axis, by the formulas
-            of ring collectives. Traffic inside the node does not count.
-        waited_s: Seconds for which an unfinished exchange blocked the host. NCCL waits on the
-            device instead, which does not count.
-        recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, after its last use.
-        observer: Sees received messages.
-        playback: The observer, if messages come from it.
+    Attributes: bytes_sent: Bytes that this rank has sent to other replicas over the axis, by the
+        formulas for ring collectives. Traffic inside the node is not counted. waited_s: Seconds for
+        which the host was blocked by an unfinished exchange. NCCL blocks the device instead, which
+        is not counted. recycle: Returns a receive buffer, `[replicas, bytes]` uint8, after its last
+        use. observer: Is called with received messages. playback: The observer, if it also supplies
+        the messages.
 
     Args:
         intra_node: Axis inside the node, if all its ranks have the same message: each then sends a
@@ -74,7 +72,7 @@ class Link:
         self.replicas = self._inter_node.size()
         self.replica = self._inter_node.replica
         self.recycle = self._communicator.recycle
-        # the bytes of these two do not count as sent
+        # the bytes of these two functions are not counted as sent
         self.send_to_all = partial(send_to_all, self._inter_node)
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
@@ -83,14 +81,14 @@ class Link:
         self.playback: PlayedMessages | None = None
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Shows messages to `observer` from now on, or receives them from it."""
+        """Attaches `observer`, which sees all messages from now on, or supplies them."""
         self.observer = observer
         self.playback = observer if isinstance(observer, PlayedMessages) else None
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """Starts the sum of `values` over all replicas; the result is bitwise the same on each.
+        """Starts the sum of `values` over all replicas; the result is bitwise equal on each.
 
-        `values` belongs to the link from here on.
+        The link owns `values` from here on.
         """
         nbytes = bytes_per_rank(values.nbytes, self.local_ranks, values.itemsize)
         self.bytes_sent += ring_bytes("all-reduce", nbytes, self.replicas)
@@ -106,7 +104,7 @@ class Link:
         return self._communicator.all_gather(message)
 
     def all_to_all(self, messages: Tensor) -> Callable[[], Tensor]:
-        """Starts sending message r to replica r; receives each replica's message for this one.
+        """Starts sending message r to replica r, and receiving each replica's message for this one.
 
         Shapes: `[replicas, nbytes]` uint8, the same on all replicas -> the same.
         """
@@ -114,8 +112,8 @@ class Link:
         return self._communicator.all_to_all(messages.view(-1))
 
     def wait(self, arriving: list[Callable[[], Tensor]]) -> tuple[list[Tensor], set[int]]:
-        """Waits for collectives. Returns the received tensors, and the replicas that were absent
-        from any of them.
+        """Waits for collectives. Returns the received tensors, and the replicas that were absent in
+        any collective.
 
         Empties `arriving`, which would keep the received tensors alive.
         """
@@ -135,10 +133,12 @@ class Link:
         self.replica = self._inter_node.replica
 
     def collect(self, words: Tensor, apart: bool = False) -> Tensor:
-        """Every replica's `words`, equally many on each, in replica order. Not counted as sent.
+        """The `words` of every replica, of equal number, in replica order. They are not counted as
+        sent.
 
-        Words of the ranks of a node may differ, unlike messages. A weighted sum combines them, so
-        that all ranks notice a difference; with `apart` each is returned, in the order of ranks.
+        Unlike messages, words may differ between the ranks of a node. A weighted sum combines them,
+        so that all ranks notice a difference; with `apart` the words of each rank are returned, in
+        rank order.
 
         Shapes: `[n]` int64 -> `[replicas, n]` int64; apart `[replicas, local ranks * n]`.
         """
@@ -170,7 +170,7 @@ def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
 
 @contextmanager
 def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[None]:
-    """Raises a `Mismatch` of one shard of a replica on all its shards. Collective over `shards`."""
+    """Raises the `Mismatch` of one shard on all shards of the replica. Collective over `shards`."""
     found = ""
     try:
         yield
@@ -181,7 +181,7 @@ def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[No
 
 
 def first_text(links: Iterable[Link], text: str, device: torch.device) -> str:
-    """The first text that is not empty among those of all ranks along `links`; the same on all.
+    """The first nonempty text among all ranks along `links`; equal on all of them.
 
     Collective.
     """

@@ -1,4 +1,4 @@
-"""Optimizers for the local step: SignSGD, as in DeMo's papers, and Muon, correct on shards.
+"""Optimizers for the local step: SignSGD as in DeMo's papers, and a Muon that is correct on shards.
 
-Users call them through `detonation`; inside the package only replicators and `Replicated` do.
+Users call them through `detonation`; inside the package only `core.replicator` and `Replicated` do.
 """

@@ -1,4 +1,4 @@
-"""The step of the base optimizer, which replicas take together or not at all."""
+"""The step of the base optimizer, which all replicas make or none."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +23,9 @@ class Clipping(Protocol):
 class BaseStep:
     """Steps a base optimizer on the agreed gradients. Raises if other code steps it.
 
-    Attributes:
-        clip: Called before each step, if set; see `Clip`.
-        overflow: A GradScaler's finding about gradients that no agreed update replaces. If it is
-            not 0, the step is skipped.
-        rounding: Context of each step.
+    Attributes: clip: Called before each step, if set; see `Clip`. overflow: What a GradScaler found
+        in gradients that no agreed update replaces. If it is nonzero, the step is skipped.
+        rounding: Context manager of each step.
 
     Args:
         optimizer: The base optimizer. It gets a hook that checks each of its steps.
@@ -39,12 +37,12 @@ class BaseStep:
         self.overflow: Tensor | None = None
         self.rounding: AbstractContextManager[object] = nullcontext()
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._hook: Callable[[], object] | None = None  # removes the hook of held rows
+        self._hook: Callable[[], object] | None = None  # removes the hook for held rows
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
     def __call__(self, clips: bool = True) -> None:
-        """Clips, if `clips` and a clip is set, and steps."""
+        """Clips, if `clips` is True and a clip is set, and steps."""
         if self.overflow is not None and bool(self.overflow):
             return
         if self.clip and clips:
@@ -58,25 +56,28 @@ class BaseStep:
 
     @property
     def rounds_singly(self) -> bool:
-        """True if steps have the same bits on all kinds of processor, at lower speed."""
+        """True if steps have the same bits on all kinds of processors, at lower speed."""
         return not isinstance(self.rounding, nullcontext)
 
     def round_singly(self, on: bool = True) -> None:
-        """From now on rounds every operation of a step by itself; with `on` False, steps as torch
-        does."""
+        """With `on`, rounds every operation of a step separately from now on; else steps as torch
+        does.
+        """
         self.rounding = nullcontext()
         if on:
             self.rounding = plugin("gates", "single rounding")()
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
-        """From now on sets the updates of the padding rows of `parameters` to zero."""
+        """Keeps the padding rows of `parameters` unchanged from now on, by setting their updates to
+        zero.
+        """
         found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
         if found and self._hook is None:
             self._hook = _hook_before(self.optimizer, self)
         self._held |= found
 
     def release(self, parameter: Tensor) -> None:
-        """From now on applies the update of every row of `parameter`."""
+        """Updates every row of `parameter` from now on."""
         self._held.pop(id(parameter), None)
         if self._hook is not None and not self._held:
             self._hook()
@@ -105,7 +106,7 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
 
 
 def hooks_of(optimizer: Optimizer) -> list[str]:
-    """Names of the hooks around steps of `optimizer` that others registered."""
+    """Names of the step hooks that other code registered on `optimizer`."""
     hooks = [
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
@@ -115,13 +116,12 @@ def hooks_of(optimizer: Optimizer) -> list[str]:
 
 
 class _Lookout:
-    """A hook after each step of an optimizer. It raises for a step outside of a `BaseStep`, which
-    would change one replica alone.
+    """A hook that runs after each step of an optimizer. It raises for a step outside of a
+    `BaseStep`, which would change only this replica.
 
-    It does not run before steps, because `Update.apply` writes no gradients if no such hook exists.
+    It is no pre-step hook, because `Update.apply` skips writing gradients only if there is none.
 
-    Attributes:
-        is_away: True during a step of a `BaseStep`.
+    Attributes: is_away: True during a step of a `BaseStep`.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _Lookout:
         self.is_away = False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # torch's helpers step with lr 0 to create state
+        # torch's state-dict helpers step with lr 0 to create state
         moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
         if self.users and moves and not self.is_away:
             raise RuntimeError(
@@ -139,7 +139,7 @@ class _Lookout:
 
 
 def _lookout_of(optimizer: Optimizer) -> _Lookout:
-    """The hook of `optimizer`, which is created once."""
+    """The hook of `optimizer`, created once."""
     for hook in optimizer._optimizer_step_post_hooks.values():
         if isinstance(hook, _Lookout):
             return hook

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # as torch's optimizers: it imports no compiler
+
+# imported as torch's optimizers do, because it imports no compiler
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from detonation.core.agreement.buffers import BufferSync
@@ -37,10 +39,10 @@ from detonation.plugins import plugin
 class Replicated(OptimizerWrapper):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
 
-    It shares `param_groups` and `state` with the base optimizer. Parameters may be frozen, unfrozen
-    and added (`add_param_group`) on all ranks between the same two steps; the next step makes it
-    and ends open rounds. One that joins begins with an empty memory, and one that leaves loses its
-    own. `step_count`: the steps taken.
+    It shares `param_groups` and `state` with the base optimizer. All ranks may freeze, unfreeze or
+    add parameters (`add_param_group`) between the same two steps; the next step makes the change
+    and completes open rounds. An added parameter starts with an empty memory; a removed one loses
+    its memory. `step_count`: number of steps.
 
     Raises:
         ValueError: The parameters are on several devices, or not all in the model.
@@ -67,22 +69,22 @@ class Replicated(OptimizerWrapper):
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.observer: StepObserver | None = None
-        self.closeness: ClosenessGate | None = None  # None while the bits of replicas are equal
+        self.closeness: ClosenessGate | None = None  # None while replicas are bitwise equal
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
         self.base_step = BaseStep(base)
         self.model = model
         self._buffers = BufferSync(model)
         self._trained = TrainedParameters(model, base)
-        # whether a loaded state dict had no replica state; until a step it may still be loaded
+        # True if a loaded state dict had no replica state; the next step warns
         self.memory_lost = False
         self._routes: dict[tuple[int, int], Route] = {}
-        self._asks_padding = False  # whether the next step asks for gradients of padding rows
-        # whether gradients did not leave in `overlap`, because the trained parameters changed
+        self._asks_padding = False  # True if the next step must ask for gradients of padding rows
+        # True if `overlap` sent no gradients because the trained parameters changed
         self._held_back = False
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
-        # None until the first step: Accelerate replaces parameters before it
+        # None until the first step, because Accelerate replaces parameters before it
         self._replicators: list[Replicator] | None = None
 
     def __repr__(self) -> str:
@@ -90,7 +92,7 @@ class Replicated(OptimizerWrapper):
 
     @property
     def stats(self) -> Stats:
-        """Bytes, waiting, and contributions that were left out, so far."""
+        """Bytes, waiting time and omitted contributions so far."""
         links = [
             [link for (n, _), (link, _) in self._routes.items() if n == i]
             for i in range(len(self.levels))
@@ -103,8 +105,9 @@ class Replicated(OptimizerWrapper):
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
-        """Bytes that this rank would send in one step of full fp32 synchronisation, for each of
-        `levels`."""
+        """Bytes that this rank would send in one step of full fp32 synchronisation, for each
+        level.
+        """
         return dense_bytes_by_level(self._trained.by_name(), self.levels, self.settings.intra_node)
 
     @property
@@ -114,27 +117,27 @@ class Replicated(OptimizerWrapper):
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The weights of the model that no step moves now, by name."""
+        """The weights of the model that no step currently moves, by name."""
         return self._trained.frozen
 
     @property
     def is_built(self) -> bool:
-        """True once the levels exist: from the first step on."""
+        """True once the levels exist, from the first step on."""
         return self._replicators is not None
 
     @property
     def idle(self) -> bool:
-        """True if this replica sits the next step out and needs no gradient: see `balance`."""
+        """True if this replica skips the next step and needs no gradient; see `balance`."""
         return self._consensus is not None and self._consensus.idle(self.step_count)
 
-    @_disable_dynamo  # a compiled loop calls it as it is
+    @_disable_dynamo  # a compiled loop calls it uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step of training, on all ranks at once.
+        """Runs one step of training, on all ranks at once.
 
-        A step has five phases: enter the step, exchange gradients, agree that no rank stops, move
-        the weights, exchange parameters. Returns the value of `closure`; None while this replica
-        is `idle`.
+        It has five phases: enter the step, exchange gradients, agree that no rank stops, move the
+        weights, exchange parameters. Returns the value of `closure`, or None while this replica is
+        `idle`.
         """
         loss = None
         if closure:
@@ -153,10 +156,11 @@ class Replicated(OptimizerWrapper):
             self.base_step.overflow = self.unscale()
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
-        halfway: int | None = None  # the step, from its first message until the weights have moved
+        # the number of the step, from its first message until the weights have moved
+        halfway: int | None = None
         try:
             with ExitStack() as arithmetic:
-                # 1. Enter the step, with the replicas and the parameters of now.
+                # 1. Enter the step with the current replicas and parameters.
                 consensus, first, last = self._enter(overlapping, arithmetic)
                 halfway = step = self.step_count
                 signals = [scheme.signal for _, scheme in self.levels]
@@ -165,7 +169,7 @@ class Replicated(OptimizerWrapper):
                     replicator.before(step)
                 # 3. Agree that no rank stops, before the weights move.
                 if "gradients" in signals:
-                    # the agreed update has replaced gradients that overflowed
+                    # the agreed update has replaced overflowed gradients
                     self.base_step.overflow = None
                     consensus.end(step)
                 # 4. Move the weights.
@@ -192,7 +196,7 @@ class Replicated(OptimizerWrapper):
         return loss
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        """The value of `closure`; None, without a call of it, while this replica is `idle`."""
+        """The value of `closure`; None, without calling it, while this replica is `idle`."""
         if self.idle:
             return None
         return evaluated(closure)
@@ -200,11 +204,10 @@ class Replicated(OptimizerWrapper):
     def _enter(
         self, overlapping: bool, arithmetic: ExitStack
     ) -> tuple[StopConsensus, list[Replicator], list[Replicator]]:
-        """Enters a step: builds the levels before the first one, and makes the changes that waited
-        for a step.
+        """Enters a step: builds the levels before the first step, and makes pending changes.
 
-        Changes are lost or new replicas, and parameters that join or leave. After `overlap` has
-        sent gradients of the step, all of them wait for the next step.
+        Changes are lost or new replicas, and added or removed parameters. If `overlap` has already
+        sent gradients of this step, all changes wait for the next step.
 
         Args:
             overlapping: Whether `overlap` has sent gradients of this step.
@@ -227,7 +230,7 @@ class Replicated(OptimizerWrapper):
         if not overlapping:
             if self._renumbers:
                 self.renumber()
-            if not held_back:  # otherwise `overlap` has entered the step
+            if not held_back:  # else `overlap` has entered the step
                 self._consensus.enter_step(self.step_count)
             if changed:
                 self._change_trained(in_buckets=held_back)
@@ -240,10 +243,11 @@ class Replicated(OptimizerWrapper):
         return self._consensus, first, last
 
     def _explain(self, error: BaseException, halfway: int | None) -> None:
-        """Notes that a step ended with `error`.
+        """Records that a step ended with `error`.
 
-        An error of this replica alone, between its messages and its weights, parts it from the
-        others: the next step raises `HalfStep`. A `DetonationError` is raised on all ranks.
+        An error of this replica alone, after its messages and before its weights moved, separates
+        it from the others: the next step raises `HalfStep`. A `DetonationError` is raised on all
+        ranks.
 
         Args:
             halfway: The step, if its messages were sent and its weights have not moved yet.
@@ -257,16 +261,18 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Context in which gradients are sent while `loss.backward()` still computes others;
-        `step()` waits for them.
+        """Context manager in which gradients are sent while `loss.backward()` still computes
+        others; `step()` waits for them.
 
-        For the last backward before each step, on all replicas or none. The results are those of a
-        step without it, bit for bit where the network itself does not add more than two messages;
-        so are the bytes, except for one header per bucket. Only the innermost level of gradients
-        overlaps, and not in the first step. A gradient that changes before `step()` (clipping,
-        unscaling), a second backward, or a missing `step()` is an `OverlapError`.
+        Use it for the last backward before each step, on all replicas or none. Results equal those
+        of a step without it, bit for bit unless the network itself adds more than two messages;
+        bytes are equal except for one header per bucket. Only the innermost level that exchanges
+        gradients overlaps, and not in the first step. It raises `OverlapError` if a gradient
+        changes before `step()` (clipping, unscaling), after a second backward, or if `step()` is
+        missing.
         """
-        if self._consensus is not None:  # no set-up: FSDP2 shows whole parameters
+        # set-up waits for `step`, because FSDP2 now shows whole parameters
+        if self._consensus is not None:
             self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
             if self._replicators and not any(axis.shared for axis in self._communicators):
@@ -281,16 +287,17 @@ class Replicated(OptimizerWrapper):
     @_disable_dynamo
     @torch.no_grad()
     def verify(self) -> None:
-        """Compares the tensors that must be equal on all replicas: weights, anchors, optimizer
-        states; bit for bit, or by their distance where replicas round differently.
+        """Compares the tensors that must be equal on all replicas (weights, anchors, optimizer
+        states): bit for bit, or by distance if replicas round differently.
 
         The options of the parameter groups must be equal, too. Buffers that differ, such as the
-        running statistics of BatchNorm, become their mean. Raises `Desync` on all ranks, which
-        names parameter and replica, or repairs the difference, according to `safety`. Collective;
-        reads all of it once and sends 8 bytes per tensor.
+        running statistics of BatchNorm, become their mean. If tensors differ, it raises `Desync` on
+        all ranks, naming parameter and replica, or repairs them, as `safety` says. Collective;
+        reads all tensors once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            self._trained.by_name()  # raises where others replaced a trained parameter of the model
+            # raises if other code replaced a trained parameter of the model
+            self._trained.by_name()
             options = options_of(self.base)
             self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
@@ -299,8 +306,9 @@ class Replicated(OptimizerWrapper):
     @torch.no_grad()
     def synchronize(self) -> None:
         """Completes open rounds and updates in flight, so that all replicas hold the same weights
-        and buffers. Collective. The schedule does not change: after a round that ended early, the
-        next one ends as planned."""
+        and buffers. Collective. The schedule is unchanged: after a round that ended early, the next
+        one ends as planned.
+        """
         self.refuse_overlap()
         if self._consensus is not None:
             if self.observer:
@@ -313,13 +321,13 @@ class Replicated(OptimizerWrapper):
     @_disable_dynamo
     @torch.no_grad()
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
-        """Continues with other settings of a level's scheme (topk, rate, every, ...) from the next
+        """Continues with other settings (topk, rate, every, ...) of a level's scheme from the next
         step on.
 
-        The state of the replicas stays: memories, anchors, momenta. Open rounds are synchronized
-        first. All ranks call it between the same two steps; they compare settings as at the first
-        step. Raises `ValueError` for another scheme and for settings that would lose state, and
-        `LargerThanDense`; the old settings then stay.
+        Memories, anchors and momenta are kept. Open rounds are synchronized first. All ranks call
+        it between the same two steps; they compare settings as at the first step. Raises
+        `ValueError` for another scheme and for settings that would lose state, and
+        `LargerThanDense`; the old settings then remain.
         """
         self.set_up()
         self.synchronize()
@@ -330,8 +338,9 @@ class Replicated(OptimizerWrapper):
         self._compare()
 
     def record(self, observer: StepObserver | None) -> None:
-        """Records one level's agreed messages from the next step on, as in a
-        `detonation.UpdateLog`; None ends that."""
+        """Attaches `observer`, such as a `detonation.UpdateLog`, to one level's agreed messages
+        from the next step on; None detaches it.
+        """
         if observer and len(self.levels) > 1:
             raise ValueError(
                 f"one level of replication can be recorded, this optimizer has {len(self.levels)}"
@@ -345,35 +354,35 @@ class Replicated(OptimizerWrapper):
             observer.begin(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state, and under "replication" the state private to this replica and
-        shard.
+        """The base optimizer's state, with the private state of this replica and shard under
+        "replication".
 
-        State that differs between replicas has a key that names the replica, as
-        torch.distributed.checkpoint takes equal keys on different ranks for one tensor; under
-        schemes that exchange parameters the base optimizer's, too. Save one file per rank. Helpers
-        of torch leave "replication" out; see `detonation.TrainingState`.
+        torch.distributed.checkpoint treats equal keys on different ranks as one tensor, so state
+        that differs between replicas has a key that names the replica; under schemes that exchange
+        parameters this includes the base optimizer's state. Save one file per rank. Helpers of
+        torch omit "replication"; see `detonation.TrainingState`.
         """
         return self.with_saving_hooks(lambda: states.to_state_dict(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` on this rank, with or without the "replication" part.
 
-        Without it the memory of the replicas is lost: the next step warns, unless
-        `load_replica_state` came. Raises `ValueError` for the state of another replica or shard.
+        Without it the replicas' memory is lost: the next step warns, unless `load_replica_state`
+        was called. Raises `ValueError` for the state of another replica or shard.
         """
         self.with_loading_hooks(state_dict, lambda given: states.from_state_dict(self, given))
 
     def local_state(self, alone: bool = False) -> dict[str, Tensor]:
-        """The state private to this replica and shard, to read; waits for messages in flight.
+        """The private state of this replica and shard, read-only; waits for messages in flight.
 
-        All replicas ask at the same step, unless `alone`; see `Replicator.local_state`.
+        All replicas call it at the same step, unless `alone`; see `Replicator.local_state`.
         """
         self.refuse_overlap()
         return states.local_state_of(self._replicators or [], alone)
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:
-        """Continues after `step` steps, the state of everything in `build` having been replaced.
+        """Continues after `step` steps; the caller has replaced the state of everything in `build`.
 
         Collective.
         """
@@ -391,7 +400,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def set_up(self) -> list[Replicator]:
-        """Builds the levels, and compares the replicas; otherwise the first step does.
+        """Builds the levels and compares the replicas, which the first step would do.
 
         Collective.
         """
@@ -402,18 +411,19 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def welcome(self, newcomer: bool = False) -> None:
-        """Compares the replicas after another one has come in.
+        """Compares the replicas after another one has joined.
 
-        Collective; raises `Mismatch` where they differ.
+        Collective; raises `Mismatch` if they differ.
         """
         changes.take_options(self.build(), self.param_groups, newcomer)
         self._compare()
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
-        """Builds the levels if they do not exist yet, without a comparison of the replicas, and
-        shows the shards. With `saved`, they are for the parameters of a saved state: the next step
-        changes to those trained now."""
+        """Builds the levels if they do not exist yet, without comparing replicas, and shows the
+        shards. With `saved`, they are built for the parameters of a saved state: the next step
+        changes to the currently trained ones.
+        """
         self._trained.show_shards()
         if saved:
             parameters = self._trained.named(saved)
@@ -427,8 +437,8 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def levels_back_on_error(self) -> Iterator[None]:
-        """Context in which the levels may be built for other parameters; an error restores the old
-        levels.
+        """Context manager in which the levels may be built for other parameters; an error restores
+        the old levels.
         """
         by_level = self._by_level
         consensus = self._consensus
@@ -447,8 +457,7 @@ class Replicated(OptimizerWrapper):
             raise
 
     def forget_levels(self) -> None:
-        """Drops the levels and their state; the next step builds them for the weights that it
-        finds."""
+        """Drops the levels and their state; the next step rebuilds them for the current weights."""
         if self.observer:
             self.observer.left()
         if self._consensus is not None:
@@ -468,7 +477,7 @@ class Replicated(OptimizerWrapper):
             self.observer.end("synchronize", self)
 
     def _change_trained(self, in_buckets: bool) -> None:
-        """Lets parameters join and leave before the step, on all ranks at once. Collective."""
+        """Adds and removes trained parameters before the step, on all ranks at once. Collective."""
         before = self._trained.laid_out
         now = self._trained.by_name()
         old = self._by_level
@@ -483,7 +492,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def renumber(self) -> None:
-        """Continues without replicas that were lost, or with one that joined, on all at once.
+        """Continues without lost replicas, or with a joined one, on all ranks at once.
 
         Collective.
         """
@@ -503,7 +512,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Moves the unsent memory of replicas that leave to one that stays. Collective.
+        """Sends the memory of leaving replicas to a remaining one. Collective.
 
         They leave in a step of another optimizer on the same axis.
         """
@@ -517,7 +526,7 @@ class Replicated(OptimizerWrapper):
                 changes.hand_over_memory(self.build(), axis.handing_over())
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
-        """Builds the levels anew for `parameters`, with the links and fault counts of before."""
+        """Rebuilds the levels for `parameters`, with the previous links and fault counts."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
         self._by_level, self._consensus = build_levels(
             parameters,
@@ -542,8 +551,8 @@ class Replicated(OptimizerWrapper):
     ) -> None:
         """Compares the replicas. Collective.
 
-        Replicas that round differently round each operation of a step singly from now on; if that
-        does not make them equal, a gate keeps them close.
+        Replicas that round differently round each operation separately from now on; if that does
+        not make them equal, a gate keeps them close.
         """
         compare = partial(
             compare_replicas,
@@ -565,10 +574,10 @@ class Replicated(OptimizerWrapper):
             self.closeness.attach(self._consensus, self._replicators or [], self.step_count)
 
     def _compare_rounding_singly(self, found: str, compare: Callable[..., str]) -> str:
-        """Compares again with steps that round each operation singly, and keeps such steps if
-        replicas are equal then. Collective.
+        """Compares again with operations rounded separately, and keeps this mode if the replicas
+        are then equal. Collective.
 
-        Returns: how they still round differently; empty where they are equal.
+        Returns: how they still round differently; empty if they are equal.
         """
         rounded_singly = self.base_step.rounds_singly
         self.base_step.round_singly()

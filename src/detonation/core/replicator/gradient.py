@@ -1,5 +1,4 @@
-"""GradientReplicator: every step's gradients, replaced by the update that the replicas agreed on,
-before the local step."""
+"""GradientReplicator: replaces gradients by the agreed update before the local step."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,17 +21,15 @@ from detonation.core.schemes.scheme import GradientScheme
 
 
 class GradientReplicator(Replicator):
-    """Replaces each gradient by the update that all replicas agreed on, before the base optimizer
-    sees it.
+    """Replaces each gradient by the agreed update before the base optimizer reads it.
 
     With a delay it is the update of an earlier step. A missing gradient counts as zero if another
-    replica has one. A parameter that no replica used has none afterwards, so that the base
-    optimizer leaves it alone.
+    replica has one. A parameter that no replica used gets no gradient, so the base optimizer skips
+    it.
 
-    Args:
-        last: Whether no later level exchanges gradients. SignSGD then takes the update straight
-            from the messages where it can, and gradients stay this replica's own: storing the
-            update and reading it costs more than decoding.
+    Args: last: Whether no later level exchanges gradients. SignSGD then reads the update directly
+        from the messages if it can, and gradients remain this replica's own: storing the update and
+        reading it costs more than decoding.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class GradientReplicator(Replicator):
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        # whether gradients stayed as they were sent in the last overlapped step
+        # readback of whether gradients are still those sent by the last overlapped step
         self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base
@@ -89,7 +86,7 @@ class GradientReplicator(Replicator):
 
     def drain(self) -> None:
         for index in range(self.scheme.round.delay):
-            if not self.counts.changed_apart:  # its sender takes part in no later message
+            if not self.counts.changed_apart:  # its sender skips all later messages
                 self._updates.wait(index)
 
     def make_portable(self, step: int) -> None:
@@ -106,7 +103,9 @@ class GradientReplicator(Replicator):
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
-        """Context in which backward sends the gradients of `step`; `before` then sends the rest."""
+        """Context manager in which backward sends the gradients of `step`; `before` then sends the
+        rest.
+        """
         self.refuse_overlap()
         device = self.channel.runtime.device
         if self._stream is None and device.type != "cpu":
@@ -118,14 +117,15 @@ class GradientReplicator(Replicator):
             with overlap.listening():
                 yield
         except BaseException:
-            if not overlap.began:  # then nothing has happened
+            if not overlap.began:  # then nothing was sent
                 self._overlap = None
                 self.overlapping = False
             raise
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` between `overlap` and its step, or where gradients changed after
-        they were sent."""
+        """Raises `OverlapError` between `overlap` and its step, or if gradients changed after they
+        were sent.
+        """
         self._refuse_unequal()
         if self._overlap:
             raise OverlapError(

@@ -1,4 +1,4 @@
-"""Padding rows that move after all, because a replica has a gradient of them."""
+"""Releases padding rows for which a replica has a gradient."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from detonation.core.replicator.base import Replicator
 
 
 def release_used_rows(replicators: Sequence[Replicator], base: BaseStep) -> None:
-    """Lets the padding rows move of which any replica has a gradient before a step. Collective."""
+    """Releases the padding rows for which any replica has a gradient before a step. Collective."""
     asked: dict[Link, list[tuple[Replicator, str]]] = {}
     words: dict[Link, list[bool]] = {}
     for each in (each for each in replicators if each.holds_padding):
@@ -32,7 +32,7 @@ def release_used_rows(replicators: Sequence[Replicator], base: BaseStep) -> None
 
 
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:
-    """Lets the padding rows of the embeddings `names` move, as the replicas of a training did."""
+    """Releases the padding rows of the embeddings `names`, as the replicas of a training did."""
     for replicator in replicators:
         for name in replicator.parameters.keys() & set(names):
             _use(replicator, name, base)

@@ -1,4 +1,4 @@
-"""Updates that are applied some steps after their messages have left."""
+"""Updates that are applied a number of steps after their messages were sent."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -15,16 +15,17 @@ from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.channel import Transfer, Update
 
 Applies = Callable[["Update | Flat", Collection[int]], None]
-"""Applies an update in the next step; the parameters with these numbers were not used."""
+"""Applies an update in the next step; the given parameter numbers were not used."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """An update in memory, `[rows, chunk]` fp32: zeros before the first message, or of a
-    checkpoint.
+    """An update as a tensor, `[rows, chunk]` fp32: zeros before the first message, or the update of
+    a checkpoint.
 
-    Once all agree on the parameters that nobody used, the rows of these are infinite, which no
-    other update is. So they are saved, and move to other layouts with the rest.
+    Once all replicas agree on the parameters that nobody used, their rows are set to infinity,
+    which no other update contains. So this information is saved, and moves to other layouts with
+    the update.
     """
 
     layout: Layout
@@ -44,7 +45,7 @@ class Flat:
         signs: object = None,
         weights: object = (),
     ) -> None:
-        """Puts the update in the place of the gradients; see `Update.apply`."""
+        """Replaces the gradients by the update; see `Update.apply`."""
         copy(gradients_to_fill(parameters, unused), self.layout.parts(self.of_rows))
 
     def settle(self, unused: Unused) -> None:
@@ -55,7 +56,7 @@ class Flat:
             self.of_rows[rows.to(self.of_rows.device)] = torch.inf
 
     def look(self, unused: Unused) -> "Flat":
-        """The same update after `of_rows` was loaded. Waits for the device."""
+        """Updates itself after `of_rows` was loaded. Waits for the device."""
         parts = self.layout.parts(self.of_rows)
         infinite = torch.stack([part.isinf().any() for part in parts]).tolist()
         numbers = [number for number, found in enumerate(infinite) if found]
@@ -63,10 +64,10 @@ class Flat:
 
 
 class Pending:
-    """The updates of the last `delay` steps, oldest first, as their messages.
+    """The updates of the last `delay` steps, oldest first, as messages.
 
-    Before the first ones arrive, and after `step_on`, blanks are there, of which no message is in
-    flight: zeros with a minus, so that a saved state tells them from an update of zeros.
+    Before the first update arrives, and after `step_on`, the list holds blanks without a message:
+    tensors of negative zeros, which a saved state distinguishes from an update of zeros.
     """
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
@@ -75,15 +76,15 @@ class Pending:
         self._updates: deque[Transfer | Flat] = deque(self._blank() for _ in range(delay))
 
     def exchange(self, update: Transfer) -> Transfer | Flat:
-        """Puts in an update, and takes out the one that is due."""
+        """Appends an update, and removes the one that is due."""
         self._updates.append(update)
         due = self._updates.popleft()
         if isinstance(due, Flat):
-            due.of_rows.add_(0.0)  # which takes the minus from zeros
+            due.of_rows.add_(0.0)  # which turns negative zeros into zeros
         return due
 
     def wait(self, index: int) -> Tensor:
-        """Waits for update `index`, counted from the oldest; from now on it lies in memory.
+        """Waits for update `index`, counted from the oldest, and keeps it in memory from then on.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
@@ -99,22 +100,22 @@ class Pending:
         settled.settle(unused)
 
     def look(self, unused: Unused) -> None:
-        """Takes in all updates after they were loaded."""
+        """Updates itself after all updates were loaded."""
         self._updates = deque(
             each.look(unused) if isinstance(each, Flat) else each for each in self._updates
         )
 
     def arrived(self) -> list[Tensor]:
-        """All updates, after waiting for the ones in flight.
+        """All updates; waits for those in flight.
 
         Shapes: `[rows, chunk]` each.
         """
         return [self.wait(index) for index in range(len(self._updates))]
 
     def step_on(self, base: BaseStep, applies: Applies, unused: Unused, step: int) -> None:
-        """Lets `base` step on each update but blanks, and leaves blanks.
+        """Steps `base` on each update except blanks, and replaces them by blanks.
 
-        The gradients do not change, because a backward pass may come next and add to them.
+        Gradients are unchanged, because a following backward pass may add to them.
 
         Args:
             step: Of the oldest update.
@@ -141,7 +142,7 @@ class Pending:
         return Flat(self._layout, self._layout.zeros(self._device).fill_(-0.0))
 
     def _is_blank(self, update: Transfer | Flat) -> bool:
-        """True where no message is in flight. Waits for the device."""
+        """True if this entry has no message. Waits for the device."""
         if not isinstance(update, Flat):
             return False
         parts = self._layout.parts(update.of_rows)

@@ -1,6 +1,7 @@
-"""Schemes: frozen descriptions of messages and their schedule, their registry, and byte arithmetic.
+"""Schemes: frozen descriptions of messages and their schedule, a registry of them, and formulas for
+their bytes.
 
-Importing this package registers every scheme. A scheme knows no link.
+Importing this package registers every scheme. A scheme knows nothing of links.
 """
 
 # ruff: noqa: I001  the order of registration is the order in lists

@@ -1,5 +1,6 @@
-"""Schemes that exchange once per round in fewer bytes: a part, or few bits, of the parameters'
-movement."""
+"""Schemes that exchange the movement of the parameters once per round, compressed to a selection or
+to few bits.
+"""
 
 from dataclasses import replace
 
@@ -10,8 +11,9 @@ from detonation.core.schemes.registry import register
 from detonation.core.schemes.scheme import LinkKind, ParameterScheme
 
 ROW = 256
-"""Coefficients per row of `muloco` if rows matter: enough for a meaningful length, few enough for
-small parameters."""
+"""Coefficients per row of `muloco` if the aggregation works by rows: enough for a meaningful norm,
+few enough for small parameters.
+"""
 
 
 @register
@@ -24,14 +26,14 @@ def muloco(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` for Muon inside, in few bits with error feedback.
+    """`diloco` for Muon as inner optimizer, in few bits with error feedback.
 
-    Orthogonal steps are equally long on all replicas, so their sum tolerates few bits and needs
-    less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
+    Orthogonalised steps have the same norm on all replicas, so their sum tolerates few bits and
+    needs less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
 
-    The replicas' movements differ, so their mean is shorter than each. `outer_lr` above 1 makes up
-    for it, or `aggregate="rescaled_mean"` with `outer_lr=1`, in which each row of 256 values gets
-    their mean length.
+    The replicas' movements point in different directions, so their mean has a smaller norm than
+    each. Compensate with `outer_lr` above 1, or with `aggregate="rescaled_mean"` and `outer_lr=1`,
+    which rescales each row of 256 values to the mean norm.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
@@ -70,12 +72,12 @@ def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
     """Averages a random subset of the parameters themselves after every step, the same subset on
     all replicas.
 
-    Any local optimizer works; between steps no two replicas are equal. An anchor holds the last
-    agreed value of each coordinate, bitwise equal on all replicas; `synchronize()` averages every
-    coordinate once, in one whole cycle of messages, after which all replicas are equal. In the
-    paper the mask is drawn at random and broadcast; here every replica knows it, and each
-    coordinate has its turn once in 1 / rate steps. As a level before `diloco` on the same axis it
-    holds replicas together over long rounds.
+    Any local optimizer works; between two steps replicas differ. An anchor holds the last agreed
+    value of each coordinate, bitwise equal on all replicas; `synchronize()` averages every
+    coordinate once, in one whole cycle of messages, and so makes all replicas equal. The paper
+    draws and broadcasts a random mask; here every replica computes it, and each coordinate is sent
+    once in 1 / rate steps. Chained before `diloco` on the same axis, it keeps replicas close to
+    each other in long rounds.
 
     Args:
         rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to
@@ -107,11 +109,12 @@ def sparseloco(
     aggregate: str = "clipped_mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` that sends only the largest coordinates of the movement, in two bits, and leaves the
+    """`diloco` that sends only the largest coordinates of the movement in two bits, and keeps the
     rest in memory.
 
-    Top-k of each chunk without a transform, error feedback in the place of an outer momentum, every
-    replica clipped to the median norm. With the defaults about 0.002 bytes per parameter and step.
+    It selects the top-k of each chunk without a transform, uses error feedback instead of an outer
+    momentum, and clips every replica to the median norm. The defaults send about 0.002 bytes per
+    parameter and step.
 
     Args:
         every, outer_lr, precision: As in `diloco`.

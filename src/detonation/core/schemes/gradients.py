@@ -26,9 +26,9 @@ def momentum(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """A scheme with a momentum of the gradients that sends a selection of it at every step.
+    """A scheme that accumulates gradients in a momentum and sends a selection of it at every step.
 
-    It is the common part of `demo`, `random` and `striding`, and the base for new schemes.
+    `demo`, `random` and `striding` are built on it; use it as the base of new schemes.
 
     Args:
         basis: The transform of each row before the selection.
@@ -60,7 +60,8 @@ def momentum(
 
 @register
 def full(precision: str = "fp32") -> GradientScheme:
-    """Averages all gradients over all replicas at every step, as hybrid-sharded data parallel does.
+    """Averages all gradients over all replicas at every step, as hybrid-sharded data parallelism
+    does.
 
     Args:
         precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign"; below fp32 gradients are
@@ -82,12 +83,13 @@ def full(precision: str = "fp32") -> GradientScheme:
 def loco(
     precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: LinkKind = "auto"
 ) -> GradientScheme:
-    """`full` in few bits with error feedback: every coordinate at every step, its rounding error in
-    the next one.
+    """`full` in few bits with error feedback: sends every coordinate at every step, and adds its
+    rounding error to the next step.
 
-    For optimizers that need dense gradients, as AdamW and Muon do. The rounding errors add up to
-    nothing: with decay 1 the updates of many steps have the sum of the gradients. The paper
-    averages the error over steps and keeps it in 8 bits; here it is kept in fp32, as it is.
+    It suits optimizers that need dense gradients, such as AdamW and Muon. Rounding errors cancel
+    over time: with decay 1 the updates of many steps add up to the sum of the gradients. The paper
+    averages the error over steps and stores it in 8 bits; this scheme stores the exact error in
+    fp32.
 
     Args:
         precision: One of "bf16", "int8", "4bit", "2bit", "sign".
@@ -110,7 +112,7 @@ def loco(
 
 @register
 def none() -> Scheme:
-    """Exchanges nothing: every replica trains alone, as under FSDP inside its node.
+    """Exchanges nothing: every replica trains alone with FSDP.
 
     Example:
         >>> none().signal
@@ -135,8 +137,8 @@ def demo(
     """Decoupled momentum: sends the `topk` largest DCT coefficients of every chunk of the momentum
     at every step.
 
-    With more than one shard per replica this is FlexDeMo. The papers step with the sign of the
-    update: use `SignSGD`. Any other optimizer works, too.
+    With several shards per replica this is FlexDeMo. The papers step with the sign of the update:
+    use `SignSGD` for that. Any other optimizer works, too.
 
     Args:
         topk: Coefficients sent per chunk, from 1 to chunk; per tile with `tiles`, from 1 to chunk *
@@ -197,12 +199,12 @@ def decoupled_adamw(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """`demo` under its name with AdamW, whose two moments no replica ever sends.
+    """`demo` under its name with AdamW: no replica sends AdamW's two moments.
 
-    The moments are computed from the update that all replicas agreed on, and so are equal
-    everywhere. The update is not reduced to its sign, as in the published code, which would make
-    AdamW a smoothed `SignSGD`. The scheme does not choose the optimizer: use it with
-    `torch.optim.AdamW`, and so `random` and `striding`.
+    The moments are computed from the agreed update, so they are equal on all replicas. Unlike the
+    published code, it does not reduce the update to its sign, which would make AdamW a smoothed
+    `SignSGD`. The scheme does not choose the optimizer: use it with `torch.optim.AdamW`, as you can
+    `random` and `striding`.
 
     Args:
         topk, chunk, tiles, decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.

@@ -1,4 +1,6 @@
-"""Schemes that exchange once per round: how far parameters moved since the last common weights."""
+"""Schemes that exchange once per round how far the parameters moved from the last agreed
+weights.
+"""
 
 from dataclasses import replace
 
@@ -33,7 +35,7 @@ def outer_sgd(
 ) -> ParameterScheme:
     """A scheme whose signal is the movement of the parameters in a round.
 
-    It is the common part of the DiLoCo family, and the base for new schemes.
+    The DiLoCo family is built on it; use it as the base of new schemes.
 
     Args:
         every: Local steps per round, at least 1.
@@ -80,9 +82,9 @@ def diloco(
     """Local steps with any optimizer; every `every` steps the replicas average the movement of
     their parameters.
 
-    The mean of anchor - parameters is the gradient of an outer SGD that moves the anchor, from
-    which all replicas start the next round, bitwise equal. The inner optimizer's state stays
-    private. With outer_lr 1 and outer_momentum 0 this is plain averaging.
+    The mean of anchor - parameters is the gradient of an outer SGD, which moves the anchor; all
+    replicas start the next round from the anchor, bitwise equal. The state of the inner optimizer
+    stays local. With outer_lr 1 and outer_momentum 0 this is plain averaging.
 
     Args:
         every: Local steps per round, at least 1.
@@ -117,12 +119,12 @@ def streaming_diloco(
     unit: FragmentUnit = "parameter",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` in fragments that take turns, so that the load on the network is even.
+    """`diloco` in fragments that are sent at different steps, so that the network load is even.
 
-    The fragments are equally large, as nearly as their units allow. Fragment number f (from 1)
-    follows its anchor after f * every / fragments steps and then every `every` steps, except for
-    the share `keep` of its own movement; its message leaves `delay` steps before. So does torchft.
-    The anchors are bitwise equal on all replicas; the parameters are after `synchronize()`.
+    Fragments are as equal in size as their units allow. Fragment f (from 1) moves to its anchor
+    after f * every / fragments steps and then every `every` steps, except for the share `keep` of
+    its own movement; its message is sent `delay` steps earlier. torchft does the same. Anchors are
+    bitwise equal on all replicas; parameters are equal only after `synchronize()`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.

@@ -14,20 +14,20 @@ P = ParamSpec("P")
 S = TypeVar("S", bound=Scheme)
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {}
-"""Every registered scheme, in the order of registration."""
+"""Every registered scheme, in order of registration."""
 
 
 def known_schemes() -> Mapping[str, Callable[..., Scheme]]:
-    """`SCHEMES`, once the modules of installed packages that add a scheme are imported."""
+    """`SCHEMES`, after importing the schemes that installed packages provide."""
     for name in plugin_names("schemes"):
         _import_installed(name)
     return SCHEMES
 
 
 def _import_installed(name: str) -> None:
-    """Imports the scheme that an installed package adds as `name`; it registers itself.
+    """Imports the scheme `name` of an installed package; the import registers it.
 
-    Raises `ValueError` where the module registers no scheme of that name.
+    Raises `ValueError` if the module registers no scheme of that name.
     """
     if name in SCHEMES:
         return
@@ -40,9 +40,9 @@ def _import_installed(name: str) -> None:
 
 
 def register(function: Callable[P, S]) -> Callable[P, S]:
-    """Registers the scheme that `function` makes, under the function's name.
+    """Registers the scheme that `function` makes under the function's name.
 
-    Recipes, `--help`, `compare` and `plan` then know it, and `detonation.testing.check_scheme`
+    Recipes, `--help`, `compare` and `plan` then offer it, and `detonation.testing.check_scheme`
     checks it against the laws. The decorator records name and arguments, defaults included, and
     checks each argument's type.
 
@@ -96,7 +96,7 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
 
 
 def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
-    """Makes a scheme by its name, as a recipe spells it.
+    """Makes a scheme from its name and arguments, as written in a recipe.
 
     Args:
         name: A scheme that is registered or that an installed package adds, or
@@ -121,8 +121,9 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
 
 
 def _require_type(name: str, value: object, hint: Any) -> None:
-    """Raises `ValueError` unless `value` is one of a `Literal`, or has a plain type that `hint`
-    names."""
+    """Raises `ValueError` unless `value` matches `hint`: a value of a `Literal`, or a plain
+    type.
+    """
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError(

@@ -1,4 +1,6 @@
-"""Schemes that send a rotating part of the momentum, the same on all replicas, without indices."""
+"""Schemes that send a rotating subset of the momentum, the same on all replicas, without
+indices.
+"""
 
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.selection import Random, Striding
@@ -18,7 +20,7 @@ def random(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """Sends a random subset of the momentum, the same on all replicas and fresh at every step,
+    """Sends a random subset of the momentum, newly drawn at each step and equal on all replicas,
     without indices.
 
     Args:
@@ -51,10 +53,10 @@ def random_sign(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """`random` in one bit per value and a vote: replicas send signs, and the majority's sign is
-    taken.
+    """`random` in one bit per value with majority vote: replicas send signs, and the update is the
+    sign of the majority.
 
-    Neither indices nor magnitudes are sent: 1 / 32 of the bytes of `random`.
+    Neither indices nor magnitudes are sent, so it needs 1 / 32 of the bytes of `random`.
 
     Args:
         rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one
@@ -92,10 +94,10 @@ def striding(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """Sends every n-th coordinate of the momentum; the comb moves on by one at each step.
+    """Sends every n-th coordinate of the momentum, and shifts by one coordinate at each step.
 
-    The rotation covers every coordinate; in the published code it stands still at power-of-two
-    rates.
+    All coordinates are covered in turn; in the published code the offset does not move at
+    power-of-two rates.
 
     Args:
         rate, decay, alpha, precision, error_feedback, aggregate, delay, link: As in `random`.

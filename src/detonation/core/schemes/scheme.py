@@ -20,8 +20,9 @@ from detonation.core.round import Round
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
 ALIGNMENT = 16
-"""The bytes that NCCL and kernels move at once where every message begins at a multiple of them,
-and else one."""
+"""Messages begin at multiples of this number of bytes: NCCL and kernels then move 16 bytes at once
+instead of one.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The settings that all schemes share. By itself it exchanges nothing.
+    """The settings that all schemes share. The base class exchanges nothing.
 
     Args:
         codec: Turns a signal into a message, and messages into an update.
@@ -89,8 +90,9 @@ class Scheme:
 
     @property
     def rounds(self) -> list[Round]:
-        """The round of each fragment: evenly spaced offsets, and the last one ends with the
-        round."""
+        """The round of each fragment; their offsets are evenly spaced, and the last fragment's is
+        0.
+        """
         every = self.round.every
         count = self.fragments
         offsets = [turn * every // count % every for turn in range(1, count + 1)]
@@ -107,20 +109,23 @@ class Scheme:
 
     @property
     def worth_overlapping(self) -> bool:
-        """True if sending during backward hides the exchange: for gradients that the same step
-        waits for."""
+        """True if sending during backward hides the exchange: for gradients of which the same step
+        needs the mean.
+        """
         return self.signal == "gradients" and not self.round.delay
 
     @property
     def divides_messages(self) -> bool:
-        """True if each bucket is a message of its own; else buckets are pieces of one message, with
-        one header."""
+        """True if each bucket is a message of its own; else all buckets are pieces of one message
+        with one header.
+        """
         return self.signal == "parameters" and self.aggregation.rowwise
 
     @property
     def needs_own_update(self) -> bool:
-        """True if the replicator needs the update for the case that every replica had sent this
-        replica's message."""
+        """True if the replicator needs the update that would result if every replica had sent this
+        replica's message.
+        """
         return False
 
     def __post_init__(self) -> None:
@@ -144,23 +149,25 @@ class Scheme:
 
     @property
     def summable(self) -> bool:
-        """True if an all-reduce computes the update: for summable messages and a mean over all
-        replicas."""
+        """True if an all-reduce computes the update: messages are summable and aggregated by a mean
+        over all replicas.
+        """
         return self.codec.summable and isinstance(self.aggregation, Mean)
 
     def aligned(self, local_ranks: int = 1) -> Self:
-        """As an accelerator sends: each of the ranks that share a gathered message pads to whole
-        `ALIGNMENT` bytes."""
+        """The scheme as an accelerator sends it: the ranks that share a gathered message pad it to
+        whole `ALIGNMENT` bytes each.
+        """
         return replace(self, codec=replace(self.codec, alignment=ALIGNMENT * local_ranks))
 
     def reply_codec(self, replicas: int) -> Codec:
-        """The codec in which owners among `replicas` answer.
+        """The codec for the replies of owners among `replicas` replicas.
 
-        Where the selection is the sender's own, the messages hold other coefficients each. An
-        answer of one message's size would leave most of them in the server residual, to be sent
-        when they are old, which costs up to a third of loss. The answer therefore holds as many
-        coefficients per row as may have arrived, at most a quarter of the row or four messages, in
-        two bits each (research/log.md). Under a shared selection it is like a message.
+        If each sender selects its own coefficients, messages contain different ones. A reply as
+        large as one message would leave most of them in the server residual, to be sent late, which
+        costs up to a third of loss. A reply therefore holds as many coefficients per row as may
+        have arrived, at most a quarter of the row or four messages, in two bits each
+        (research/log.md). With a shared selection a reply has the format of a message.
 
         Example:
             >>> from detonation import demo
@@ -189,7 +196,7 @@ class GradientScheme(Scheme):
 
 @dataclass(frozen=True)
 class ParameterScheme(Scheme):
-    """Exchanges the movement of the parameters from the anchor, once per round.
+    """Exchanges the movement of the parameters from the anchor once per round.
 
     Args:
         outer: The optimizer that moves the anchor.
@@ -215,7 +222,7 @@ class ParameterScheme(Scheme):
 
     @property
     def averages(self) -> bool:
-        """True if a round ends at the mean of the parameters, wherever the anchor was before."""
+        """True if a round ends at the mean of the parameters, independent of the anchor."""
         whole = self.codec.selection.period == 1 or self.resume_from == "sent"
         exact = whole and self.summable and self.codec.precision == PRECISIONS["fp32"]
         return (
@@ -247,14 +254,14 @@ class ParameterScheme(Scheme):
 
 
 def precision_named(name: str) -> Precision:
-    """The precision called `name`; `ValueError` for one that does not exist."""
+    """The precision called `name`; raises `ValueError` if there is none."""
     if name not in PRECISIONS:
         raise ValueError(f"precision is {name!r}, must be one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def aggregation_named(name: str) -> Aggregation:
-    """The aggregation called `name`; `ValueError` for one that does not exist."""
+    """The aggregation called `name`; raises `ValueError` if there is none."""
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}, must be one of {', '.join(AGGREGATIONS)}")
     return AGGREGATIONS[name]
