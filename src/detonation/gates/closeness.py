@@ -1,8 +1,8 @@
-"""Closeness: replicas that round differently stay within rounding of each other.
+"""Closeness: keeps replicas that round differently within rounding error of each other.
 
-They receive the same messages, so their states differ only by the rounding that has added up since
-they were equal. In each step all replicas therefore copy a part of the agreed state of replica 0,
-another part each time, and a comparison measures distances instead of bits.
+They receive the same messages, so their states differ only by the rounding errors accumulated since
+they were equal. So in each step all replicas copy a part of replica 0's agreed state, another part
+each time, and `verify` compares distances instead of bits.
 """
 
 import math
@@ -20,9 +20,9 @@ from detonation.core.link.link import Link
 from detonation.core.replicator.base import Replicator
 
 PERIOD = 1000
-"""Steps in which every number of the agreed state is made equal once."""
+"""Number of steps in which every number of the agreed state is made equal once."""
 MOST_MOVED = 1 / 64
-"""Share of a tensor's movement within `PERIOD` steps by which replicas may differ."""
+"""Share of a tensor's movement in `PERIOD` steps by which replicas may differ."""
 _SIGNS = 8
 _STRIP = 1 << 17
 """Numbers that are projected at once."""
@@ -30,12 +30,12 @@ _FP32 = torch.finfo(torch.float32).eps
 
 
 class Closeness(StepGate):
-    """Makes a part of the agreed state equal in each step, and compares all of it by distance.
+    """Copies a part of the agreed state in each step, and compares all of it by distance.
 
-    A part is 1 / `PERIOD` of the numbers of each replicator's `replicated` tensors. A round of n
-    steps sends n such parts before its message. The step number selects the part, so nothing is
-    saved. Replica 0 sends, and the link counts the bytes. If an elastic axis has lost replica 0,
-    nothing is copied.
+    A part is 1 / `PERIOD` of the numbers in each replicator's `replicated` tensors. A round of n
+    steps sends n such parts before its message. The step number selects the part, so there is
+    nothing to save. Replica 0 sends, and the link counts the bytes. If an elastic axis has lost
+    replica 0, nothing is copied.
 
     Args:
         moved: The `movements` before a checkpoint.
@@ -83,7 +83,8 @@ class Closeness(StepGate):
 
     def _links_of(self, replicator: Replicator) -> Iterable[Link]:
         """The links over which the state of `replicator` is equal. An anchor is agreed on along its
-        own axis, and is also equal along the axes inside."""
+        own axis, and is also equal along the inner axes.
+        """
         links = [replicator.link]
         if not replicator.stepped:
             links += [
@@ -94,11 +95,10 @@ class Closeness(StepGate):
         return dict.fromkeys(links)
 
     def _align(self, replicator: Replicator, link: Link, turn: int) -> None:
-        """Copies part number `turn` of the state of replica 0 along `link`. Collective."""
+        """Copies part number `turn` of replica 0's state along `link`. Collective."""
         tensors = _floats(replicator.replicated())
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # weights follow an anchor: a change of weights alone would count as movement, which the
-            # outer momentum multiplies
+            # Weights move with their anchor: the outer momentum would multiply any other change.
             for name in replicator.parameters:
                 tensors.pop(name, None)
         cut = _cut(tensors, turn, max(1, PERIOD // replicator.round.every))
@@ -108,8 +108,8 @@ class Closeness(StepGate):
         device = replicator.channel.runtime.device
         mark = torch.ones(1, dtype=torch.uint8, device=device)
         sent = torch.cat([*(each.to(device).view(torch.uint8) for each in mine), mark])
-        # the others add zeros to the bytes of replica 0, so that all get the same bits; the mark is
-        # 0 if replica 0 took no part
+        # The other replicas add zeros to the bytes of replica 0, so that all get the same bits.
+        # The mark is 0 if replica 0 was absent.
         if link.replica != 0:
             sent.zero_()
         total = link.all_reduce(sent)()
@@ -159,7 +159,8 @@ class Closeness(StepGate):
 
     def _movement(self, link: Link, name: str, now: list[float]) -> float:
         """The distance that a tensor moved in the last `PERIOD` steps, or since it was first seen;
-        for a new tensor its distance from zero."""
+        for a new tensor its distance from zero.
+        """
         seen = self._seen.setdefault((link, name), [(self._step, [0.0] * _SIGNS)])
         while len(seen) > 1 and seen[1][0] <= self._step - PERIOD:
             del seen[0]
@@ -180,8 +181,9 @@ class Closeness(StepGate):
         return found
 
     def measure(self) -> float:
-        """The largest distance of a tensor between replicas as a share of its norm; infinity if
-        they are not close. Collective."""
+        """The largest distance of a tensor between replicas, relative to its norm; infinity if they
+        are not close. Collective.
+        """
         self._apart = 0.0
         found = []
         for replicator in self._replicators:
@@ -197,8 +199,9 @@ def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cut(tensors: Mapping[str, Tensor], turn: int, turns: int) -> dict[str, slice]:
-    """Part number `turn` of `turns` equal parts of all numbers, as a slice of each tensor that
-    overlaps it."""
+    """Part number `turn` of `turns` equal parts of all numbers, as a slice of each overlapping
+    tensor.
+    """
     ends = list(accumulate((each.numel() for each in tensors.values()), initial=0))
     size = -(-ends[-1] // turns)
     low = turn % turns * size
@@ -211,8 +214,8 @@ def _cut(tensors: Mapping[str, Tensor], turn: int, turns: int) -> dict[str, slic
 
 
 def projections(tensor: Tensor) -> Tensor:
-    """Sums of the numbers of `tensor` with fixed random signs. Their mean square estimates its
-    squared norm to about a half.
+    """Sums of the numbers of `tensor` with fixed random signs. Their mean square estimates the
+    squared norm of `tensor` to within about a half.
 
     Shapes: any -> `[8]` fp64 on the CPU.
     """
@@ -244,7 +247,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def farthest(rows: Sequence[Sequence[float]]) -> float:
-    """The largest distance from the first of `rows`, as a part of its norm.
+    """The largest distance from the first of `rows`, relative to its norm.
 
     >>> farthest([[4.0, 0.0], [4.0, 1.0], [4.0, 0.0]])
     0.25
@@ -262,10 +265,10 @@ def tolerance(norm: float, movement: float, eps: float) -> float:
     """The allowed distance of a tensor between replicas: the rounding that can add up in `PERIOD`
     steps.
 
-    A number that was equal is rounded once per step in fp32, and stored in its type. That is an eps
-    of fp32 per step and one eps of the type, times the norm. The steps themselves follow from the
-    same messages, so they differ by less than `MOST_MOVED` of the movement, even if the sign of a
-    step depends on a last bit.
+    A number that was equal is rounded once per step in fp32, and stored in its dtype. So the bound
+    is one fp32 epsilon per step plus one epsilon of the dtype, times the norm. Updates follow from
+    the same messages, so they differ by less than `MOST_MOVED` of the movement, even if the sign of
+    an update depends on a last bit.
     """
     return (PERIOD * _FP32 + eps) * norm + MOST_MOVED * movement
 
@@ -273,12 +276,13 @@ def tolerance(norm: float, movement: float, eps: float) -> float:
 def _difference(
     name: str, rows: Sequence[Sequence[float]], eps: float, local_ranks: int
 ) -> Difference | None:
-    """Finds the replicas whose rows (projections and movement of a tensor) are not close to those
-    of the majority."""
+    """The replicas whose rows (projections and movement of a tensor) are not close to the
+    majority's.
+    """
     sums = [list(row[:_SIGNS]) for row in rows]
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 
-    def close(a: int, b: int) -> bool:  # false for numbers that are not finite, unless equal
+    def close(a: int, b: int) -> bool:  # false for nonfinite numbers unless they are equal
         most = tolerance(min(norms[a], norms[b]), max(rows[a][_SIGNS], rows[b][_SIGNS]), eps)
         return repr(sums[a]) == repr(sums[b]) or distance(sums[a], sums[b]) <= most < math.inf
 

@@ -1,12 +1,12 @@
-"""Refusal of a start: if the set-up of one replica fails, all replicas end.
+"""Refusal of a start: if one replica's set-up fails, all replicas end.
 
-A replica is *preparing* until it has checked everything that it can check by itself; then it is
-*prepared*. A replica that fails while it prepares writes the reason to the store where the others
-wait for it. Until all are prepared, the others end with that reason. They survive the loss of a
-replica that has written no reason.
+A replica is *preparing* until it has done all its own checks; then it is *prepared*. If a preparing
+replica fails, it writes the reason to the store in which the others wait for it. The others end
+with that reason unless all replicas are already prepared. They survive the loss of a replica that
+wrote no reason.
 
-Before replicas have met, their store may hold reasons of an earlier start. So a reason is valid for
-`FRESH_S`, once for each rank, and until its replica starts again.
+Before replicas have met, their store may contain reasons of an earlier start. So a reason is valid
+for `FRESH_S`, once for each rank, and until its replica starts again.
 """
 
 import json
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from detonation.cluster.processes.failure import SecondaryFailure
 
 FRESH_S = 60.0
-"""Time within which replicas that are started together meet, or refuse."""
+"""Seconds in which replicas that are started together meet or refuse."""
 _CONNECT_S = 3.0
 _LOOK_S = 0.25
 _KEY = "detonation/refused"
@@ -33,13 +33,14 @@ _REFUSED = "refused"
 
 
 class RefusedStart(SecondaryFailure, ValueError):
-    """Another replica cannot start, so this one must not start, either."""
+    """Another replica cannot start, so this one must not start either."""
 
 
 class Preparation:
-    """Start of one rank of replicas that have met. Its methods are called in several threads.
+    """The start of one rank, after the replicas have met. Its methods are called in several
+    threads.
 
-    store: where the replicas agree; its keys belong to this start only.
+    store: the store in which the replicas agree; its keys belong to this start only.
     """
 
     def __init__(self, store: Store, replica: int, rank: int) -> None:
@@ -49,15 +50,15 @@ class Preparation:
         self._announces = self._all_prepared = False
 
     def begin(self) -> None:
-        """Lets others refuse until all are `prepared`, even after steps."""
+        """Allows other replicas to refuse until all are `prepared`, even after training steps."""
         self._announces = True
 
     def prepared(self) -> None:
-        """Announces that the set-up of this rank is over. The others then survive its loss."""
+        """Announces that this rank's set-up has ended. The others then survive its loss."""
         self._store.set(_prepared(self._rank), "1")
 
     def refuse(self, reason: str) -> None:
-        """Ends the start of all replicas with `reason`, because the set-up of this one failed.
+        """Ends the start of all replicas with `reason`, because this replica's set-up failed.
 
         Later reasons are ignored.
         """
@@ -67,10 +68,10 @@ class Preparation:
             )
 
     def refused(self, store: Store, ranks: Sequence[int], under_way: bool) -> RefusedStart | None:
-        """Error of another replica that did not start; None after all `ranks` are prepared.
+        """The error of another replica that did not start; None after all `ranks` are prepared.
 
-        store: another connection. under_way: whether training has begun; ranks that do not announce
-        the end of their set-up are then prepared.
+        store: a separate connection. under_way: True if training has begun; ranks that do not
+        announce the end of their set-up then count as prepared.
         """
         if self._all_prepared or (under_way and not self._announces):
             return None
@@ -81,13 +82,14 @@ class Preparation:
 
 
 def is_prepared(store: Store, rank: int) -> bool:
-    """True if the set-up of `rank` is over. `store` is that of its axis."""
+    """True if the set-up of `rank` has ended. `store` is the store of its axis."""
     return bool(store.check([_prepared(rank)]))
 
 
 def refuse_start(host: str, port: int, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to the store where the others wait, if it can
-    be reached."""
+    """Writes the `reason` why `replica` cannot start to the store in which the others wait, if the
+    store is reachable.
+    """
     with suppress(DistError, TimeoutError, RuntimeError, OSError):
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
         store = TCPStore(host, port, timeout=timedelta(seconds=_CONNECT_S))
@@ -105,7 +107,7 @@ def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
     cannot start."""
     store = store.clone()  # type: ignore[attr-defined]  # one for each thread
     text = _text(store)
-    if text and json.loads(text)["replica"] == replica:  # an earlier start of this one
+    if text and json.loads(text)["replica"] == replica:  # from an earlier start of this replica
         store.compare_set(_KEY, text, "")
     looked = time.monotonic() - _LOOK_S
 
@@ -133,5 +135,7 @@ def _said(store: Store) -> dict[str, Any]:
 
 
 def _text(store: Store) -> str:
-    """Newest refusal; "" for none. One request, so that no other rank can remove it meanwhile."""
+    """The newest refusal; "" for none. It uses one request, so that no rank can remove the refusal
+    in between.
+    """
     return str(store.compare_set(_KEY, "", "").decode())
