@@ -1,6 +1,6 @@
 """Session of one rank: model, optimizer and data, built from the configuration.
 
-All ranks build them in the same order.
+All ranks build these in the same order.
 """
 
 import functools
@@ -73,9 +73,9 @@ class Session:
 
 
 def check_config(config: Config) -> Config:
-    """`config` with the defaults of its scheme, and with the sizes of the model that the data set.
+    """`config` with its scheme's defaults, and with the model sizes that the data set.
 
-    Needs no processes and writes nothing.
+    It needs no processes and writes nothing.
 
     Raises:
         ValueError: Whatever would fail later: names, arguments, ranges, missing data, sizes that do
@@ -119,7 +119,9 @@ def _checked_data(config: Config) -> Data:
 
 
 def _checked_model(model: Choice, loaded: Data) -> nn.Module:
-    """Builds the model without memory. Raises `ValueError` if it cannot take the data's batches."""
+    """Builds the model on the meta device. Raises `ValueError` if the model does not accept the
+    data's batches.
+    """
     with torch.device("meta"):
         built = build_model(model.name, model.arguments)
     try:
@@ -132,7 +134,7 @@ def _checked_model(model: Choice, loaded: Data) -> nn.Module:
 
 
 def _require_one_batch(config: Config, loaded: Data) -> None:
-    """Raises `ValueError` if the data are fewer than one batch of all ranks."""
+    """Raises `ValueError` if there are fewer examples than one batch of all ranks."""
     if isinstance(loaded.train, Streamed):
         return
     needed = config.train.batch_size * sum(config.mesh.sizes)
@@ -188,7 +190,9 @@ def check_sizes(config: Config) -> None:
 
 
 def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
-    """Shapes of the trained parameters on each rank of a node; builds no model in memory."""
+    """Shapes of the trained parameters on each rank of a node; allocates no memory for the
+    model.
+    """
     with torch.device("meta"):
         model = build_model(config.model.name, config.model.arguments)
     return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
@@ -263,7 +267,7 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
 def replicated_run(
     config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]
 ) -> Replicated:
-    """`base` replicated along the axis of each level. Only its first step is collective."""
+    """`base`, replicated along the axis of each level. Only its first step is collective."""
     return replicate(
         base,
         model,
@@ -276,7 +280,9 @@ def replicated_run(
 
 
 def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
-    """Axis between replicas that may be lost; `mesh` holds the ranks of this one. Collective."""
+    """The axis between replicas that may be lost; `mesh` contains the ranks of this replica.
+    Collective.
+    """
     here = place()
     if here is None:
         raise ValueError("mesh.elastic needs the address of a store: give --meet and --replica")
@@ -292,7 +298,7 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
 
 
 def seeded_model(config: Config) -> nn.Module:
-    """Model of `config` with its initial weights; [train] sets how its layers run."""
+    """The model of `config` with its initial weights; [train] configures how its layers run."""
     torch.manual_seed(config.seed)
     return _with_layers(build_model(config.model.name, config.model.arguments), config.train)
 
@@ -306,11 +312,11 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keeps only the inputs of each layer for backward, which recomputes the rest.
+    """Stores only the inputs of each layer for backward, which recomputes everything else.
 
-    Changes the model in place; names stay. Call it after `compile_layers` and before `shard`, whose
-    hooks gather a layer's weights for both computations. Raises `ValueError` if the model has no
-    layers.
+    Changes the model in place, and keeps all names. Call it after `compile_layers` and before
+    `shard`, whose hooks gather a layer's weights for both computations. Raises `ValueError` if the
+    model has no layers.
     """
     for layer in _some_layers(model, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -319,8 +325,8 @@ def checkpoint_activations(model: nn.Module) -> None:
 def compile_layers(model: nn.Module, backend: str) -> None:
     """Compiles each layer separately; layers of equal shape compile once.
 
-    Changes the model in place; names stay. The hooks of `shard` stay outside the compiled code.
-    Raises `ValueError` if the model has no layers, or torch has no such backend.
+    Changes the model in place, and keeps all names. The hooks of `shard` stay outside the compiled
+    code. Raises `ValueError` if the model has no layers, or torch has no such backend.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
@@ -367,7 +373,8 @@ def scheme_of(level: LevelConfig) -> Scheme:
 
 
 def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[Axis]:
-    """Axis of each level, innermost first; an emulated link slows the outermost. Collective.
+    """The axis of each level, innermost first; an emulated link slows down the outermost.
+    Collective.
 
     Args:
         mesh: Mesh of all levels; without the outermost level if `between` is given.
@@ -410,7 +417,7 @@ def check_types(key: str, function: Callable[..., object], arguments: Mapping[st
         function = function.__init__
     try:
         hints = get_type_hints(function)
-    except NameError:  # only a type checker can resolve the annotations of that package
+    except NameError:  # only a type checker can resolve these annotations
         return
     for name, value in arguments.items():
         if allowed := plain_types(value, hints.get(name)):
@@ -426,7 +433,7 @@ def scheduler(session: Session, done: int) -> LambdaLR:
 
 
 def load_data(chosen: Choice) -> Data:
-    """Data set, loaded once per process and shared with forked processes."""
+    """The data set, loaded once per process and shared with forked processes."""
     return _load_data(chosen.name, json.dumps(chosen.arguments, sort_keys=True))
 
 
@@ -436,7 +443,9 @@ def _load_data(task: str, arguments: str) -> Data:
 
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
-    """Arguments of the model with the sizes of the data; only a larger vocabulary may differ."""
+    """Arguments of the model with the sizes of the data; the vocabulary may be larger than the
+    data's.
+    """
     parameters = inspect.signature(model_function(model.name)).parameters
     needed: dict[str, Any] = {"task": loaded.kind, **loaded.model}
     needed = {key: value for key, value in needed.items() if key in parameters}

@@ -1,4 +1,4 @@
-"""Run directory: its lock, atomic writes of its files, and the environment of the run."""
+"""The run directory: its lock, atomic writes of its files, and a description of the environment."""
 
 import errno
 import fcntl
@@ -58,7 +58,7 @@ _SINGLY = " rounded singly"
 def bits_of_steps() -> dict[str, str]:
     """Hashes three steps of each optimizer on fixed numbers, by name of the optimizer.
 
-    Replicas on machines with equal hashes train together bit for bit.
+    Replicas on machines with equal hashes stay bitwise equal.
     """
     import torch
 
@@ -157,7 +157,7 @@ class InUse(ValueError):
 
 
 def log_starts(path: Path) -> list[int]:
-    """Steps after which the files of the run's log begin, read from their names.
+    """Steps at which the files of the run's log begin, read from their names.
 
     A new file begins with each checkpoint.
     """
@@ -182,7 +182,8 @@ def check_free(
     entries = []
     if path.is_dir():
         entries = [entry.name for entry in path.iterdir()]
-    _require_unlocked(path)  # after the listing: a process that made these entries has its lock now
+    # checked after listing: a process that created these entries holds its lock by now
+    _require_unlocked(path)
     held = [
         name
         for name in entries
@@ -347,7 +348,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path`, whole or not at all."""
+    """Writes `text` to `path` atomically."""
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -355,7 +356,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to `path` as indented JSON, whole or not at all."""
+    """Writes `value` to `path` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -372,7 +373,7 @@ def unwritable(path: Path, error: Exception) -> Unwritable:
 
 
 def remedy_of(error: Exception) -> str:
-    """Remedy, in words, for a system error that prevents writing a file."""
+    """The remedy, as text, for a system error that prevents writing a file."""
     number = getattr(error, "errno", None)
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
@@ -388,7 +389,7 @@ def remedy_of(error: Exception) -> str:
 
 
 def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -> None:
-    """Writes the files of a start, and removes the summary of an earlier one.
+    """Writes the files of a start, and removes the summary of an earlier start.
 
     `plan` may be None.
     """
@@ -412,7 +413,7 @@ def _take(file: IO[str], path: Path) -> None:
         raise InUse(
             f"run directory {path} is in use by {who}: wait for it, or choose another --out"
         ) from error
-    except OSError as error:  # a file system without locks
+    except OSError as error:  # the file system has no locks
         _log.warning(
             "%s cannot be locked (%s): let no other process write into it", path, error.strerror
         )

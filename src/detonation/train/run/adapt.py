@@ -1,4 +1,4 @@
-"""Adapter: changes the setting of a run's scheme when the link becomes faster or slower.
+"""The adapter: changes the setting of a run's scheme when the link becomes faster or slower.
 
 The exchanges of the run measure the link.
 """
@@ -20,24 +20,26 @@ from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Table
 
 FACTOR = 2.0
-"""The adapter ignores a link that is less than this many times faster or slower than assumed."""
+"""The adapter ignores changes of the link by less than this factor."""
 STEPS = 20
 """Least number of steps between agreements on the measurements, rounded up to whole rounds."""
 CERTAIN_S = 5e-4
 CERTAIN = 0.2
-"""A difference in waiting below `CERTAIN_S` plus this fraction of the budget is noise."""
+"""A difference in waiting is noise if it is below `CERTAIN_S` plus this fraction of the budget."""
 _FURTHEST = 64.0
 _MOVED: dict[str, Sequence[int | float]] = {
     "every": (5, 10, 20, 50, 100, 200, 500),
     "topk": (1, 2, 4, 8, 16, 32, 64, 128),
     "rate": tuple(1 / 2**n for n in range(1, 8)),
 }
-"""Arguments that the adapter changes, with their values; it changes the first that a scheme has."""
+"""Arguments that the adapter changes, with their possible values; it changes the first one that a
+scheme has.
+"""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """State of an adapter, which a checkpoint keeps.
+    """State of an adapter, which checkpoints contain.
 
     Args:
         budget: Part of a step that the run may spend waiting for the network.
@@ -95,11 +97,12 @@ class Followed:
 
 
 class Adapter:
-    """Changes the setting of a session's scheme to keep its waiting within a budget.
+    """Changes a setting of a session's scheme so that waiting stays within a budget.
 
-    It measures the waits of the run's own exchanges. Reports of losses are so short that their wait
-    is latency. The planner predicts the wait for a message at any rate, so the measured wait gives
-    the rate. The slowest replica waits only for the link: the shortest wait of all replicas counts.
+    It measures how long ranks wait in the run's own exchanges. Reports of losses are tiny, so
+    waiting for them measures the latency. The planner predicts the wait for a message at any rate,
+    which gives the rate for a measured wait. It uses the shortest wait of all replicas, because the
+    slowest replica waits only for the link.
     """
 
     def __init__(self, session: Session, followed: Followed) -> None:
@@ -142,7 +145,7 @@ class Adapter:
     def _decide(
         self, waits: Sequence[float], reports: Sequence[float]
     ) -> tuple[float, float, Table] | None:
-        """Factors of rate and latency, and the arguments that the scheme gets.
+        """Factors of rate and latency, and the new arguments of the scheme.
 
         None if the link is unchanged.
         """
@@ -162,13 +165,13 @@ class Adapter:
         later = 1 / followed.later
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
-        # If the waits fit the link of the start better, the link has returned to it. `_factors`
-        # would stop at the first link that explains the waits, between the two.
+        # If the waits fit the link of the start better, the link has recovered.
+        # `_factors` would stop at the first link in between that explains the waits.
         returned = max(abs(w1 - w0), abs(r1 - r0)) > max(
             certain, 2 * abs(w1 - waited), 2 * abs(r1 - reported)
         )
         if not returned:
-            # A change of a latency below the noise cannot be measured.
+            # a latency below the noise cannot be measured
             shows_latency = network.seconds("all-gather", 0) > certain
             times, later = _factors(waited, reported, expected, certain, shows_latency)
         if times == later == 1.0:
@@ -180,27 +183,30 @@ class Adapter:
         return times, later, dict(chosen.arguments)
 
     def _least(self, seconds: Sequence[float]) -> float:
-        """Shortest wait of all replicas; of the shards of a replica, the longest counts."""
+        """The shortest wait of all replicas; within a replica the longest wait of its shards
+        counts.
+        """
         shards = self._session.config.mesh.shards
         return max(min(seconds[shard::shards]) for shard in range(shards))
 
     def _settings(self) -> list[Scheme]:
-        """Schemes that the run can change to: the first, the present, and the first with other
-        values of one argument."""
+        """Schemes to which the run can change: the first, the current, and the first with other
+        values of one argument.
+        """
         now = _present(self._session)
         found = {spelled(scheme): scheme for scheme in (self._first, now)}
         for key in [key for key in _MOVED if key in now.arguments][:1]:
             for value in _MOVED[key]:
                 try:
                     other = scheme(now.name, {**self._first.arguments, key: value})
-                except ValueError:  # out of the range of the scheme
+                except ValueError:  # outside of the scheme's range
                     continue
                 if self._collectives(other) == self._collectives(now):
                     found.setdefault(spelled(other), other)
         return list(found.values())
 
     def _collectives(self, scheme: Scheme) -> list[str]:
-        """Collective of each shard. A change of collective would lose residuals of a server."""
+        """The collective of each shard. Changing the collective would lose server residuals."""
         replicas = self._session.config.mesh.replicas
         return [
             collective_for(scheme, scheme.codec.layout(shapes), replicas)
@@ -236,20 +242,22 @@ def _factors(
     if shows_latency:
         later = 1 / _large(explained(reported, lambda x: expected(1.0, 1 / x)[1], certain))
     times = explained(waited, lambda x: expected(x, later)[0], certain)
-    if times == later == 1.0:  # perhaps backward hides the reports: does latency explain the wait?
+    # backward may hide the reports: try whether latency explains the wait
+    if times == later == 1.0:
         later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
     return _large(times), _large(later)
 
 
 def _large(factor: float) -> float:
-    """`factor`, or 1 if it is too small to follow."""
+    """`factor`, or 1 if it is too close to 1 to react to."""
     if 1 / FACTOR < factor < FACTOR:
         return 1.0
     return factor
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
-    """Factor of the rate that explains a wait, as close to 1 as possible; 1 if no rate explains it.
+    """The factor of the rate that explains a wait, as close to 1 as possible; 1 if no rate explains
+    it.
 
     Args:
         waited_s: Measured wait.

@@ -53,7 +53,7 @@ from detonation.train.run.adapt import Followed
 
 AUTO = "auto"
 _REPEATS = 5
-"""Repetitions of each measurement on this machine."""
+"""Number of repetitions of each measurement on this machine."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Auto:
 
 @dataclass(frozen=True)
 class Asked:
-    """A run whose scheme is not chosen yet.
+    """A run whose scheme is still to be chosen.
 
     Args:
         auto: Rules of the choice.
@@ -102,9 +102,9 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe with every scheme: with the recipe's own arguments, and with other settings.
+        """The recipe with every scheme, with the recipe's own arguments and with other settings.
 
-        Leaves `none` out if the recipe requires equal replicas.
+        Omits `none` if the recipe requires equal replicas.
         """
         found: dict[str, Config] = {}
         full = self.layers.under("full", {})
@@ -138,7 +138,7 @@ class Asked:
 
 
 def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
-    """Candidate schemes, each with the optimizer that the recipe uses for it."""
+    """Candidate schemes, each with the recipe's optimizer for it."""
     found = {}
     for name, config in candidates.items():
         optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
@@ -147,7 +147,7 @@ def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
 
 
 def goal_of(config: Config, work: Work) -> Goal:
-    """Goal of a recipe, for estimates of its loss."""
+    """The goal of a recipe, for which losses are estimated."""
     return Goal(
         config.mesh.replicas,
         sum(work.sizes.values()),
@@ -157,13 +157,13 @@ def goal_of(config: Config, work: Work) -> Goal:
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
-    """Arguments of `chosen` that differ from those that the recipe gives this scheme."""
+    """Arguments of `chosen` that differ from those that the recipe sets for this scheme."""
     own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
     return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 
 
 def standing(layers: Layers) -> Config:
-    """The configuration; a scheme that is not chosen yet becomes full synchronisation."""
+    """The configuration; an unchosen scheme is replaced by full synchronisation."""
     config = layers.config()
     if Auto.of(config) is None:
         return config
@@ -188,7 +188,8 @@ class Chosen:
 
 
 def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
-    """Configuration that the run in `path` chose before; None if rank 0 cannot read it. Collective.
+    """The configuration that the run in `path` chose earlier; None if rank 0 cannot read it.
+    Collective.
 
     The other ranks need not see the directory.
     """
@@ -211,7 +212,7 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
     candidates = asked.candidates()
     device = everyone.device
     config = asked.check()
-    # This session only measures: the run builds another with its own weights.
+    # This session only measures: the run builds another one with its own weights.
     session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
     measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
     network = Network.of_axis(measured, session.config.mesh.shards)
@@ -246,9 +247,9 @@ def _search(
 ) -> tuple[Option, list[Option], Work]:
     """Returns the choice, all options, and the work with the measured optimizer steps.
 
-    It measures the step of a scheme only if that scheme would be chosen: the time of the step
-    changes the share of waiting. Steps without an exchange are the same at every setting of a
-    scheme, so the fastest measurement counts for all.
+    A scheme's step is measured only if the scheme would be chosen, because that time changes its
+    share of waiting. Steps without an exchange are equal for all settings of a scheme, so the
+    fastest measurement is used for all.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -273,7 +274,9 @@ def _search(
 def _share_local_time(
     steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
 ) -> None:
-    """Sets the time of a step without an exchange to the least of all settings of one scheme."""
+    """Sets the time of a step without an exchange to the minimum over all settings of one
+    scheme.
+    """
 
     def kind(name: str) -> tuple[str, object]:
         scheme, optimizer = pairs[name]
@@ -296,9 +299,11 @@ def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float
 
 
 def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step | None:
-    """Seconds of the optimizer's step of `config` on the model of `session`, over a loopback.
+    """Seconds of the optimizer step of `config` on the model of `session`, over a loopback
+    communicator.
 
-    Collective. None if the optimizer refuses the scheme, such as one that sends more than dense.
+    Collective. None if the optimizer refuses the scheme, for example because it sends more than
+    full synchronisation.
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
@@ -308,7 +313,7 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     def of_others(record: logging.LogRecord) -> bool:
         return record.thread != mine
 
-    log.addFilter(of_others)  # hides warnings about the loss: this optimizer does not train
+    log.addFilter(of_others)  # hides warnings about the loss, because this optimizer does not train
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
         optimizer = replicate(
@@ -336,7 +341,9 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
 
 
 def _times(function: Callable[[], object], everyone: Everyone) -> list[float]:
-    """Seconds of several calls of `function`. Ranks start together; the slowest rank counts."""
+    """Seconds of each of several calls of `function`. Ranks start together, and the slowest rank's
+    time counts.
+    """
     times = []
     for _ in range(_REPEATS):
         everyone.barrier()

@@ -35,10 +35,10 @@ class SetUpError(ValueError):
 
 
 class SetUp:
-    """Set-up of this replica of an elastic run. Only a fault during the set-up ends all replicas.
+    """Set-up of this replica of an elastic run. Only a failure during set-up ends all replicas.
 
-    The others read the fault in the store of their axis. Before that store exists, they read it at
-    the meeting address; see `refusal`.
+    The others read the failure in the store of their axis. Before that store exists, they read it
+    at the meeting address; see `refusal`.
     """
 
     def __init__(self, task_meet: str, replica: int | None) -> None:
@@ -48,21 +48,22 @@ class SetUp:
         self._done = False
 
     def met(self, axis: SurvivingCommunicator) -> None:
-        """Notes that all replicas have met on `axis`."""
+        """Records that all replicas have met on `axis`."""
         self._start = axis.host.membership.start
         self._start.begin()
 
     def done(self) -> None:
-        """Notes that this replica is ready to train."""
+        """Records that this replica is ready to train."""
         if self._start is not None:
             self._start.prepared()
         self._done = True
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Reports faults of this replica to the others until `done`, and raises `SetUpError`.
+        """Context manager that reports failures of this replica to the others until `done`, and
+        raises `SetUpError`.
 
-        Faults that other replicas cause pass through, and so does a `ValueError`.
+        Failures caused by other replicas pass through, and so does a `ValueError`.
         """
         try:
             yield
@@ -83,7 +84,7 @@ class SetUp:
 
 
 def meeting_of(request: Request) -> str:
-    """Address at which the replicas of `request` meet; "" without one.
+    """The address at which the replicas of `request` meet; "" if there is none.
 
     Other settings of the request may be invalid.
     """
@@ -130,10 +131,10 @@ def joined_session(
 ) -> Session:
     """Session of a replica that joins a run through the store at `address`. Collective.
 
-    Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are those
-    of the run.
+    Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are
+    copied from the run.
     """
-    read_token()  # check everything local before the others learn of this replica
+    read_token()  # check everything local before other replicas know this one
     directory.require_writable(out)
     store = reached_store(*host_and_port(address))
     mesh = init_mesh(1, config.mesh.shards, device.type)
@@ -146,7 +147,7 @@ def joined_session(
         min_replicas=config.mesh.min_replicas,
         silence_s=config.peers.silence_s,
     )
-    if asked is not None:  # first of all: the run may still be choosing
+    if asked is not None:  # first, because the run may still be choosing
         settings = settings_of_run(guest.membership)
         scheme = {
             key.removeprefix("scheme."): value
@@ -182,7 +183,8 @@ class Losses:
         if self._world is None:
             return []
         if recorder.take_over():
-            with contextlib.suppress(directory.InUse):  # a lost replica may hang and hold the lock
+            # a lost replica may hang while holding the lock
+            with contextlib.suppress(directory.InUse):
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
         self._told = len(self._world.losses)
@@ -223,7 +225,7 @@ class Losses:
         }
 
     def close(self, has_left: bool) -> None:
-        """Leaves together with the remaining replicas, unless this one `has_left` before them."""
+        """Leaves together with the remaining replicas, unless this one `has_left` earlier."""
         if self._world is not None and not has_left:
             self._world.close()
         if self._lock is not None:

@@ -1,4 +1,4 @@
-"""Records of a run: the record of each step, the update log, and the feed of weights."""
+"""Records of a run: one record per step, the update log, and the feed of weights."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _MOST_REPLICAS = 16
 
 
 class Recorder:
-    """Keeps the record of each step. Rank 0 writes the records, and prints one every `log_every`.
+    """Stores the record of each step. Rank 0 writes the records, and prints one every `log_every`.
 
     Args:
         done: Steps of earlier starts.
@@ -88,14 +88,14 @@ class Recorder:
         done = self._done
         if self.records:
             done = self.records[-1].step
-        self._screen.speak()  # first: the trackers print lines as they open
+        self._screen.speak()  # first, because trackers print lines when they open
         self._open(done)
         self._screen.start(done, self._train.steps)
         self._logged = len(self.records)
         return True
 
     def _earlier(self) -> list[metrics.Record]:
-        """Records in the run directory of the steps before this replica joined."""
+        """Records in the run directory of steps before this replica joined."""
         file = self._path / directory.METRICS
         if not file.exists():
             return []
@@ -132,7 +132,7 @@ class Recorder:
         self.warn([line])
 
     def _measured(self) -> dict[str, Any]:
-        """Measurements of printed steps only: reading them may wait for the device."""
+        """Measurements for printed steps only, because reading them may wait for the device."""
         norm = self._session.optimizer.stats.grad_norm
         return {
             "memory": peak_memory(self._session.device),
@@ -151,7 +151,8 @@ class Recorder:
 
     def close(self) -> None:
         """Closes the metrics file and the loggers."""
-        for logger in reversed(self._loggers):  # the metrics file last: on a full disk it raises
+        # the metrics file last, because it raises on a full disk
+        for logger in reversed(self._loggers):
             logger.close()
 
 
@@ -169,7 +170,7 @@ def _title(session: Session, path: Path) -> str:
 
 
 class Recording:
-    """Writes the update log and publishes the weights, if the configuration says so.
+    """Writes the update log and publishes the weights, if the configuration asks for it.
 
     Each rank of the first replica has a feed named `run`. If that replica is lost, the next one
     publishes.
@@ -195,7 +196,7 @@ class Recording:
             self._door = Admission(session.model, session.optimizer)
 
     def after_step(self) -> list[str]:
-        """Admits a waiting guest, and publishes if the publisher was lost; returns warnings."""
+        """Lets a waiting guest join, and publishes if the publisher was lost; returns warnings."""
         if self._door is not None:
             self._door.after_step()
         publish = self._session.config.train.publish
@@ -204,7 +205,7 @@ class Recording:
             return []
         try:
             self._publish()
-        # The lost replica may still hold the port, or its machine may own the address.
+        # the lost replica may still hold the port, or its machine may own the address
         except OSError as error:
             if str(error) == self._trouble:
                 return []
@@ -248,7 +249,7 @@ class Recording:
 def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -> list[str]:
     """Repeats the logged steps after the checkpoint or the start; returns the lines to print.
 
-    Collective. It never repeats the last step of the run, so that training ends as always.
+    Collective. It never repeats the last step of the run, so that training ends in the same way.
 
     Args:
         log: Steps after which the log files begin.

@@ -1,4 +1,4 @@
-"""Directory of a run on each node, and the records of earlier starts in it."""
+"""The run directory on each node, and the records of earlier starts in it."""
 
 import contextlib
 import platform
@@ -59,7 +59,7 @@ def _surveyed(path: Path, texts: TextExchange) -> Volumes:
 
 
 def _hold_on_node(held: contextlib.ExitStack, path: Path, resume: bool) -> str:
-    """Creates and locks the directory of a node without rank 0; returns the error, or ""."""
+    """Creates and locks the directory of a node without rank 0; returns an error message or ""."""
     try:
         # may_start: the checkpoints may be on another node
         directory.check_free(path, resume, may_start=True)
@@ -83,7 +83,7 @@ def kept_records(
     if reads:
         text = read_text(file, errors="replace", most=MOST_RECORDS)
     if volumes.shared:
-        session.world.texts().gather("")  # all have read before rank 0 writes
+        session.world.texts().gather("")  # all ranks have read before rank 0 writes
     else:
         text = session.world.texts().broadcast(text)
     found, damaged = metrics.parse_metrics(text)

@@ -28,7 +28,7 @@ def adapter_of(
 ) -> tuple[Adapter | None, list[str]]:
     """Adapter of a run with `scheme.adapt`, and the lines to print.
 
-    Its state comes from the measurements of the choice, or from a checkpoint.
+    Its state is loaded from a checkpoint, or comes from the measurements of the choice.
     """
     if asked is None or not asked.auto.adapt:
         return None, []

@@ -1,4 +1,4 @@
-"""Work of each rank, from its session to the summary. Rank 0 also writes the run directory."""
+"""The work of each rank, from its session to the summary. Rank 0 also writes the run directory."""
 
 import contextlib
 import dataclasses
@@ -91,14 +91,14 @@ def train_on_rank(task: RunTask) -> Table:
         # before `set_up`, which copies the weights as the anchor of a round
         if config.train.init_from and not saved:
             begin = load_weights(Path(config.train.init_from), session.model)
-        # Compare the schemes of the replicas and check sizes before anything is written.
+        # compare the replicas' schemes and check sizes before writing anything
         session.optimizer.set_up()
         set_group_timeouts(GROUP_TIMEOUT_S)  # a node may read its checkpoint from a slow disk
         result = None
         while result is None:
             try:
                 result = _train_in_directory(session, task, chosen, begin, log, stop, losses)
-            # Lost before the first step: the others read the directory and the checkpoint again.
+            # lost before the first step: the others reread the directory and the checkpoint
             except PeerLost:
                 session.optimizer.synchronize()
         losses.close("left" in result)
@@ -122,9 +122,9 @@ def _elastic_axis(
 def _chosen_config(
     task: RunTask, everyone: Everyone, axis: SurvivingCommunicator | None, begun: bool
 ) -> tuple[Config, Chosen | None]:
-    """Configuration of the run, and the choice of its scheme if it is made now. Collective.
+    """The configuration of the run, and the choice of its scheme if it is made now. Collective.
 
-    A run that has `begun` keeps the scheme that its directory names.
+    A run that has `begun` keeps the scheme stored in its directory.
     """
     if task.asked is None:
         return task.config, None
@@ -188,7 +188,7 @@ def _train_in_directory(
         kept, damage = kept_records(session, path / directory.METRICS, done, volumes)
         if task.resume and session.config.train.log_updates and session.rank == 0:
             damage += checked_log(path, saved_step)[1]
-        # This is the first write: a refused run leaves the directory unchanged.
+        # this is the first write, so a refused run leaves the directory unchanged
         if volumes.leads(session.rank):
             plan = None
             if chosen is not None and session.rank == 0:
@@ -230,7 +230,7 @@ def _require_steps(steps: int, done: int) -> None:
 def _name_of_run(session: Session) -> str:
     """Random name for the feeds of this start, equal on all ranks; "" if no rank publishes.
 
-    In an elastic run one replica may publish without the others, so all join the broadcast.
+    In an elastic run a single replica may publish, so all join the broadcast.
     """
     if session.config.train.publish or session.config.mesh.elastic:
         return session.world.texts().broadcast(secrets.token_hex(8))
@@ -238,7 +238,7 @@ def _name_of_run(session: Session) -> str:
 
 
 def _train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp) -> Table:
-    """Trains after joining the others, which write the run directory.
+    """Trains after joining other replicas, which write the run directory.
 
     Returns the result of `train_on_rank`.
     """
@@ -260,7 +260,7 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetU
 def _earlier(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
     """True if the run resumes and any rank sees a checkpoint; and the first steps of log files.
 
-    Collective. A log file begins after the step that is listed.
+    Collective. A log file begins after the listed step.
     """
     out = task.request.out
     if not task.resume or out is None:

@@ -1,4 +1,4 @@
-"""`detonation follow`: repeats a run from its updates, which a live feed or a log holds."""
+"""`detonation follow`: repeats a run from its updates, read from a live feed or a log."""
 
 import contextlib
 import tomllib
@@ -33,7 +33,7 @@ from detonation.whole_files import read_text
 
 @dataclass(frozen=True)
 class Following:
-    """A run to follow; the fields have the names of the flags of `detonation follow`.
+    """A run to follow; its fields are named after the flags of `detonation follow`.
 
     Args:
         source: Address of the feed of a live run; or directory of a run with an update log.
@@ -95,7 +95,9 @@ def follow_run(request: Following) -> Table:
 
 
 def _about(address: str) -> Table:
-    """Description of the run that `address` feeds; raises `RunError` if it does not answer."""
+    """The description of the run that `address` publishes; raises `RunError` if it does not
+    answer.
+    """
     token = read_token()
     try:
         return read_about(address, token)
@@ -151,8 +153,8 @@ def _saved(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: in
 def _replay_run(request: Following) -> Table:
     """Replays a log in one process per shard; returns step, fingerprint and, with `out`, its path.
 
-    Begins with the newest checkpoint before `to`, or with the initial weights. Raises `ValueError`
-    for a run without a log, and `DamagedLog` if the log ends before `to`.
+    It begins with the newest checkpoint before `to`, or with the initial weights. Raises
+    `ValueError` for a run without a log, and `DamagedLog` if the log ends before `to`.
     """
     run = Path(request.source)
     out = request.out
@@ -209,7 +211,9 @@ def _alone(config: Config) -> Config:
 
 
 def _agreed(session: Session, out: Path) -> Path:
-    """Saves the agreed state of all replicas as a checkpoint of one, with empty memories."""
+    """Saves the agreed state of all replicas as a checkpoint of one replica, with empty
+    memories.
+    """
     replayed = session.optimizer
     axes = [LoopbackCommunicator()]
     optimizer = replicated_run(session.config, session.base, session.model, axes)

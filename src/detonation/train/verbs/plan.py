@@ -20,13 +20,14 @@ from detonation.plan.search import Candidate, advise, options, pairs
 from detonation.train.recipe.schema import require
 
 _ROUNDED = 0.05
-"""Largest relative difference between numbers of parameters of one model: 1.2b is rounded."""
+"""Largest relative difference between two parameter counts of one model, because 1.2b is rounded.
+"""
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 @dataclass(frozen=True)
 class Question:
-    """Command of a user; the fields have the names of the flags of `detonation plan`.
+    """A user's command; its fields are named after the flags of `detonation plan`.
 
     It needs `recipe` or `parameters`, and `profile` or `link` with `step_time`.
     """
@@ -87,7 +88,7 @@ def _check(question: Question) -> None:
 
 
 def _network(question: Question, profile: Profile | None, training: "_Training") -> Network:
-    """Network between the replicas, from the profile or from `question.link`."""
+    """The network between replicas, from the profile or from `question.link`."""
     if profile is not None:
         return Network.of_axis(profile.axes["replicate"], profile.shards)
     link = LinkSpeed.parse(question.link or "")
@@ -95,7 +96,9 @@ def _network(question: Question, profile: Profile | None, training: "_Training")
 
 
 def _named_optimizer(best: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer of a candidate, without its learning rate, which another model must tune anew."""
+    """The optimizer of a candidate, without its learning rate, which must be tuned for each
+    model.
+    """
     kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
     return {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
 
@@ -119,7 +122,7 @@ def count(text: str) -> int:
 def _same_world(question: Question, profile: Profile) -> None:
     """Raises `ValueError` if the replicas or shards differ from those of the profile.
 
-    The profile does not show how another number would share the links.
+    From the profile it is unknown how another number would share the links.
     """
     for name in ("replicas", "shards"):
         given = getattr(question, name)
@@ -134,7 +137,7 @@ def _same_world(question: Question, profile: Profile) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """Facts about a training run that a plan needs.
+    """Properties of a training run that a plan needs.
 
     Args:
         shapes: Shapes of the parameters on each shard.
@@ -178,7 +181,7 @@ def _world(question: Question, profile: Profile | None) -> tuple[int | None, int
 
 
 def _of_recipe(question: Question, profile: Profile | None) -> _Training:
-    # Only a recipe needs models and FSDP, whose import takes a second.
+    # only a recipe needs models and FSDP, whose import needs a second
     from detonation.train.loop.session import check_config, shard_shapes
     from detonation.train.recipe.resolve import read_layers
     from detonation.train.run.decide import Asked, Auto, settings_in, standing, trained

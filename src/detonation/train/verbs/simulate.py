@@ -42,7 +42,7 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """Command of a user; the fields have the names of the flags of `detonation simulate`.
+    """A user's command; its fields are named after the flags of `detonation simulate`.
 
     Args:
         total_batch: Examples per step over all replicas; None for `train.batch_size` per replica.
@@ -60,7 +60,7 @@ def simulate(request: Simulation) -> Table:
     """Trains in this process; returns the summary and, as `directory`, the path of the run.
 
     The result equals a real run with as many replicas of one shard, bit for bit, unless a network
-    sums more than two numbers in another order. Raises `ValueError` for bad input before it writes
+    adds more than two numbers in another order. Raises `ValueError` for bad input before it writes
     anything.
     """
     config = configured(request)
@@ -83,7 +83,7 @@ def simulate(request: Simulation) -> Table:
         if communicator.replica == 0:
             show = screen.line
         session = virtual(config, communicator, show)
-        # Compare the schemes of the replicas and check sizes before anything is written.
+        # compare the replicas' schemes and check sizes before writing anything
         session.optimizer.set_up()
         if communicator.replica:
             return train_virtual(session, None)
@@ -102,7 +102,9 @@ def simulate(request: Simulation) -> Table:
 
 
 def configured(request: Simulation) -> Config:
-    """Checked configuration with replicas of one shard, and with a share of `total_batch` each."""
+    """The checked configuration, with replicas of one shard, each with its share of
+    `total_batch`.
+    """
     shards = parse_sets(request.overrides).get("mesh", {}).get("shards", 1)
     require(shards == 1, "mesh.shards", shards, "1 in a simulation, where each replica is whole")
     mesh = {"replicas": request.replicas}
@@ -169,7 +171,7 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
     records: list[metrics.Record] = []
 
     def report(record: metrics.Record) -> None:
-        # The times are meaningless: other replicas compute while one waits.
+        # the times are meaningless, because other replicas compute while one waits
         record = replace(record, waited_s=0.0, step_s=0.0)
         if recorder is None:
             records.append(record)
@@ -186,10 +188,10 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
 
 
 def _share_steps(session: Session) -> None:
-    """Shares the weights of the first replica with all, if the scheme exchanges at each step.
+    """Shares the first replica's weights with all, if the scheme exchanges at each step.
 
-    The first replica then decodes and steps for all. Each replica would do the same: all start with
-    equal weights and receive equal messages, which their digests prove. Collective.
+    The first replica then decodes and steps for all replicas. Each replica would compute the same:
+    all start with equal weights and receive equal messages, as their digests prove. Collective.
     """
     replicators = session.optimizer.set_up()
     ((axis, scheme),) = session.optimizer.levels
@@ -215,7 +217,7 @@ def _share_weights(weights: Sequence[Sequence[torch.Tensor]]) -> None:
 
 
 def _step(brought: Sequence[tuple[torch.optim.Optimizer, Callable[[], Any]]]) -> None:
-    """Runs the step of the first replica, and copies its optimizer's state to the others."""
+    """Runs the first replica's step, and copies its optimizer's state to the others."""
     (first, step), *others = brought
     step()
     if not first.state:
