@@ -9,7 +9,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Runs the command line. Names the extra to install if its packages are missing."""
+    """Runs the command line. If packages are missing, it names the extra to install."""
     end_at_once()
     try:
         code = _run()
@@ -18,7 +18,7 @@ def main() -> int:
         code = INTERRUPTED
     finally:
         let_kernel_end()
-    if code == INTERRUPTED:  # the interpreter may hang at its end while libraries still compute
+    if code == INTERRUPTED:  # the interpreter may hang at shutdown while libraries still compute
         print(end="", flush=True)
         os._exit(code)
     return code

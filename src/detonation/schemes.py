@@ -1,4 +1,6 @@
-"""Public names of all schemes, each a function of its arguments. `detonation` has the main ones."""
+"""Public names of all schemes, each a function of its arguments. `detonation` itself exports the
+main ones.
+"""
 
 from detonation.core.schemes.compressed import muloco, sparseloco, sparta
 from detonation.core.schemes.gradients import decoupled_adamw, demo, full, loco, none
