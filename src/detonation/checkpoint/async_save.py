@@ -20,7 +20,7 @@ from detonation.core.runtime import PROGRESS
 
 _log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
-# public from torch 2.14 on
+# torch makes set_timeout public from version 2.14 on
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 SAVE_TIMEOUT_S = 300.0
 """Longest wait of a save for another rank, in addition to the time that a slow disk needs."""
@@ -85,7 +85,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
-        job = make_save_job(self._model, self._optimizer, extra)  # raises before a group is opened
+        # an error here is raised before a group is opened
+        job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
             self._open_group()
         if self._group is not None:
@@ -171,12 +172,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             text = str(error)
             number = error.errno
         except Exception as error:  # an error on this rank alone, such as a timeout of gloo
-            self._broken = True  # gloo cannot use the group after an error
+            self._broken = True  # gloo cannot use a group after an error
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"
             text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
             number = getattr(error, "errno", None)
-        # only the text: the error's traceback would keep the copy of the state alive
+        # store only the text: the error's traceback would keep the copy of the state alive
         self._outcome = NotSaved(text, number)
         self._news.append(text)
         _log.warning("%s", text)

@@ -191,7 +191,7 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
     state = {}
     for unit in (unit for unit in shard_units(model) if unit.reduce is not None):
         for name, parameter in unit.parameters.items():
-            # a second mesh dimension would be tensor parallelism
+            # True without a second mesh dimension, which would be tensor parallelism
             one_axis = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
             if name in names and parameter.requires_grad and one_axis:
                 state[f"residual.{name}"] = _residual(saved, unit, name, parameter, own)

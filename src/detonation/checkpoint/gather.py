@@ -69,7 +69,7 @@ class Texts:
         count = self._of_first([len(content)], torch.int64)[0]
         if not count:
             return ""
-        # every rank needs a buffer of equal size; only rank 0's is read
+        # every rank needs a buffer of equal size; rank 0's content is broadcast
         return os.fsdecode(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
 
     def _of_first(self, values: Sequence[int], dtype: torch.dtype) -> list[int]:

@@ -66,7 +66,7 @@ def restore(
         source = Elastic(saved, own)
     elif any(held.values()):  # this rank needs parts of several files
         source = Elastic(saved, own, [own.replica])
-    options = _saved_options(file, optimizer)  # may raise before anything has changed
+    options = _saved_options(file, optimizer)  # may raise an error before anything has changed
     _load_weights(saved, source, file, model)
     described = _described(saved, own, source)
     for name, parameter in local_parameters(model).items():
@@ -184,7 +184,8 @@ def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, A
             like = group.get(key)
             if key in optimizer.defaults and like is not None:
                 mine[key] = _option(key, like, value)
-            else:  # code set it after creating the optimizer, as a scheduler or a loop does
+            else:
+                # a scheduler or a loop set this option after creating the optimizer
                 mine[key] = _of_others(like, value)
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is created later adds initial_lr
@@ -467,7 +468,8 @@ def _merged(
             merged[key] = _fitting(full_key, tensor, source.memory(full_key, boxes[name]))
         elif kind == _SERVER_RESIDUAL:
             merged[key] = torch.zeros_like(tensor)
-        elif key in _BY_REPLICA:  # saved for other replicas: all start a round of equal local steps
+        elif key in _BY_REPLICA:
+            # saved for other replicas, so all start a round with equal local steps
             merged[key] = tensor
         else:
             merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))

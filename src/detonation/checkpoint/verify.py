@@ -273,7 +273,7 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
     one = one.double()  # torch cannot subtract float8
     two = two.double()
     *norms, far = (float(torch.linalg.vector_norm(each)) for each in (one, two, one - two))
-    if not far:  # only the signs of zeros differ
+    if not far:  # the tensors differ only in the signs of zeros
         return 0.0, True
     least = min(norms)
     name = _name_in_training(key)

@@ -48,7 +48,7 @@ def run_command(arguments: list[str] | None = None) -> int:
     try:
         try:
             return _command(arguments)
-        finally:  # also after --help, which raises SystemExit
+        finally:  # runs also after --help, which raises SystemExit
             print(end="", flush=True)
     except OSError as error:
         if not _is_of_stdout(error):
@@ -67,7 +67,7 @@ def _command(arguments: list[str]) -> int:
     elif not name.startswith("-") and name not in KINDS:
         return fail(str(unknown("verb", name, KINDS)), 2, "--json" in arguments)
     verb = _parsed(arguments)
-    # torch reads both when it is imported, and only then.
+    # torch reads both variables only when it is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     level = "ERROR"
     if verb.debug:
@@ -139,7 +139,7 @@ def _run(verb: Any) -> int:
     except KeyboardInterrupt:
         line = ended_by(signal.SIGINT) + _how_to_continue(verb)
         return fail(line, 128 + signal.SIGINT, verb.json)
-    # a verb exits this way after a request, once its children and folders are removed
+    # a verb exits this way after a stop request, once its children and folders are removed
     except SystemExit as ended:
         if not isinstance(ended.code, int) or ended.code - 128 not in REQUESTS:
             raise
@@ -169,7 +169,7 @@ def _is_of_stdout(error: OSError) -> bool:
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
     try:
-        print(end="", flush=True)  # raises again if the buffer still holds text
+        print(end="", flush=True)  # print raises again if the buffer still holds text
     except OSError:
         return True
     return False
@@ -188,6 +188,7 @@ def _without_stdout(error: OSError) -> int:
 def _under_launcher() -> bool:
     from detonation.cluster.position import launch_position  # without torch
 
-    with contextlib.suppress(ValueError):  # the verb has already reported invalid variables
+    # the verb has already reported invalid environment variables
+    with contextlib.suppress(ValueError):
         return launch_position(os.environ) is not None
     return False

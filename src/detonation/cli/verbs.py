@@ -28,7 +28,7 @@ def say(verb: of.Common, line: str) -> None:
     if verb.json:
         _to_stderr(line)
     else:
-        print(line, flush=True)  # `meet` prints nothing more for hours
+        print(line, flush=True)  # flush: `meet` prints nothing more for hours
 
 
 def _output(verb: of.Common) -> TextIO:
@@ -87,7 +87,7 @@ def fail(line: str, code: int, as_json: bool) -> int:
     try:
         if as_json:
             print(json.dumps({"error": line, "code": code}), flush=True)
-    finally:  # also if stdout is closed
+    finally:  # exit even if stdout is closed
         _to_stderr(f"error: {printable(line)}")
     return code
 
@@ -171,7 +171,7 @@ def _page_of(directory: Path) -> list[str]:
     """Writes the page of a finished run; returns a line with its path."""
     from detonation.report.page import try_write
 
-    # an earlier start may have left metrics in this directory
+    # an earlier start may have left metrics in this run directory
     if not (directory / "summary.json").is_file():
         return [
             f"{directory} holds no summary, because another replica writes it: run detonation"

@@ -183,4 +183,4 @@ def peak_memory(device: torch.device) -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak
-    return 1024 * peak  # other systems report KiB
+    return 1024 * peak  # other systems than macOS report KiB

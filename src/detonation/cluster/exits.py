@@ -42,7 +42,7 @@ class RankExits:
         self._meeting = meeting
         self._failures: list[Failure] = []
         self._survived: list[Failure] = []
-        # until this time, the ranks with the root cause may report
+        # until this time, ranks with the root cause may report it
         self._cause_deadline = float("inf")
         self._end_deadline = float("inf")  # until this time, the last replicas must end
 

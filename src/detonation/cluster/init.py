@@ -44,7 +44,7 @@ or saves.
 GROUP_TIMEOUT_S = 1800.0
 """Timeout of a group that `init_mesh` initialises: torch's default for gloo."""
 
-# public from torch 2.14 on
+# torch makes set_timeout public from version 2.14 on
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 _heartbeat: Heartbeat | None = None
 _lost = False
@@ -175,7 +175,8 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     """
     global _watch
     store = distributed_c10d._get_default_store()
-    if _watch is not None and _watch.source is not store:  # this watches a destroyed group
+    # this watch belongs to a destroyed process group
+    if _watch is not None and _watch.source is not store:
         _watch.stop()
         _watch = None
     if _watch is None and dist.get_world_size() > 1:

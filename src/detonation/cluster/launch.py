@@ -90,7 +90,7 @@ def run_local(
         SystemExit: SIGTERM or SIGUSR1 came twice, or ended ranks that do not handle it. The first
             one passes on to all ranks.
     """
-    allow_open_files(world_size)  # before the ranks start, because they inherit the limit
+    allow_open_files(world_size)  # set the limit before the ranks start, because they inherit it
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
     meeting = None
@@ -225,7 +225,7 @@ def _tell(folder: Path, failure: Failure) -> None:
 def _kill(pids: dict[int, int]) -> None:
     """Kills the remaining ranks at once; their files are complete or absent at any time."""
     for pid in pids.values():
-        with suppress(ProcessLookupError):  # another thread has already waited for it
+        with suppress(ProcessLookupError):  # another thread has already waited for this process
             os.kill(pid, signal.SIGKILL)
     for rank, pid in list(pids.items()):
         with suppress(ChildProcessError):
@@ -251,7 +251,8 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
                 os.kill(pid, number)
 
     handlers: dict[int, Any] = dict.fromkeys(REQUESTS, pass_on)
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then no process can wait for a rank
+    # if SIGCHLD is ignored, no process can wait for a rank
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         handlers[signal.SIGCHLD] = signal.SIG_DFL
     with raising(handlers):
         yield stop
@@ -312,7 +313,7 @@ def run_under_launcher(
         ) from error
     die_with_agent(os.environ)
     use_interface(os.environ, interface)
-    # also during a report: torchrun asks the others to stop as soon as one rank ends
+    # stay stoppable during a report: torchrun stops the other ranks as soon as one ends
     with stoppable() as stop:
         try:
             with stop.at_once():  # the other ranks may never connect

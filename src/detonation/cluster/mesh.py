@@ -173,7 +173,7 @@ def init_mesh(
     sizes = _sizes(replicas, shards, world)
     taken = join_world(device)
     mesh = _mesh_of(sizes, taken.type, slow_axis_backend("replicate", taken.type, slow_backend))
-    # after the mesh has created its groups, which do not inherit the default group's timeout
+    # set timeouts after creating the groups, which do not inherit the default group's timeout
     if timeout_s is not None:
         set_group_timeouts(timeout_s)
     watch_waiting()

@@ -98,7 +98,7 @@ class Memory:
             self.residual.mul_(self.feedback.decay)
         else:
             self.residual.mul_(self._decay.masked_fill(bad, 1.0))
-        # through a copy, which converts signals or cuts them into tiles
+        # signals are added through a copy, which converts them or cuts them into tiles
         parts = [Bucket.whole(self._layout)]
         if self._layout.tiled:
             parts = Bucket.strips(self._layout, -(-self._layout.rows // STRIPS))
@@ -107,7 +107,7 @@ class Memory:
             if bad is not None:
                 flat.masked_fill_(bad, -0.0)  # adding -0.0 changes no bits
             self.residual[part.rows].add_(flat)
-            del flat  # free it before the next one is made
+            del flat  # free this part before allocating the next one
         return self.residual
 
     def _absorb_in_place(
@@ -137,7 +137,7 @@ class Memory:
         for part in sent:
             self.residual[first : first + len(part)].sub_(part, alpha=self.feedback.alpha)
             first += len(part)
-            del part  # free it before the next one is made
+            del part  # free this part before allocating the next one
         if len(self._padding):
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 

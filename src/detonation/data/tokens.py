@@ -59,8 +59,7 @@ def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
 def _of_bytes() -> Any:
     """A tokenizer whose ids are UTF-8 bytes."""
     parts = needs("tokenizers", "models")
-    # The alphabet of GPT-2's byte-level tokenizer:
-    # printable bytes represent themselves, the others are mapped to characters from 256 on.
+    # GPT-2's byte-level alphabet: printable bytes represent themselves, others follow from 256.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -116,10 +115,11 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path.with_suffix(".lock")) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine encodes while the others wait
+            # one rank of a machine encodes while the others wait for the lock
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 write_whole(path, _encoded(documents, tokenizer))
-    except OSError:  # the cache cannot be written
+    except OSError:  # continue without a cache if it cannot be written
         return torch.frombuffer(_encoded(documents, tokenizer), dtype=torch.int32)
     count = path.stat().st_size // 4
     if count:

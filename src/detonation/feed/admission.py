@@ -204,7 +204,7 @@ def admitted(
             follow(f"the others did not synchronize after step {step}", lambda: follower.complete)
             axis = guest.come_in(entry, timeout_s)
             joined = follower.join(axis, safety)
-        joined.verify()  # collective: the others call it at this step
+        joined.verify()  # collective: the other replicas call verify at this step
         undo.pop_all()
     return joined, axis
 
@@ -230,5 +230,5 @@ def _follow(
         guest.let_in()
         follower.turn_to(guest.addresses(0))
         follower.update(wait_s=0.05)
-        if follower.trouble and not has_come():  # a training that has ended announces it
+        if follower.trouble and not has_come():  # a training that has ended announces it itself
             guest.hosts.require()

@@ -250,7 +250,7 @@ class Subscription:
         self.alive = True
         self._begun = self._caught_up = False
         self._skip = 0
-        self._bytes = 0  # the queue is empty before `begin`
+        self._bytes = 0  # the queue is empty before `begin` is called
         self._most_bytes = LEAST_WAITING
         self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
         self._changed = threading.Condition()

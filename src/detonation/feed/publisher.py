@@ -207,7 +207,7 @@ class Feed(StepRecorder):
             self._synchronized += 1
         if (
             not goes_on
-        ):  # a new name, because another shard may still have earlier steps with these numbers
+        ):  # a new name, because another shard may still have earlier steps with the same numbers
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self._drop_all("training went back to an earlier state")
@@ -225,7 +225,7 @@ class Feed(StepRecorder):
         if self._coming and due:
             try:
                 self._let_in(optimizer)
-            except Exception as error:  # for example out of memory: training continues
+            except Exception as error:  # an error such as out of memory must not stop training
                 _log.exception("no copy of the state for followers")
                 self._next_copy = time.monotonic() + FAILED_S
                 self._drop_all(f"there is no copy of the state: {error}")

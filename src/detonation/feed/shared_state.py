@@ -55,8 +55,7 @@ def require_followable(optimizer: Replicated) -> None:
             found = collective_for(scheme, each.layout, link.replicas, link.local_ranks)
             collectives.append(found)
     if scheme.round.delay and "owner" in collectives:
-        # A copy waits for messages in flight.
-        # This would start the second collective on this replica alone.
+        # Waiting for a message in flight would start the second collective on this replica alone.
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
         )

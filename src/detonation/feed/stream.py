@@ -133,7 +133,7 @@ class Stream:
         self._changed.notify_all()
 
     def _hang_up(self) -> None:
-        frames = self._frames  # the thread may set it to None in the meantime
+        frames = self._frames  # the receiving thread may set it to None in the meantime
         if frames is not None:
             frames.close()
 
@@ -162,7 +162,7 @@ class Stream:
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
-            # set before anything is sent, because a feed that answers is not `gone`
+            # set before anything is sent, because `gone` is False once a feed answers
             frames = self._frames = introduced(connection, self._token)
             frames.send(WANT, encoded({"want": "state"}))
             about: dict[str, Any] = {}

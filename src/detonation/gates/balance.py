@@ -54,7 +54,7 @@ class Balance(StepGate):
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
             for link in self._shards:
-                # last: a replica may be lost after only a part of its shards has sent its duration
+                # last: a replica may be lost after a part of its shards has sent durations
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()

@@ -282,7 +282,7 @@ def _difference(
     sums = [list(row[:_SIGNS]) for row in rows]
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 
-    def close(a: int, b: int) -> bool:  # false for nonfinite numbers unless they are equal
+    def close(a: int, b: int) -> bool:  # nonfinite numbers are not close unless they are equal
         most = tolerance(min(norms[a], norms[b]), max(rows[a][_SIGNS], rows[b][_SIGNS]), eps)
         return repr(sums[a]) == repr(sums[b]) or distance(sums[a], sums[b]) <= most < math.inf
 

@@ -221,7 +221,7 @@ class CommHook:
         update = parameter.grad
         if update is None:
             return own
-        if update is not view:  # this node did not use it
+        if update is not view:  # no rank of this node used the parameter
             view.copy_(update)
         if own is None:
             if self._as_views:

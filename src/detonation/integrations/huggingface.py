@@ -202,7 +202,7 @@ class Replicate(TrainerCallback):
         trainer, checkpoint = _training()
         # `add_callback` does not call `on_init_end`
         check_setup(trainer.accelerator.state, trainer.model)
-        # this is not the first call of train()
+        # train() has been called before
         if isinstance(trainer.optimizer.optimizer, _ReplicatedStep):
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:

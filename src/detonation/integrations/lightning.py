@@ -119,7 +119,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         self._scheme = scheme
         self._own_clip = clip
         self._clip = 0.0
-        self._volumes: dict[Path, Volumes] = {}  # by directory to which checkpoints were saved
+        # volumes by directory to which checkpoints were saved
+        self._volumes: dict[Path, Volumes] = {}
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
     @property
@@ -299,7 +300,7 @@ class ReplicaStrategy(ModelParallelStrategy):
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        if fits:  # resets the memories; the next step warns about it
+        if fits:  # loading other state resets the memories; the next step warns about it
             for optimizer in self.replicated:
                 state = optimizer.state_dict()
                 state.pop("replication", None)
@@ -324,9 +325,10 @@ class ReplicaStrategy(ModelParallelStrategy):
                 rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
         except FileNotFoundError:
             problem = "its save was cut short; give ckpt_path the path of an earlier checkpoint"
-        except Exception as error:  # the file may contain anything, and the other ranks wait
+        except Exception as error:  # a damaged file may raise any error, and the other ranks wait
             problem = f"{type(error).__name__}: {error}"
-        rest, problem = self.broadcast((rest, problem))  # nodes may share no file system
+        # broadcast, because nodes may share no file system
+        rest, problem = self.broadcast((rest, problem))
         if problem:
             raise ValueError(f"{path / _METADATA_FILENAME} cannot be loaded: {problem}")
         return rest

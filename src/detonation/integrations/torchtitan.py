@@ -118,7 +118,8 @@ class _Sharding:
         self._steps = training.steps
         if self._clip is None:  # a second trainer with this configuration would read inf
             self._clip = training.max_norm
-        training.max_norm = math.inf  # torchtitan then only measures the norm before the exchange
+        # with an infinite limit torchtitan only measures the norm before the exchange
+        training.max_norm = math.inf
         inside = copy.copy(parallel_dims)
         inside.__class__ = _InsideReplica
         model = self._spec.parallelize_fn(
@@ -126,7 +127,7 @@ class _Sharding:
         )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # torchtitan divides by the tokens of all R replicas: 1/R of a replica's mean
+                # torchtitan divides losses by the tokens of all R replicas, so multiply by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
                 # gloo cannot multiply while summing, and a single shard would be multiplied twice
                 if parallel_dims.world_mesh.device_type == "cpu":
@@ -351,7 +352,7 @@ def parsed_scheme(text: str) -> Scheme:
     return scheme_named(name, found)
 
 
-if not TYPE_CHECKING:  # hidden from type checkers, so that they report missing names
+if not TYPE_CHECKING:  # hidden from type checkers, so that they still report missing names
 
     def __getattr__(name: str) -> Callable[[], Trainer.Config]:
         """Resolves `--config MODULE.FUNCTION`, from torchtitan or your own module, with

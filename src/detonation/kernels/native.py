@@ -347,10 +347,10 @@ def _compile(compiler: str, path: Path) -> None:
         said = error.stderr.decode(errors="replace").strip().splitlines()
         said = said or [f"code {error.returncode}"]
         for line in said:
-            # another directory may have free space
+            # retry in another directory, which may have free space
             if "No space left" in line or "quota exceeded" in line:
                 raise OSError(f"{compiler} failed: {line}") from error
-        # the first error causes the rest
+        # report the first error, which causes the rest
         errors = [line for line in said if "error" in line] or said
         raise subprocess.SubprocessError(f"{compiler} failed: {errors[0]}") from error
 

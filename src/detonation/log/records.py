@@ -150,8 +150,9 @@ class StepRecorder(StepObserver, ABC):
 
     def __init__(self) -> None:
         self.records = True  # False if nothing needs the records
-        self._messages: list[tuple[int, Copy]] = []  # each with the number of steps at its arrival
-        # copies and the record that ends them; None if the copies are weights
+        # messages, each with the number of steps at its arrival
+        self._messages: list[tuple[int, Copy]] = []
+        # copies, and the record that ends them; None if the copies are weights
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
         self._late = 0  # 1 if an accelerator copies messages to the host
         self._options: list[dict[str, Any]] = []  # the last recorded options of each group
@@ -166,7 +167,7 @@ class StepRecorder(StepObserver, ABC):
         # stamps of the base optimizer's state after the last recorded end; None if not taken
         self._state: dict[Any, Any] | None = None
         self._left = False  # True if the next record does not continue the last end
-        # a digest of the state from which training then continues
+        # digest of the state from which training then continues
         self._origin: dict[str, str] = {}
 
     @abstractmethod

@@ -144,7 +144,7 @@ class Playback(Player):
         try:
             end = super().next_end()
         except DamagedLog:
-            if self._optimizer.step_count < self._to:  # else the damage is after step `to`
+            if self._optimizer.step_count < self._to:  # otherwise the damage is after step `to`
                 raise
             return None
         if end is None or end.step > self._to:
@@ -210,7 +210,8 @@ class Playback(Player):
 
     def _is_before_first(self, record: LogRecord, begun: int) -> bool:
         """True if the state after `first` steps already includes the step that `record` ends."""
-        if record.kind == WRITTEN:  # training may have written it after the checkpoint at `first`
+        # training may have written this weight after the checkpoint at `first`
+        if record.kind == WRITTEN:
             return record.step < self.first
         return (record.kind == STEP or begun < self.first) and record.step <= self.first
 

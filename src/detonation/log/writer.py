@@ -111,7 +111,7 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            # at the first step, and after settings or trained parameters changed
+            # True at the first step, and after settings or trained parameters changed
             another = not goes_on or optimizer.build() is not self._levels
             if not first:
                 self._keep(messages, what, optimizer, another)
@@ -188,7 +188,7 @@ class UpdateLog(StepRecorder):
                 self.flush()
                 self._finish()
                 os.fsync(self._file)
-            with suppress(OSError):  # all data is on disk, or the log has ended
+            with suppress(OSError):  # the thread has written all data, or the log has ended
                 self._closing()
         self._file = -1
         if self._thread is not None:

@@ -98,7 +98,7 @@ def _built(
         )
     options = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     try:
-        if not pretrained or torch.empty(0).is_meta:  # on "meta" only sizes matter
+        if not pretrained or torch.empty(0).is_meta:  # on the meta device only sizes matter
             model: nn.Module = auto.from_config(config, **options)
             return model
         options |= {"ignore_mismatched_sizes": task in CLASSIFIES, "output_loading_info": True}
@@ -170,7 +170,7 @@ def _config(name: str) -> Any:
     except (OSError, ValueError) as error:
         problem = "is no directory with a config.json, and no model that the hub gives us"
         raise ValueError(f"{HUB_PREFIX}{name} {problem}: {first_line(error)}") from error
-    except Exception as error:  # errors of many types, as above
+    except Exception as error:  # configurations raise errors of many types
         *_, last = str(error).strip().splitlines()
         raise ValueError(
             f"{HUB_PREFIX}{name} has a config.json that does not fit: {last.strip()}"

@@ -219,7 +219,7 @@ def advise(
     pays, machines = _second_machine(ranked, network, goal)
     reason = why(ranked, network, goal, budget)
     notes = []
-    if pays is False:  # the most important fact first
+    if pays is False:  # print the most important fact first
         reason = f"{machines}. With them {reason}"
     elif machines:
         notes.append(machines)

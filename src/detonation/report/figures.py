@@ -240,7 +240,7 @@ def breakdown(runs: Sequence[Run]) -> Chart:
             " as the network."
         )
     else:
-        del legend[2]  # waiting for the slowest replica was not measured
+        del legend[2]  # the time waited for the slowest replica was not measured
     return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
 
 

@@ -78,7 +78,7 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
             host = self.headers.get("Host", "").partition(":")[0]
             content = b""
             code = 404
-            if host not in _HOSTS:  # another website whose name resolves to this address
+            if host not in _HOSTS:  # another website may resolve its own name to this address
                 code = 403
             elif self.path == "/":
                 code = 200
@@ -108,4 +108,4 @@ if __name__ == "__main__":
     os.nice(10)
     server = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.buffer.read()  # returns when the parent ends
+    sys.stdin.buffer.read()  # read returns when the parent process ends

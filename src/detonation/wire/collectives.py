@@ -124,7 +124,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         self._sizes = sizes
         self._others = link.replicas - 1
         self.residual: Tensor | None = None
-        self._laid_out: dict[str, int] = {}  # the element counts of the residual
+        self._laid_out: dict[str, int] = {}  # element count of each parameter in the residual
 
     def __call__(
         self,
@@ -303,9 +303,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self._is_trained = is_trained
         self.weights = weights
         self.reference: Tensor | None = None
-        self._exchanges = 0  # since the last exact exchange
+        self._exchanges = 0  # exchanges since the last exact one
         self._seen = -1
-        self._was_trained = False  # whether training was on at the last gather
+        self._was_trained = False  # True if training was on at the last gather
         self._warned = False
         watch_optimizers()
 
@@ -359,7 +359,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
         """Restores a saved reference, of which `own` is this rank's part. Collective."""
-        # [n], and [2] int64 in the order of `counts`
+        # shapes: [n], and [2] int64 in the order of `counts`
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
         self._seen = WEIGHT_MOVES.count
@@ -396,7 +396,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         (arrived,), _ = self._link.wait(
             [self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))]
         )
-        with torch.inference_mode(False):  # training steps after an evaluation change it in place
+        # no inference tensors: training steps after an evaluation change them in place
+        with torch.inference_mode(False):
             exact = (
                 arrived[:, : own.nbytes]
                 .clone(memory_format=torch.contiguous_format)

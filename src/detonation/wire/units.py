@@ -64,7 +64,7 @@ class ShardUnit:
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
-                # since torch 2.13: messages of equal size at every step
+                # since torch 2.13: makes messages equal in size at every step
                 module.set_reduce_scatter_unused_params(True, recurse=False)
         setattr(module, _UNIT, self)
         self._hook_loading(cast(nn.Module, module))

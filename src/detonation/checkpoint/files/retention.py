@@ -105,7 +105,7 @@ def retire(directory: Path, step: int, kept: Collection[int]) -> None:
         for old in [path for path in saved_checkpoints(directory) if step_of(path) <= step]:
             if step_of(old) not in kept:
                 disk.remove(_aside(old))
-    except OSError as error:  # the new checkpoint is complete in any case
+    except OSError as error:  # failing to remove old checkpoints leaves the new one complete
         _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
 
 
@@ -128,7 +128,7 @@ def _give_name(partial: Path, target: Path) -> None:
         disk.rename(partial, target)
     except OSError:
         if _gone(target).is_dir() and not target.exists():
-            _gone(target).rename(target)  # restores the previous one
+            _gone(target).rename(target)  # restores the previous checkpoint
         raise
     if replaced is not None:
         disk.remove(replaced)

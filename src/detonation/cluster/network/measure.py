@@ -195,7 +195,7 @@ def _samples(
     """
     samples: list[Sample] = []
     size, largest = _SIZES
-    start(size)()  # the first exchange opens connections
+    start(size)()  # the first exchange opens connections, so it is not measured
     began = time.perf_counter()
     repeats = _REPEATS
     further = 16
@@ -203,10 +203,11 @@ def _samples(
         if len(samples) > 1:
             left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
-            if shown and repeats < _FEWEST:  # exceed the budget instead of guessing the rate
+            # exceed the time budget instead of guessing the link's rate
+            if shown and repeats < _FEWEST:
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
-        start(size)()  # widens TCP's congestion window
+        start(size)()  # an unmeasured exchange widens TCP's congestion window
         sent_before = link.bytes_sent
         times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats

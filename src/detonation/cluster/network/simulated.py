@@ -127,7 +127,7 @@ class SimulatedCommunicator(Communicator):
             found = self._scheduler.wait(self.replica, collective)
             if found.device.type == "cpu":
                 return found
-            return found.clone()  # kernels write into received messages
+            return found.clone()  # a copy, because kernels write into received messages
 
         return received
 
@@ -192,7 +192,8 @@ class _Scheduler:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
         if len(collective.inputs) == self.replicas - 1:
-            del self._open[number]  # this is the last replica; the other replicas hold references
+            # the last replica has fetched the result; the other replicas hold references to it
+            del self._open[number]
         return collective
 
     def wait(self, replica: int, collective: _Collective) -> Tensor:

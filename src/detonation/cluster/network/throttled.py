@@ -101,7 +101,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
         # [ranks, exchanges]: the time at which each message will have been sent
         file, left = _shared_memory(8 * world * _WINDOW, device)
         self._left = left.view(world, _WINDOW)
-        os.close(file)  # the memory remains mapped
+        os.close(file)  # the memory remains mapped after the file is closed
 
     def size(self) -> int:
         return self._group.size()

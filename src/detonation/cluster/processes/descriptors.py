@@ -26,7 +26,7 @@ def allow_open_files(ranks: int = 1) -> None:
     if hard != resource.RLIM_INFINITY:
         most = min(hard, most)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):  # a sandbox may refuse the change
+        with suppress(OSError, ValueError):  # a sandbox may refuse to change the limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
     if soft != resource.RLIM_INFINITY and soft < least:

@@ -89,7 +89,7 @@ class StoreBoard:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.where = f"the store, which {host} keeps"
         self._store.compare_set(_key("notice"), "", _NOTHING)
-        # a new value for each attempt, so that signed notices of earlier attempts are invalid
+        # each attempt draws a new value, so that signed notices of earlier attempts are invalid
         drawn: bytes = self._store.compare_set(_key("board"), "", secrets.token_hex(8))
         self._secret = b""
         if token:
@@ -121,7 +121,7 @@ class StoreBoard:
 
     def post_notice(self, notice: str) -> str:
         found: bytes = self._store.compare_set(_key("notice"), _NOTHING, self._signed(notice))
-        # replaces a notice of a foreign process
+        # replaces a notice that a foreign process has written
         if not self._authentic(found.decode(errors="replace")):
             self._store.set(_key("notice"), self._signed(notice))
         return self.read_notice()
@@ -147,7 +147,8 @@ class StoreBoard:
 
     def _authentic(self, found: str) -> bool:
         _, _, notice = found.partition(" ")
-        if not notice.partition(" ")[0].isdigit():  # else the notice names no reporting rank
+        # a notice without a number names no reporting rank
+        if not notice.partition(" ")[0].isdigit():
             return False
         return hmac.compare_digest(found.encode(), self._signed(notice).encode())
 
@@ -232,7 +233,8 @@ class Heartbeat:
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
-        self._leaving = True  # the board may end with the first rank that leaves the barrier
+        # the heartbeat board may end with the first rank that leaves the barrier
+        self._leaving = True
         barrier()
         self.stop()
 
@@ -305,7 +307,7 @@ class Heartbeat:
         awake = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
-            if now - awake > _MISSED * BEAT_S:  # this process itself was suspended
+            if now - awake > _MISSED * BEAT_S:  # the watching process itself was suspended
                 last_beat = self._answered = now
             awake = now
             if self._neighbour_count != latest:

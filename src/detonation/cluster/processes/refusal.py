@@ -107,7 +107,8 @@ def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
     cannot start."""
     store = store.clone()  # type: ignore[attr-defined]  # one for each thread
     text = _text(store)
-    if text and json.loads(text)["replica"] == replica:  # from an earlier start of this replica
+    # a refusal from an earlier start of this replica
+    if text and json.loads(text)["replica"] == replica:
         store.compare_set(_KEY, text, "")
     looked = time.monotonic() - _LOOK_S
 

@@ -279,7 +279,8 @@ class Watch:
                     due = self._line_s
                     self._text = ""
                     continue
-                if not self._store.check(self._keys):  # a rank has not published its progress yet
+                # at least one rank has not published its progress yet
+                if not self._store.check(self._keys):
                     continue
                 standings = [
                     Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)
@@ -290,7 +291,7 @@ class Watch:
                     partners = partners_of(self._rank)
                     in_vain = waits_in_vain(self._rank, standings, partners)
             except (RuntimeError, OSError, ValueError):
-                continue  # the heartbeat reports a lost or damaged store
+                continue  # the heartbeat reports a lost or damaged store, so ignore the error here
             if in_vain:
                 text = _waiting(self._rank, standings, now - since)
                 self._end(

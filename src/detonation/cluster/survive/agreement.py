@@ -282,13 +282,13 @@ def next_axis_store(
     look: see `Awaited`. Raises `TimeoutError` if a rank is missing. The store may also contain
     parts of earlier starts.
     """
-    # reserved by `serve_one_axis`
+    # `serve_one_axis` has reserved this store
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):
         return axis_store(base, 0)
     mine = ""
     if rank == 0:
         mine = str(base.add(f"{_AXES}/made", 1) - 1)
-        # the other ranks wait for this heartbeat
+        # the other ranks wait for a heartbeat of rank 0
         axis_store(base, int(mine)).set(axis_key("beat", 0), beat_of(0, 1.0))
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     meeting = PrefixStore(f"{_AXES}/meet", base)

@@ -169,7 +169,7 @@ def serve_meeting(address: str, tell: Callable[[str], None]) -> NoReturn:
     point = MeetingPoint(Survival(1, 1, address), 0)
     point.serve()
     tell(f"{point.host}:{point.port}")
-    while True:  # a signal handler may return before another thread ends this process
+    while True:  # loops because a signal handler may return before another thread ends this process
         signal.pause()
 
 
@@ -287,7 +287,7 @@ def elastic(
     try:
         link_here = _node_link(speed, membership, mesh)
         return SurvivingCommunicator(membership, timeout_s, link=link_here)
-    except ValueError:  # stop beating before the others rely on this rank
+    except ValueError:  # stop sending heartbeats before the other ranks rely on this one
         membership.stop()
         raise
 
@@ -369,7 +369,7 @@ class Guest:
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
             raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
-        # before it counts as a guest
+        # check that replicas exist before this replica registers as a guest
         Presence(own, replicas, shards, silence_s).require()
         number = torch.tensor(0)
         if self._shard == 0:
@@ -394,7 +394,7 @@ class Guest:
         self._link = _node_link(speed, self.membership, mesh)
         self._store = self.membership.store
         self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
-        # at once, because the others look for consecutive numbers
+        # register at once, because the others look for consecutive guest numbers
         self._store.set(axis_key("ask", self.number), "1")
 
     def addresses(self, timeout_s: float) -> str:
@@ -467,7 +467,7 @@ class Guest:
         Raises `ReplicaLost` if there is an agreement without this guest.
         """
         latest = int(self._store.get(EPOCH))
-        # the others may already have agreed on the next epoch
+        # the other replicas may already have agreed on the next epoch
         for epoch in (latest, latest + 1):
             if not self._store.check([f"{epoch}/record"]):
                 continue
@@ -480,7 +480,7 @@ class Guest:
                 if entry is not None:
                     at = f"before step {entry.step}"
                 raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
-        # not after the agreement that admits it: the report would count as a member's
+        # report only before the agreement that admits this guest; later it would count as a member
         if report:
             self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
             time.sleep(_POLL_S)

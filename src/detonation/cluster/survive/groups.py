@@ -40,7 +40,7 @@ class Flight:
         try:
             future.value()
             self.good = True
-        except RuntimeError:  # the membership finds out which rank is lost
+        except RuntimeError:  # the membership finds out which rank was lost
             pass
         self.ended = True
         self._notify()
@@ -175,6 +175,6 @@ class NumberedCollective:
     floor: int
     members: list[int]
     target: Tensor
-    flight: Flight | None = None  # None if the group refused it
+    flight: Flight | None = None  # None if the process group refused the collective
     result: Tensor | None = None
     absent: frozenset[int] = frozenset()

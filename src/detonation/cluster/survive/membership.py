@@ -248,11 +248,11 @@ class Membership:
     def leave(self, limit_s: float) -> None:
         """Waits until all members leave or are lost, at most `limit_s`, and stops beating."""
         deadline = time.monotonic() + limit_s
-        if self.failure is not None:  # the others do not wait for this rank
+        if self.failure is not None:  # after a failure the other ranks do not wait for this one
             self.stop()
             return
         try:
-            # the process that hosts the store has ended, after all ranks had left or it gave up
+            # the process that hosts the store ended after all ranks had left
             with suppress(DistNetworkError):
                 self.store.set(axis_key("left", self.rank), "1")
                 for rank in self._ranks():
@@ -363,7 +363,7 @@ class Membership:
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
-                # all may have agreed in the meantime, and look for the next guest
+                # all ranks may have agreed in the meantime, and now look for the next guest
                 self.guest_asks = guest == self.guest
         if not self.guest_asks or self._beats.check([axis_key("admit", guest)]):
             return
@@ -381,7 +381,7 @@ class Membership:
         count = 0
         while not self._stopped.wait(TICK_S):
             count += 1
-            # any error: the others drop this rank, so its main thread must learn of it
+            # on any error the other ranks drop this one, so its main thread must learn of the error
             try:
                 self._beat(count)
             except Exception as error:
@@ -420,7 +420,8 @@ class Membership:
         self._hear(dict(zip(watched, found, strict=True)), count)
         lost = self._finds_loss(members, count)
         if lost:
-            self._beats.set(call, "1")  # all may have agreed in the meantime, without that rank
+            # all ranks may have agreed in the meantime to continue without that one
+            self._beats.set(call, "1")
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
                 self._notice()
@@ -452,7 +453,7 @@ class Membership:
             if any(self._lost(rank, limit_s) for rank in members):
                 return True
             late = [rank for rank in members if self._is_late(rank)]
-        # one rank at a time, because the store may be far away
+        # ask one late rank per beat, because the store may be far away
         return bool(late) and self._has_ended(late[count % len(late)])
 
     def _knock(self, ranks: Iterable[int]) -> None:
@@ -469,7 +470,7 @@ class Membership:
 
     def _watch_record(self) -> None:
         """Ends this process if it was left out and its main thread waits for something else."""
-        # all may be agreeing right now, before the next record exists
+        # the ranks may be agreeing right now, before the next record exists
         epoch = self.epoch + 1
         key = f"{epoch}/record"
         if not self.called or not self._beats.check([key]):
@@ -490,7 +491,7 @@ class Membership:
         """Records why this rank cannot continue. It works without the store."""
         if self.failure is None:
             self.failure = failure
-        # another thread may hold it while waiting for the store
+        # another thread may hold the lock while it waits for the store
         if self.changed.acquire(timeout=1.0):
             try:
                 self._notice()

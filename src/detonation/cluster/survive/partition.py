@@ -50,7 +50,7 @@ class PartitionWatch:
         self._awake = self._since = self._noted = time.monotonic()
         self._waits: tuple[int, int] = (0, 0)
         self._due = WAIT_LINE_S
-        self._reached: dict[int, float] = {}  # time of the last answer of each rank
+        self._reached: dict[int, float] = {}  # time of each rank's last answer
         self._asking: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="partition", daemon=True)
         self._thread.start()
@@ -92,7 +92,8 @@ class PartitionWatch:
     def _run(self) -> None:
         while not self._stopped.wait(_TICK_S):
             now = time.monotonic()
-            if now - self._awake > _AWAKE_S:  # this process was suspended
+            # this process was suspended, so measured silence means nothing
+            if now - self._awake > _AWAKE_S:
                 self._membership.answered = self._since = self._noted = now
             self._awake = now
             self._watch_store(now)
@@ -174,7 +175,7 @@ class PartitionWatch:
             if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
                 self._reached[rank] = time.monotonic()
             else:
-                self._stopped.wait(1.0)  # a refusal returns at once, so pause
+                self._stopped.wait(1.0)  # a refused connection returns at once, so pause
         finally:
             self._asking.discard(rank)
 

@@ -188,10 +188,11 @@ class Ways:
     def _loopback_of(self, rank: int) -> str:
         if rank not in self._others:
             key = axis_key("loopback", rank)
-            try:  # rank 0 may send its first beat before it has written this
+            try:  # rank 0 may send its first beat before it has written its loopback id
                 self._store.wait([key], timedelta(seconds=_MEET_S))
                 self._others[rank] = self._store.get(key).decode()
-            except DistError:  # it ended before writing this, and the group will fail without it
+            except DistError:
+                # the rank ended before writing its loopback id; the group will fail without it
                 return self._own
         return self._others[rank]
 

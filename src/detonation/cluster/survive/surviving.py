@@ -84,7 +84,7 @@ class SurvivingCommunicator(AxisEnd):
         self._kept: dict[int, NumberedCollective] = {}
         self._started = self._floor = floor
         self._entry = entry
-        # the turn, of the optimizer that lets it in, before which a replica joins; and its number
+        # the next guest: its turn (of the optimizer that lets it in) and its number
         self.guest: tuple[int, int] | None = None
         self.axis = self
         self.awaits = -1
@@ -115,7 +115,7 @@ class SurvivingCommunicator(AxisEnd):
         except RuntimeError:
             if let_in:
                 raise
-            self._broken = True  # then all agree on the members
+            self._broken = True  # after a broken collective, all ranks agree on the members
             self._group = Group(
                 PrefixStore(f"alone/{membership.rank}", membership.store), 0, 1, timeout_s
             )
@@ -214,7 +214,7 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            # else the recovery would create a group after the last one
+            # without this wait the recovery would create a group after the last one
             self._changed.wait_for(lambda: not self._recovering, limit_s)
         self._membership.leave(limit_s)
         self._group.abandon()
@@ -230,7 +230,7 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        # this collective also continues without a lost replica
+        # collecting the departures also continues without a lost replica
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
@@ -273,7 +273,8 @@ class SurvivingCommunicator(AxisEnd):
         each.flight = None
         try:
             if each.kind == "all_reduce":
-                each.target = each.sent.clone()  # the network library overwrites it with the sum
+                # a copy, because the network library overwrites it with the sum
+                each.target = each.sent.clone()
                 work = self._group.all_reduce(each.target)
             elif each.kind == "all_gather":
                 each.target = each.sent.new_empty(len(each.members), each.sent.numel())
@@ -284,7 +285,7 @@ class SurvivingCommunicator(AxisEnd):
                     rows = rows[[each.layout.index(member) for member in each.members]]
                 each.target = torch.empty_like(rows)
                 work = self._group.all_to_all(each.target, rows)
-        except RuntimeError:  # the connection is already closed
+        except RuntimeError:  # the peer's connection is already closed
             return
         each.flight = Flight(work, self._notify)
 
@@ -367,7 +368,7 @@ class SurvivingCommunicator(AxisEnd):
             noticed = min(noticed, membership.noticed_at)
         agreement = self._regroup()
         if before != membership.members:
-            with self._changed:  # a new optimizer must get it, too
+            with self._changed:  # locked, because a new optimizer must also get the new members
                 for end in (self, *self.users.present):
                     end.pending.append(agreement)
         self._log_change(before, agreement, time.monotonic() - noticed)
@@ -417,7 +418,7 @@ class SurvivingCommunicator(AxisEnd):
         reports = agreement.reports
         asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
         if membership.replica in asked:
-            membership.leaves = False  # all ranks now have the request
+            membership.leaves = False  # all ranks have now received the request to leave
         left = {*membership.members} - self.departing.keys()
         if len(left - asked) >= max(1, membership.least):
             self.departing |= dict.fromkeys(sorted(left & asked), Departure.by(agreement))

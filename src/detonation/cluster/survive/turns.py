@@ -61,7 +61,7 @@ class AxisUsers:
     def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
-        self._entry = entry  # of a new replica: its first optimizer is the one that lets it in
+        self._entry = entry  # for a new replica: its first optimizer is the one that lets it in
         self._users: dict[int, weakref.ref[AxisUser]] = {}
         self._held: list[object] = []  # optimizers kept alive until a replica has left
 

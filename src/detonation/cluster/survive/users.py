@@ -61,7 +61,7 @@ class StoreTexts:
             self._membership.call_if_left()
             awaited.wait(partial(self._away, keys), _TEXT_POLL_S)
         values = self._store.multi_get(keys)
-        if self._count > 1:  # all ranks have read the previous texts
+        if self._count > 1:  # all ranks have read the texts of the previous exchange
             self._store.delete_key(self._key(self._count - 1, self._ranks[self.rank]))
         if any(value[:1] == _LOST for value in values):
             raise PeerLost("a replica was lost meanwhile")
@@ -111,7 +111,7 @@ class Host:
         in.
         """
         store = self.membership.store
-        # before the address, because the guest acts on the address
+        # publish the optimizer before the address, because the guest acts on the address
         store.set(axis_key("door", guest), str(user))
         store.set(axis_key("feed", guest, self.membership.shard), address)
 
@@ -154,7 +154,7 @@ class Host:
         shards = self.membership.shards
         first = self.membership.rank - shard
         copy = axis_key("copy", guest, self.membership.replica)
-        # by rank, because another replica gives the copy if this one is lost
+        # keys by rank, because another replica gives the copy if this one is lost
         coming = [axis_key("coming", guest, first + each) for each in range(shards)]
         store.set(coming[shard], "1")
         if shard == 0 and store.check(coming):
@@ -222,7 +222,7 @@ class AxisUser(AxisEnd):
     def __init__(self, axis: "SurvivingCommunicator", hand_over: HandOver | None) -> None:
         self.number = axis.users.next_number()
         self.turns = axis.users.turns[self.number]
-        # the turn minus the step of the optimizer
+        # offset between the turn and the step of the optimizer
         self._ahead = self.turns.begun - self.turns.steps
         if hand_over is None:
             self._optimizer = None
@@ -304,7 +304,7 @@ class AxisUser(AxisEnd):
             self._let_all_hand_over(leaving)
         self._await_departure(leaving, step)
         self._await_guest(step)
-        # one block, because another agreement needs to know who has begun this step, and with whom
+        # a single lock, because an agreement needs to know who has begun this step, and with whom
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(leaving)
@@ -381,7 +381,8 @@ class AxisUser(AxisEnd):
                         axis.guest[1], GuestEntry(self.number, axis.guest[0], step)
                     )
                 axis.awaits = axis.guest[1]
-            if axis.host.awaits(axis.awaits):  # then no collective is running on any rank
+            # after this check no collective is running on any rank
+            if axis.host.awaits(axis.awaits):
                 membership.call()
                 with membership.changed:
                     membership.changed.wait_for(lambda: axis.guest is None or axis.error, 1.0)

@@ -62,7 +62,7 @@ class StopConsensus:
         if safety.verify_every:
             compared = base
         self._numbers = numbers_of(compared)
-        # called before options of the base optimizer are compared
+        # called before the base optimizer's options are compared between replicas
         self.look: Callable[[], object] = lambda: None
         self.compare = differences  # the function with which `verify` finds tensors that differ
         self.runtime = runtime
@@ -71,7 +71,7 @@ class StopConsensus:
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
-        self.gates: list[StepGate] = []  # in the order of their calls
+        self.gates: list[StepGate] = []  # called in this order
         # the most serious reason of all ranks, and its step
         self._asked: tuple[Readback, int] | None = None
 

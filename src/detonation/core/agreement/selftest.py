@@ -70,7 +70,7 @@ def selftest(
             with base.rounding:
                 # `before` is nonzero: adding to zero hides whether multiply-add is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
-                # matrix products over all rows would need long
+                # the test is smaller for Muon, because matrix products over all rows would be slow
                 if isinstance(base.optimizer, Muon):
                     before = before[:64]
                     gradient = gradient[:64]

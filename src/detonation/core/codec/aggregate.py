@@ -57,7 +57,7 @@ class Mean(_Rowwise):
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
-        if len(values) == 1:  # the sum may share memory with the message
+        if len(values) == 1:  # the result may share memory with the message
             return total
         return total.div_(len(values))
 
@@ -158,7 +158,7 @@ def message_norms(blocks: Iterable[Tensor], rows: int) -> Tensor:
     for block in blocks:
         sums = sums or SumOfSquares(len(block), rows * block.shape[-1], block.device)
         sums.add(block.flatten(1))
-        del block  # free the block before the next one is read
+        del block  # free the block before reading the next one
     assert sums is not None
     return square_root(sums.total())
 
@@ -243,7 +243,7 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
     indices = coefficients.indices
     if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
-    together = aggregation(values, None, chunk)  # aggregate first, then scatter once
+    together = aggregation(values, None, chunk)  # aggregate all messages first, then scatter once
     if indices is None:
         return together
     return scatter_sum([together], [narrow(indices)], chunk)

@@ -187,7 +187,7 @@ class Codec:
             values, indices = self._dealt(selected, run.owners)
             count = run.owners.replicas
         encoded: list[Tensor | None] = []
-        if not isinstance(self.precision, Float):  # before the run allocates its memory
+        if not isinstance(self.precision, Float):  # encode before the run allocates its memory
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)

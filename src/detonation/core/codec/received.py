@@ -103,7 +103,7 @@ class Received:
             else:
                 for first in range(0, count, rows):
                     yield decoded_rows.part(first, min(first + rows, count))
-            del decoded_rows  # free them before the next rows are decoded
+            del decoded_rows  # free the decoded rows before decoding the next ones
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
         """Decodes `rows` rows at a time, rounded up to a multiple of `unit`."""
@@ -188,7 +188,7 @@ class Arrived(Received):
         Shapes: `[replicas]` bool.
         """
         self.body.masked_fill_(skipped.unsqueeze(1), 0)
-        for known in ("levels", "_encoded"):  # `_encoded` may be a copy
+        for known in ("levels", "_encoded"):  # the cached `_encoded` may be a copy
             vars(self).pop(known, None)
         if self._packed is not None:
             self._packed.blank(skipped)

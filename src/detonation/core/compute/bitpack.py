@@ -35,7 +35,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     """
     count = numbers.shape[-1]
     if numbers.device.type == "cpu":
-        # exact, so replicas with and without kernels agree
+        # the kernel is exact, so replicas with and without kernels agree
         kernel = kernel_library.load_library()
         if kernel:
             return kernel.pack(numbers, width, packed_bytes(count, width))
@@ -119,7 +119,7 @@ def _is_looked_up(octets: Tensor, width: int) -> bool:
 
 def _unpack(octets: Tensor, width: int) -> Tensor:
     # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
-    if _is_looked_up(octets, width):  # any shape works, because the conversion copies
+    if _is_looked_up(octets, width):  # any tensor layout works, because the conversion copies
         return (
             _octets(octets.device, width)
             .index_select(0, octets.to(torch.int32).view(-1))

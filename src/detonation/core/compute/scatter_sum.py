@@ -156,7 +156,7 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
         weights.device.type == "cpu"
         and vectors.shape[0] == vectors.shape[1] in kernel_library.KERNEL_CHUNKS
     ):
-        # exact, so replicas with and without kernels agree
+        # the kernel is exact, so replicas with and without kernels agree
         library = kernel_library.load_library()
         if library:
             return library.product(weights.contiguous(), vectors.contiguous())

@@ -17,7 +17,7 @@ def engine_for(
 
     Engines of installed packages are tried first, then the built-in ones from fastest to slowest.
     """
-    for make in plugins("engines"):  # imported only now, because the import is slow
+    for make in plugins("engines"):  # plugins are imported only now, because the import is slow
         engine: ReferenceEngine | None = make(codec, layout, memory, runtime, room)
         if engine:
             return engine

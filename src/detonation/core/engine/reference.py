@@ -101,7 +101,7 @@ class ReferenceEngine(Rule):
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as receivers decode them."""
-        # true if a block of memory is released while it is still in the cache
+        # True if a block of memory is released while it is still in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
@@ -164,7 +164,7 @@ class ReferenceEngine(Rule):
                 if self._by_block and memory:
                     sent = self.of_one(picked.values, picked).whole()
                     memory.release([self.update(sent, Mean())])
-                del block, picked  # free them before the next ones are made
+                del block, picked  # free the block's tensors before allocating the next ones
             del flat
         if bad is not None:
             values.masked_fill_(bad, 0.0)
@@ -303,7 +303,7 @@ class ReferenceEngine(Rule):
         for part in self._decoded_parts(received):
             flat[first : first + len(part)] = part
             first += len(part)
-            del part  # free it before the next one is made
+            del part  # free this part before allocating the next one
         return flat
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
@@ -316,7 +316,7 @@ class ReferenceEngine(Rule):
                 at_once = self.layout.rows
             for strip, part in self._decoded_tiles(received, at_once):
                 copy(strip.cut(targets), strip.layout.parts(part))
-                del part  # free it before the next one is made
+                del part  # free this part before allocating the next one
         elif received.rows <= at_once:
             update = self.update(received.read(0, received.rows), received.aggregation)
             copy(targets, self.layout.views(update))
@@ -338,7 +338,7 @@ class ReferenceEngine(Rule):
             for strip, part in self._decoded_tiles(received, at_once):
                 index = strip.pieces[0].index
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
-                del part  # free it before the next one is made
+                del part  # free this part before allocating the next one
             return
         # the update of a single whole message may share the message's memory
         may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
@@ -355,7 +355,7 @@ class ReferenceEngine(Rule):
                 part.sign_()
             signs = block.layout.views(part)
             _move(block.cut(weights), signs, [rates[piece.index] for piece in block.pieces])
-            del block, part, signs  # free them before the next ones are made
+            del block, part, signs  # free these tensors before allocating the next ones
 
     def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
         """The update in lines of about `at_once` tiles, parameter by parameter; a line may end
@@ -376,7 +376,7 @@ class ReferenceEngine(Rule):
                 read = -(-received.rows // READS)
         for block in received.blocks(at_once, read):
             decoded = self.update(block, received.aggregation)
-            del block  # free it before the next one is read
+            del block  # free the block before reading the next one
             yield decoded
             del decoded
 

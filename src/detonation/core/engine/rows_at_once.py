@@ -74,15 +74,15 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
     line = 4 * codec.selection.chunk
     message = codec.nbytes(UNIT) // UNIT
     if is_heavy(codec):
-        # indices that the update needs
+        # bytes of the indices that the update needs
         kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    # the sent and received messages do not exist yet
+    # the sent and received messages do not exist yet, so their memory is free
     free = line + BUCKETS * (2 * message - kept)
     chosen = line * _transforms(codec)
     if not codec.selection.shared:
-        chosen += line + 24 * k  # magnitudes; positions and values twice
+        chosen += line + 24 * k  # bytes of magnitudes, and of positions and values twice
     return _rows(rows, line, room, free), _rows(rows, max(line, chosen), room, free)
 
 
@@ -142,7 +142,7 @@ def _decoded(codec: Codec, width: int) -> int:
         return 2 * line
     summed = line
     if not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK:
-        summed += 12 * width  # values, positions and bags of an embedding bag
+        summed += 12 * width  # bytes of values, positions and bags of an embedding bag
     else:
         summed += 16 * codec.selection.k
     products = (1, 3, 6)[_transforms(codec)]

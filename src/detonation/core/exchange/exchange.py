@@ -101,7 +101,7 @@ def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
     proportional = (
         scheme.signal == "parameters"
-    )  # for an outer SGD; the base optimizer may use signs of gradients
+    )  # True for an outer SGD; False for gradients, whose signs the base optimizer may use
     return zeros_are_negative(
         sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote)
     )
@@ -194,7 +194,8 @@ class AllReduce(Exchange):
         digits = total[count * self._k :]  # which leave last
         runs.sort(key=itemgetter(0))
         if message.played:
-            absent = {*range(link.replicas)}  # the playback does not record which replicas sent
+            # the playback does not record which replicas were absent
+            absent = {*range(link.replicas)}
         elif link.observer:
             if len(runs) > 1:
                 whole = torch.cat([*(run.view(-1) for _, run in runs), digits])
@@ -231,7 +232,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # none: a sum has no norm per replica
+    def state(self) -> dict[str, Tensor]:  # no state: a sum has no norm per replica
         return {}
 
 

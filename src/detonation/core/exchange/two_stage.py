@@ -85,7 +85,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # messages and replies can be cut at this multiple
+        )  # messages and replies can be cut at multiples of this number of rows
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows
@@ -201,7 +201,7 @@ class TwoStage(Exchange):
             self._scheme, self._link, owners, residual, guard, self._room, self._engine, first
         )
 
-    def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
+    def state(self) -> dict[str, Tensor]:  # shapes: [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}
 
 

@@ -189,7 +189,7 @@ class Layout:
             size_of[_unit_of(slot.name, unit)] += sizes[slot.name]
         loads = [0] * count
         fragment_of: dict[str, int] = {}
-        for key, size in size_of.most_common():  # equal units in model order
+        for key, size in size_of.most_common():  # units of equal size are in model order
             fragment_of[key] = lightest = loads.index(min(loads))
             loads[lightest] += size
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
@@ -264,7 +264,7 @@ class Layout:
                     pairs.append((target[low - start : high - start], line[low - at : high - at]))
             copy([target for target, _ in pairs], [source for _, source in pairs])
             at = end
-            del part, line, pairs  # free the part before the next one is made
+            del part, line, pairs  # free this part before allocating the next one
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Writes `tensors` into `flat`. Coordinates of absent tensors and the padding do not

@@ -53,7 +53,7 @@ class Piece(Tensor):
     largest_shape: tuple[int, ...]
     padding_row: int | None
     cut: Callable[[Mapping[str, Tensor]], Mapping[tuple[int, ...], Mapping[str, Tensor]]]
-    # operations return plain tensors
+    # torch operations on it return plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -178,7 +178,7 @@ def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The local shard of each parameter."""
     found = []
     for parameter in parameters.values():
-        # not by calling `local`: that would be a call per tensor and step
+        # inlined, because calling `local` would cost a call per tensor and step
         if isinstance(parameter, DTensor):
             parameter = parameter.to_local()
         found.append(parameter)
@@ -210,7 +210,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
         shard = gradient
         if isinstance(gradient, DTensor):
             shard = _local_gradient(parameter, gradient)
-        address = shard.data_ptr()  # 0 for an empty tensor, and on the meta device
+        address = shard.data_ptr()  # the address is 0 for an empty tensor, and on the meta device
         if address and (address in addresses or 0 in shard.stride()):
             shard = _separated(parameter)
         addresses.add(address)

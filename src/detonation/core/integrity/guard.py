@@ -126,12 +126,12 @@ def decide_usable(
         header.schema, header.place, expected.nbytes, expected.parameters, replicas, words.device
     )
     limits = limits.add(of_step, alpha=header.step)
-    limits[:, :, 8].copy_(words[:, 7])  # the checksum must be the one in the header
+    limits[:, :, 8].copy_(words[:, 7])  # the checksum must equal the one in the header
     refused = (found < limits[0]).logical_or_(found > limits[1]).any(1)
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)
         senders = (heard > 0).sum(0, keepdim=True)
-        # of two norms the larger, so that neither is refused; 0 if all messages are zeros
+        # the larger of two norms, so that neither is refused; 0 if all messages are zeros
         middle = senders.sub_(1).div_(2, rounding_mode="trunc")
         median = heard.sort(descending=True).values.gather(0, middle)
         bound = torch.maximum(median, usual).mul_(LOUDER)
@@ -327,7 +327,7 @@ class Guard(SumGuard):
             _empty_headers(whole, absent)
             observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
-        if not arrived:  # `whole` has its own memory
+        if not arrived:  # nothing to restore: `whole` has its own memory
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())

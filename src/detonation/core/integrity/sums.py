@@ -67,7 +67,7 @@ class SumGuard:
         self.noted = 0  # digest of the sets that the replicas exchanged; see `Unused`
         self._sent = 0
         self._opened = 0
-        self._received: dict[int, int] = {}  # digests, by number of the exchange
+        self._received: dict[int, int] = {}  # received digests, by number of the exchange
 
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None

@@ -260,7 +260,7 @@ class ProcessGroupCommunicator(Communicator):
         self._staging: HostStaging | None = None
         if self._is_gloo and HostStaging.has_devices():  # gloo reads host memory only
             self._staging = HostStaging()
-        self._free: list[Tensor] = []  # receive buffers to be reused
+        self._free: list[Tensor] = []  # receive buffers that are free for reuse
 
     def size(self) -> int:
         return self._size
@@ -277,7 +277,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._of_axis
         group = _group_beside(self._of_axis)
         if self._is_gloo:
-            # NCCL must end a communicator on all ranks at once, which garbage collection does not
+            # no finalizer at exit: NCCL must end a communicator on all ranks at once
             weakref.finalize(self, _end, group).atexit = False
         return group
 
@@ -385,7 +385,8 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if options is not None:
         options._timeout = timeout
     bound = everyone.bound_device_id
-    everyone.bound_device_id = None  # else NCCL would split the world group, on all of its ranks
+    # without this, NCCL would split the world group on all of its ranks
+    everyone.bound_device_id = None
     try:
         make: Any = distributed_c10d._new_process_group_helper
         of_group = group.size(), group.rank(), ranks, backend, store, name

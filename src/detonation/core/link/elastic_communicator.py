@@ -137,7 +137,7 @@ class AgreedCommunicator(Communicator):
         return self._rows(self._between.all_gather, mine)
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        # other ranks may have received more or fewer rows
+        # ranks of this replica may have received different rows
         return self._rows(self._between.all_to_all, mine)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:

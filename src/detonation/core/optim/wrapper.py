@@ -15,15 +15,15 @@ class OptimizerWrapper(Optimizer):
     the step.
     """
 
-    # torch's GradScaler then always calls `step`, with its scale and its finding as attributes.
-    # Without this it would skip the step on a replica with an overflow, and the others would wait.
+    # With this flag torch's GradScaler always calls `step`, and passes its scale and finding.
+    # Without it, a replica with an overflow would skip `step`, and the other replicas would wait.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
-        super().__setstate__({})  # gives hooks and profiling, without a second list of parameters
+        super().__setstate__({})  # sets up hooks and profiling, without a second list of parameters
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -54,7 +54,7 @@ class OptimizerWrapper(Optimizer):
                 torch._foreach_mul_(gradients, inverse)
         return vars(self).get("found_inf")
 
-    # the base optimizer's own objects, also after it replaced them in load_state_dict
+    # properties return the base optimizer's own objects, even after load_state_dict replaced them
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.base.param_groups
@@ -82,7 +82,7 @@ class OptimizerWrapper(Optimizer):
         self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
     ) -> None:
         """Calls `load` between the hooks registered for `load_state_dict`."""
-        given = dict(state_dict)  # a hook may modify it in place
+        given = dict(state_dict)  # a copy, because a hook may modify the state dict in place
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
             if changed is not None:

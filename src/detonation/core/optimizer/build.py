@@ -176,7 +176,7 @@ class _Builder:
             largest = scheme.codec.layout(
                 {name: largest_local_shape(p) for name, p in group.items()}
             )
-            # the largest shape is equal on all shards, so all of them raise
+            # the largest shape is equal on all shards, so all of them raise the same error
             require_below_dense(scheme, largest, link.replicas, link.local_ranks)
             made += self._fragments(index, part, group, link, counts)
         return made
@@ -237,11 +237,11 @@ def replicator_of(
     last: True if no later level exchanges gradients.
     """
     scheme = channel.scheme
-    # whether an update may be nonzero although all signals are zeros
+    # True if an update may be nonzero although all signals are zeros
     leaks = not scheme.codec.keeps_zeros or channel.exchange.secluded
     held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
     if isinstance(scheme, GradientScheme):
-        # no optimizer knows pieces
+        # the base optimizer holds whole parameters, so pieces cannot move by signs
         last = last and not any(isinstance(each, Piece) for each in parameters.values())
         base.hold(parameters.values() if leaks else ())
         made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)

@@ -185,7 +185,7 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
 
     The sum of all memories, divided by the number of replicas, is unchanged (law 1).
     """
-    # empty if the outermost level sends nothing
+    # there are no links if the outermost level sends nothing
     between = [each.link for each in replicators if each.link.elastic]
     for channel in (each.channel for each in replicators if each.channel.memory and between):
         if channel.link.elastic:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# imported as torch's optimizers do, because it imports no compiler
+# torch's optimizers import it in the same way; it does not import the compiler
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
@@ -130,7 +130,7 @@ class Replicated(OptimizerWrapper):
         """True if this replica skips the next step and needs no gradient; see `balance`."""
         return self._consensus is not None and self._consensus.idle(self.step_count)
 
-    @_disable_dynamo  # a compiled loop calls it uncompiled
+    @_disable_dynamo  # torch.compile calls `step` uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs one step of training, on all ranks at once.
@@ -271,14 +271,14 @@ class Replicated(OptimizerWrapper):
         changes before `step()` (clipping, unscaling), after a second backward, or if `step()` is
         missing.
         """
-        # set-up waits for `step`, because FSDP2 now shows whole parameters
+        # build no levels here, because FSDP2 now shows whole parameters
         if self._consensus is not None:
             self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
             if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # the step needs other buckets
+                if lost or self._trained.changed:  # the changed parameters need other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count))
@@ -296,7 +296,7 @@ class Replicated(OptimizerWrapper):
         reads all tensors once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            # raises if other code replaced a trained parameter of the model
+            # this call raises if other code replaced a trained parameter of the model
             self._trained.by_name()
             options = options_of(self.base)
             self._consensus.verify(self.build(), self.step_count, options, self.frozen)

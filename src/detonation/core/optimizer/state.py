@@ -111,7 +111,7 @@ def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) ->
     """Continues after `step` steps with the tensors `saved`, whose shapes fit. Collective."""
     optimizer.memory_lost = False
     if not saved and optimizer.is_built and optimizer.local_state():
-        optimizer.forget_levels()  # before the first step there is no memory
+        optimizer.forget_levels()  # an optimizer has no memory before its first step
     for index, replicator in enumerate(optimizer.build() if saved else ()):
         prefix = f"{index}."
         mine = {key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
@@ -169,7 +169,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
-    mark = (  # "" if replicas are alike or not replicated
+    mark = (  # the mark is "" if replicas are alike or not replicated
         f"replica{coordinates.replica}."
     )
     for other in (key for values in rest["state"].values() for key in values):
@@ -187,14 +187,14 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
             odd = f"the saved state is of {', '.join(replicas)}, this rank is {coordinates.name}"
             raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
         private = replicas[coordinates.name]
-        saved = fitting_state(optimizer, private)  # raises before anything is replaced
+        saved = fitting_state(optimizer, private)  # checks the state before replacing anything
         with optimizer.levels_back_on_error():
             optimizer.base.load_state_dict({**rest, "state": own})
         _replace(optimizer, saved, int(private["step"]))
     else:
         optimizer.base.load_state_dict({**rest, "state": own})
         schemes = [scheme for _, scheme in optimizer.levels]
-        optimizer.forget_levels()  # or an old anchor would undo the load
+        optimizer.forget_levels()  # drop the levels, or an old anchor would undo the load
         optimizer.memory_lost = any(
             s.feedback or s.round.delay or s.signal == "parameters" for s in schemes
         )

@@ -65,7 +65,7 @@ class Replicator(ABC):
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
         """Receives an announcement and the messages sent before it, without using them."""
-        if self.scheme.round.delay:  # else `announce` has received it
+        if self.scheme.round.delay:  # without a delay, `announce` has already received the messages
             self.local_state()
             self.channel.discard(transfers)
 

@@ -95,7 +95,8 @@ class Update:
 
         Shapes: -> `[rows, chunk]` fp32; its padding is undefined.
         """
-        return self.engine.decode(self.received)  # the result may share memory with the messages
+        # the decoded update may share memory with the messages
+        return self.engine.decode(self.received)
 
     def rows_of(self, pipeline: BucketPipeline, first: int) -> Tensor:
         """Decodes the rows of a bucket; `first` is the first row of the message.
@@ -130,7 +131,8 @@ class Update:
         if signs is not None and not signs._optimizer_step_pre_hooks:
             moved = list(weights)
             for number in unused:
-                moved[number] = torch.empty_like(moved[number])  # this tensor moves instead
+                # this tensor moves instead of the update
+                moved[number] = torch.empty_like(moved[number])
             adds_up = any(group["momentum"] for group in signs.param_groups)
             if not adds_up and self.engine.can_apply_signs(received, moved):
                 each = list(parameters.values())
@@ -138,7 +140,7 @@ class Update:
                 signs.deferred[id(each[0])] = Deferred(each, move, received.release)
                 return
         self.engine.write(received, gradients_to_fill(parameters, unused))
-        if received.release:  # the messages are not used any more
+        if received.release:  # free the messages, which are not used any more
             received.release()
 
 
@@ -259,7 +261,7 @@ class Channel:
                 self._release(transfer)
         else:
             self._encode_in_buckets(transfer, run, signals, bad)
-        del run  # the exchange may send a copy
+        del run  # free the run, because the exchange may send a copy
         whole.exchange.send(transfer.message, transfer.verdict.status)
         if transfer.unreleased:
             self._release(transfer)
@@ -288,7 +290,7 @@ class Channel:
         bad = self._inspector.look(pieces, numbers, pipeline.engine)
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
         self._encode(transfer, pipeline, run, pieces, bad)
-        del run  # the exchange may send a copy
+        del run  # free the run, because the exchange may send a copy
         status: int | Tensor | None = None
         if is_last:
             status = self._inspector.status()

@@ -50,7 +50,7 @@ class GradientReplicator(Replicator):
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        # readback of whether gradients are still those sent by the last overlapped step
+        # readback: are gradients still those sent by the last overlapped step?
         self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base
@@ -86,7 +86,8 @@ class GradientReplicator(Replicator):
 
     def drain(self) -> None:
         for index in range(self.scheme.round.delay):
-            if not self.counts.changed_apart:  # its sender skips all later messages
+            # the replica that announced a change skips all later messages
+            if not self.counts.changed_apart:
                 self._updates.wait(index)
 
     def make_portable(self, step: int) -> None:

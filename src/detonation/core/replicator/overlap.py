@@ -107,7 +107,7 @@ class Overlap:
         """Context manager in which backward sends gradients."""
         hooks = []
         for index, parameter in enumerate(self._parameters.values()):
-            if parameter.requires_grad:  # it may have been frozen since
+            if parameter.requires_grad:  # the parameter may have been frozen since
                 hook = partial(self._on_gradient, index)
                 hear: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
                 hooks.append(hear(hook))

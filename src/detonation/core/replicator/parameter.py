@@ -54,11 +54,12 @@ class ParameterReplicator(Replicator):
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
         self._arrived: Tensor | None = (
-            None  # the update, which replaces parts in flight once a checkpoint has asked for it
+            # the update, which replaces the parts in flight once a checkpoint has asked for it
+            None
         )
         self._lost: dict[
             int, bool | Tensor
-        ] = {}  # by the first row of a bucket: whether its last sent values were nonfinite
+        ] = {}  # by the first row of a bucket: True if its last sent values were nonfinite
         # steps until the message is applied; 0 if none is in flight
         self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
         self._anchor = OuterSGD(
@@ -84,7 +85,7 @@ class ParameterReplicator(Replicator):
             self._exchange(step, self.round.delay)
 
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        if self._steps_left == at - step + 1:  # the message is applied at step `at`
+        if self._steps_left == at - step + 1:  # the message in flight is applied at step `at`
             self._arriving()
         if not self.round.sends(at):
             return []
@@ -108,7 +109,7 @@ class ParameterReplicator(Replicator):
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # else they are there already, or an outer level has moved them
+        ):  # the parameters are already at the anchor, or an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -162,7 +163,7 @@ class ParameterReplicator(Replicator):
         found, weights = self._weights()
         if self._local_steps and any(
             taken := self._taken.tolist()
-        ):  # its share of all tokens, times the number of replicas
+        ):  # weight: this replica's share of all tokens, times the number of replicas
             weight = taken[self.link.replica] * len(taken) / sum(taken)
         if not self._divides:
             self._in_flight.append((self.channel.start(step), []))
@@ -194,12 +195,13 @@ class ParameterReplicator(Replicator):
             transfer, _ = self._in_flight[-1]
             lost = self.channel.send_bucket(transfer, pipeline, pieces)
         if isinstance(lost, Tensor) and lost.dim():
-            lost = lost.any()  # nonfinite numbers that the next message replaces
+            # True if nonfinite numbers were lost, which the next message replaces
+            lost = lost.any()
         self._lost[pipeline.bucket.first] = lost
         unsent: Unsent = None
         if transfer.own:
             own = transfer.own.pop()
-            # an accelerator recomputes it when the message is applied, which saves memory
+            # an accelerator recomputes the movement when the message is applied, which saves memory
             kept = delay > 0 or not self.channel.runtime.decides_on_device
             if kept:
                 unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
@@ -264,7 +266,7 @@ class ParameterReplicator(Replicator):
                 rest,
                 weights,
             )
-            del rest  # before the next one is made
+            del rest  # free the rest before allocating the next one
 
     def _follow(
         self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]

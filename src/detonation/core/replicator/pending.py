@@ -80,7 +80,7 @@ class Pending:
         self._updates.append(update)
         due = self._updates.popleft()
         if isinstance(due, Flat):
-            due.of_rows.add_(0.0)  # which turns negative zeros into zeros
+            due.of_rows.add_(0.0)  # adding 0.0 turns negative zeros into zeros
         return due
 
     def wait(self, index: int) -> Tensor:

@@ -50,12 +50,14 @@ class TritonGuard(Guard):
         shared: Tensor | SharedIndices | None,
         observer: StepObserver | None = None,
     ) -> Arrived:
-        if message.absent or observer is not None:  # rare, so the host handles it
+        # absent replicas are rare, so the host handles them
+        if message.absent or observer is not None:
             return super().open(message, stage, shared, observer)
         codec = stage.codec
         aggregation = stage.aggregation
         body = self._inspected(message, stage)
-        if isinstance(aggregation, ClippedMean):  # kernels compute it as a weighted mean
+        # kernels compute a clipped mean as a weighted mean
+        if isinstance(aggregation, ClippedMean):
             nbytes = 4 * len(body)
             taken = stage.workspace.take(("weights", stage.phase), (nbytes,), body.device)
             weights = taken.view(torch.float32)

@@ -97,7 +97,7 @@ class TritonEngine(ReferenceEngine):
         self._releases = "read"
         if self._exact:
             self._releases = "exact"
-        elif codec.precision == PRECISIONS["bf16"]:  # this branch rounds each value separately
+        elif codec.precision == PRECISIONS["bf16"]:  # bf16: rounds each value separately
             self._releases = "rounded"
         self.releases_at_once = True
         self._of_owner = of_owner
@@ -121,7 +121,7 @@ class TritonEngine(ReferenceEngine):
         out: Tensor | None = None,
     ) -> Selected:
         codec = self.codec
-        if self._releases != "read":  # else the values to release are read from the message
+        if self._releases != "read":  # otherwise the values to release are read from the message
             codec = replace(codec, precision=FP32)
         rows = self.layout.rows
         octets = partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
@@ -269,7 +269,7 @@ class TritonEngine(ReferenceEngine):
         arrivals: Any = None,
     ) -> None:
         self._rotate(codec, step)
-        read: list[Tensor | None] = []  # keeps copies alive until the launch
+        read: list[Tensor | None] = []  # keeps copies alive until the kernel is launched
         for signal in signals:
             if signal is not None:
                 if signal.dtype not in launching.KIND_OF:

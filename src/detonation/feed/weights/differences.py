@@ -115,7 +115,7 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
         return {}
     gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
     wide = deltas.to(torch.int32)
-    zigzag = (wide << 1) ^ (wide >> 15)  # 1, 2, 3, 4 for -1, 1, -2, 2
+    zigzag = (wide << 1) ^ (wide >> 15)  # zigzag code: 1, 2, 3, 4 for -1, 1, -2, 2
     return {
         f"{name}.{number}": _compressed(plane)
         for name, numbers in (("gaps", gaps), ("deltas", zigzag))
@@ -136,7 +136,7 @@ def decode_difference(
     if not 0 <= count <= patterns:
         raise ValueError(f"a difference has {count} changes of {patterns} patterns")
     gaps, zigzag = (_numbers(planes, name, count) for name in ("gaps", "deltas"))
-    positions = (gaps + 1).cumsum(0) - 1  # may wrap around if a gap is too wide
+    positions = (gaps + 1).cumsum(0) - 1  # positions may wrap around if a gap is too wide
     if count and max(int(gaps.max()), int(positions[-1])) >= patterns:
         raise ValueError("a difference goes beyond the weights")
     return positions, ((zigzag >> 1) ^ -(zigzag & 1)).to(torch.int16)

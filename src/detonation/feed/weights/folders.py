@@ -83,7 +83,8 @@ class RemoteFolder:
         self._system, self._path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
 
     def names(self) -> list[str]:
-        with _os_errors(), contextlib.suppress(FileNotFoundError):  # before the first file exists
+        # the folder does not exist before the first file
+        with _os_errors(), contextlib.suppress(FileNotFoundError):
             return [
                 str(path).rpartition("/")[2]
                 for path in self._system.ls(self._path, detail=False, refresh=True)
@@ -189,7 +190,7 @@ def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], 
 
 def _part(content: bytearray, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> Tensor:
     count = torch.Size(shape).numel()
-    if start % dtype.itemsize:  # the header's length is not a multiple of 8
+    if start % dtype.itemsize:  # misaligned if the header's length is not a multiple of 8
         return torch.frombuffer(content[start : start + count * dtype.itemsize], dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=start)
 

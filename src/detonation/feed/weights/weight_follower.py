@@ -168,7 +168,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         """The files of the feed; empty while the folder cannot be read."""
         try:
             return WeightFile.known(self._folder.names())
-        except OSError as error:  # a mount may be gone for a while
+        except OSError as error:  # a mounted folder may be gone for a while
             self.trouble = f"the folder cannot be read: {error}"
             return []
 
@@ -222,7 +222,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             self._damaged.add(file)
             self.trouble = str(error)
             return False
-        except OSError as error:  # the feed removed it, because this reader is too far behind
+        except OSError as error:  # the feed removed the file, because this reader is too far behind
             self.trouble = f"{file.name} cannot be read: {error}"
             return False
         return True

@@ -183,7 +183,7 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
     """
     # size [rows, COLUMNS] int32, negative in padding -> [rows, COLUMNS] int32, 1 if selected
     chosen = tl.zeros_like(size)
-    if K <= 8:  # one maximum after the other
+    if K <= 8:  # selects one maximum after the other
         for _ in range(K):
             best = tl.max(size, axis=1)[:, None]
             first = tl.min(tl.where(size == best, column[None, :], COLUMNS), axis=1)[:, None]

@@ -292,7 +292,7 @@ def weigh_kernel(
         rank = ranks_of(size, number)
         heard = tl.sum((norms > 0).to(tl.int32), axis=0)
         middle = tl.min(tl.where(rank == tl.maximum(heard - 1, 0) // 2, size, float("inf")), axis=0)
-        louder = norms > middle  # a message without values does not count
+        louder = norms > middle  # a message without values does not count for the median
         weight = tl.where(
             louder, tl.div_rn(tl.zeros_like(norms) + middle, tl.where(louder, norms, 1.0)), 1.0
         )

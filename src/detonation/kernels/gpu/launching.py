@@ -13,7 +13,7 @@ from torch import Tensor
 
 from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-# as the variable TRITON_INTERPRET says, in any of its spellings
+# the interpreter is on if TRITON_INTERPRET says so, in any of its spellings
 INTERPRETED = not isinstance(wide, triton.JITFunction)
 """True if Triton's interpreter runs the kernels; it needs the same time for few numbers as for
 many.
@@ -24,7 +24,7 @@ KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
-] = {}  # with the constants that follow the arguments
+] = {}  # compiled kernels, with the constants that follow the arguments
 launch_counts: Counter[str] = Counter()
 """How often each kernel was launched, and how often a table of addresses was copied to the device.
 """

@@ -148,7 +148,8 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
     column = tl.arange(0, LINE_WORDS)
     total = header
     weighted = tl.zeros([1], dtype=tl.int64)
-    for begin in range(0, parts, TOGETHER):  # one program does this while all others have ended
+    # one program adds these sums after all others have ended
+    for begin in range(0, parts, TOGETHER):
         part = begin + tl.arange(0, TOGETHER)
         there = part < parts
         place = (which * parts + part)[:, None] * LINE_WORDS + column[None, :]
@@ -350,7 +351,7 @@ def decide_messages(
     tl.store(table + number * 13 + 11, bits, mask=number < replicas)
     tl.store(table + number * 13 + 12, (1 - fine).to(tl.int64), mask=number < replicas)
     for replica in range(replicas):
-        # rare, so one slow program does it: a separate launch would cost time at every step
+        # refusals are rare, so one slow program clears the message instead of a separate launch
         spoiled = tl.sum(tl.where(number == replica, 1 - fine, 0), axis=0)
         for first in range(0, tl.where(spoiled > 0, tl.cdiv(nbytes, LINE_WORDS), 0)):
             octet = wide(first) * LINE_WORDS + column

@@ -72,7 +72,7 @@ def save_now(
         saved = checkpoints.wait()
     except NotSaved as error:
         if isinstance(error.__cause__, PeerLost):
-            session.optimizer.synchronize()  # removes the lost replica
+            session.optimizer.synchronize()  # synchronize removes the lost replica
             return save_now(session, checkpoints, before, followed)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]

@@ -156,8 +156,7 @@ class _Meter:
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # An accelerator computes while its host waits.
-            # Simulated replicas run one after the other.
+            # only real CPU replicas lose this time: an accelerator computes meanwhile
             record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
             record = replace(record, shard_bytes_sent=self._shard_bytes())

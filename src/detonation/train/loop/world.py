@@ -72,7 +72,7 @@ class Ranks(_Together):
             work = dist.all_gather(everyone, values, async_op=True)
             if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
-            work.wait()  # the comm stream waits, not the host
+            work.wait()  # the comm stream waits, instead of the host
             return runtime.Readback(torch.stack(everyone)).read
 
     def over_shards(self, count: int) -> int:
@@ -103,7 +103,7 @@ class ElasticRanks:
         self._hosts = mesh.get_group("shard")
         self._shards = mesh["shard"].size()
         self._ranks = mesh.size()  # number of ranks of one replica
-        self.losses = axis.losses  # lost replicas and guests
+        self.losses = axis.losses  # the axis records lost replicas and guests
 
     @property
     def rank(self) -> int:

@@ -199,7 +199,7 @@ class Adapter:
             for value in _MOVED[key]:
                 try:
                     other = scheme(now.name, {**self._first.arguments, key: value})
-                except ValueError:  # outside of the scheme's range
+                except ValueError:  # skip values outside of the scheme's range
                     continue
                 if self._collectives(other) == self._collectives(now):
                     found.setdefault(spelled(other), other)

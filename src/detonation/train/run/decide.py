@@ -117,7 +117,7 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # the recipe itself is invalid
+                    if not arguments:  # the error is in the recipe itself
                         raise
         return found
 
@@ -261,7 +261,8 @@ def _search(
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             text = json.dumps(to_table(candidates[name]), sort_keys=True)
-            everyone.require_same({"chosen": text}, {})  # raises `Mismatch` on all ranks
+            # require_same raises `Mismatch` on all ranks
+            everyone.require_same({"chosen": text}, {})
             return best, found, work
         step = optimizer_step(session, everyone, candidates[name])
         if step is None:

@@ -147,7 +147,8 @@ def joined_session(
         min_replicas=config.mesh.min_replicas,
         silence_s=config.peers.silence_s,
     )
-    if asked is not None:  # first, because the run may still be choosing
+    # ask for the settings first, because the run may still be choosing its scheme
+    if asked is not None:
         settings = settings_of_run(guest.membership)
         scheme = {
             key.removeprefix("scheme."): value

@@ -88,7 +88,7 @@ class Recorder:
         done = self._done
         if self.records:
             done = self.records[-1].step
-        self._screen.speak()  # first, because trackers print lines when they open
+        self._screen.speak()  # speak first, because trackers print lines when they open
         self._open(done)
         self._screen.start(done, self._train.steps)
         self._logged = len(self.records)
@@ -151,7 +151,7 @@ class Recorder:
 
     def close(self) -> None:
         """Closes the metrics file and the loggers."""
-        # the metrics file last, because it raises on a full disk
+        # close the metrics file last, because it raises on a full disk
         for logger in reversed(self._loggers):
             logger.close()
 

@@ -171,7 +171,8 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
     if not task.request.replica and not task.request.join:
         _check_directory(task)
     use_interface(os.environ, task.request.interface)
-    keep_to_loopback(os.environ)  # for these ranks; an elastic axis chooses its own interface
+    # loopback for these ranks; an elastic axis chooses its own interface
+    keep_to_loopback(os.environ)
     try:
         mesh = task.config.mesh
         # only one replica runs on this machine

@@ -88,7 +88,7 @@ def train_on_rank(task: RunTask) -> Table:
         session = start_session(config, device, axis)
         losses = Losses(session, set_up)
         begin = ""
-        # before `set_up`, which copies the weights as the anchor of a round
+        # load weights before `set_up`, which copies them as the anchor of a round
         if config.train.init_from and not saved:
             begin = load_weights(Path(config.train.init_from), session.model)
         # compare the replicas' schemes and check sizes before writing anything
@@ -98,7 +98,7 @@ def train_on_rank(task: RunTask) -> Table:
         while result is None:
             try:
                 result = _train_in_directory(session, task, chosen, begin, log, stop, losses)
-            # lost before the first step: the others reread the directory and the checkpoint
+            # a replica was lost before the first step: the others reread directory and checkpoint
             except PeerLost:
                 session.optimizer.synchronize()
         losses.close("left" in result)
