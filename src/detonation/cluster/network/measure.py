@@ -190,8 +190,9 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
 def _samples(
     link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool
 ) -> list[Sample]:
-    """Measures growing sizes until the budget is used up and the rate is `shown`. All ranks agree
-    on the last size.
+    """Measures growing sizes until the budget is used up and a size has shown the link's rate.
+
+    All ranks agree on the last size.
     """
     samples: list[Sample] = []
     size, largest = _SIZES

@@ -29,7 +29,7 @@ class Workspace:
     """Buffers of messages, by name. With a `depth` of 0 every call makes a new one.
 
     A message stays in its buffer until its collective ends. The stream that encodes a message first
-    waits for the collective of the message before. `depth` buffers therefore suffice.
+    waits for the previous message's collective. `depth` buffers therefore suffice.
 
     Args:
         depth: Messages of one name that may be in flight together.

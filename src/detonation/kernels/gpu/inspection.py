@@ -214,8 +214,8 @@ class SumInspector:
         )  # fmt: skip
 
     def inspect(self, runs: Sequence[Tensor], digits: Tensor, report: Tensor) -> None:
-        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite, followed
-        by the digits.
+        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite,
+        followed by the digits (see `seal`).
 
         Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]`
         fp32.
