@@ -161,7 +161,7 @@ class AllReduce(Exchange):
         self._digits = DIGITS * link.replicas
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        # the digits of all replicas are sent with the first rows
+        # the status digits of all replicas are sent with the first rows
         nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
         memory = partial(
             self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device

@@ -58,7 +58,7 @@ class SumGuard:
         # a status also reports missing gradients; see `missing`
         self.most_known = max(1, (1 << 16) // self.statuses - FIRST_KNOWN)
         self._most_said = FIRST_KNOWN + min(self.most_known, MOST_KNOWN)
-        # The last digit, below 256, is a mark of the step plus a status digit below `_high`.
+        # the last of three status numbers also contains a mark of the step, and stays below 256
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks = min(251, 256 // self._high - 1)
         first = (self._schema + 5 * place) % 251

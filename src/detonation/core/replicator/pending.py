@@ -56,7 +56,10 @@ class Flat:
             self.of_rows[rows.to(self.of_rows.device)] = torch.inf
 
     def look(self, unused: Unused) -> "Flat":
-        """Updates itself after `of_rows` was loaded. Waits for the device."""
+        """This update, with its unused parameters read from the loaded `of_rows`.
+
+        Waits for the device.
+        """
         parts = self.layout.parts(self.of_rows)
         infinite = torch.stack([part.isinf().any() for part in parts]).tolist()
         numbers = [number for number, found in enumerate(infinite) if found]
@@ -100,7 +103,7 @@ class Pending:
         settled.settle(unused)
 
     def look(self, unused: Unused) -> None:
-        """Updates itself after all updates were loaded."""
+        """Reads the unused parameters of all updates after they were loaded."""
         self._updates = deque(
             each.look(unused) if isinstance(each, Flat) else each for each in self._updates
         )
