@@ -16,8 +16,8 @@ from typing import Any, get_args, get_type_hints
 from detonation.core.schemes.scheme import SCHEMES
 from detonation.data import TASKS
 from detonation.models import MODELS, model_function
+from detonation.train.choice.asked import Auto
 from detonation.train.recipe import schema
-from detonation.train.choice.asked import (Auto)
 
 PAGE = Path(__file__).with_name("recipe-reference.md")
 HEAD = """# Recipe reference

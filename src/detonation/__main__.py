@@ -11,7 +11,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Runs the command line. Names the extra to install if its packages are missing."""
+    """Runs the command line. If packages are missing, it names the extra to install."""
     end_at_once()
     try:
         code = _run()
@@ -21,7 +21,7 @@ def main() -> int:
     finally:
         let_kernel_end()
     if code > ENDED_BY_SIGNAL:
-        # the interpreter takes a second to shut down, and may hang while libraries still compute
+        # the interpreter needs a second to shut down, and may hang while libraries still compute
         print(end="", flush=True)
         os._exit(code)
     return code

@@ -1,6 +1,7 @@
-"""Functions by name: from a table, or as "package.module:function"; names in messages.
+"""Finds functions by name, in a table or as "package.module:function", and formats names in
+messages.
 
-Pure Python; it imports no other module of the package.
+Standard library only; it imports no other module of the package.
 """
 
 import difflib
@@ -24,7 +25,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def first_names(names: Iterable[str], most: int = 3) -> str:
-    """The first `most` names, and the number of further ones, for a message."""
+    """The first `most` names and the number of remaining ones, for a message."""
     listed = list(names)
     text = ", ".join(listed[:most])
     if len(listed) > most:
@@ -33,7 +34,7 @@ def first_names(names: Iterable[str], most: int = 3) -> str:
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
-    """Error for a `name` that is not among `valid`: lists the valid names and suggests the
+    """The error for a `name` that is not in `valid`: lists the valid names and suggests the
     nearest.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
@@ -133,8 +134,8 @@ def make(
 
 
 def plain_types(value: object, hint: Any) -> str:
-    """Plain types of the annotation `hint` in words, if `value` has none of them; "" if it has one,
-    or if a type is not plain.
+    """The plain types of the annotation `hint` as text, if `value` has none of them; "" if it has
+    one or if a type is not plain.
 
     An int counts as a float, but a bool does not count as an int.
 
@@ -155,7 +156,7 @@ def plain_types(value: object, hint: Any) -> str:
 def find_function(
     kind: str, name: str, table: Mapping[str, Callable[..., _T]]
 ) -> Callable[..., _T]:
-    """Function called `name` in `table`, or the one that "package.module:function" names.
+    """The function called `name` in `table`, or the one that "package.module:function" names.
 
     Raises `ValueError` for any other name; `kind` is the noun for the error.
 

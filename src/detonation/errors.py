@@ -1,4 +1,4 @@
-"""Public names of this library's errors. Nothing inside the package imports this module."""
+"""Public names of this library's errors. No module of the package imports this one."""
 
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.newest import NoCheckpoint

@@ -1,14 +1,15 @@
-"""Effects of Ctrl-C, SIGTERM and SIGUSR1 on a process that runs a command. Pure Python; it imports
-no other module of the package.
+"""Effects of Ctrl-C, SIGTERM and SIGUSR1 on a process that runs a command. Standard library only;
+it imports no other module of the package.
 
 A process is in one of three states:
 
 - at once (`end_at_once`): from its first instruction on, a signal ends it with one line and exit
   code 128 + n.
-- raising (`raising`): the main thread has children or folders to remove, so a signal raises there.
+- raising (`raising`): the main thread has children or folders to remove, so a signal raises an
+  exception there.
 - watched (`watched`): training saves and ends; see `stoppable` in cluster/processes/signals.py.
 
-An exception is not enough in the first state: imports and libraries catch it, and a main thread
+An exception does not suffice in the first state: imports and libraries catch it, and a main thread
 that waits in C does not raise it.
 """
 
@@ -22,7 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
-"""Requests to end, from a scheduler that preempts or from a person; a training saves first."""
+"""Requests to end, from a preempting scheduler or a user; training saves first."""
 
 SIGNALS = (signal.SIGINT, *REQUESTS)
 
@@ -43,8 +44,8 @@ _speaks = False
 def end_at_once() -> None:
     """Makes each signal end this process with one line and code 128 + n; see `end`.
 
-    Signals that were ignored before stay ignored, as under nohup. Forks have the handlers from
-    before this call.
+    Signals that were already ignored stay ignored, as under nohup. Forked children have the
+    handlers from before this call.
     """
     global _speaks
     open_closed_streams()
@@ -54,15 +55,15 @@ def end_at_once() -> None:
 
 
 def open_closed_streams() -> None:
-    """Opens standard streams that were closed, as by `>&-`.
+    """Opens standard streams that were closed, for example by `>&-`.
 
-    Otherwise the next pipe or socket would get number 1, and the output of libraries.
+    Otherwise the next pipe or socket would get descriptor 1, and with it the output of libraries.
     """
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
             continue
-        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+        os.open(os.devnull, os.O_RDWR)  # open returns the lowest free descriptor
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
     if sys.stderr is None:
@@ -70,7 +71,7 @@ def open_closed_streams() -> None:
 
 
 def let_kernel_end() -> None:
-    """Restores the default actions of signals, because the interpreter shuts down.
+    """Restores the default actions of signals, because the interpreter is shutting down.
 
     Does not return if a signal is already ending the process.
     """
@@ -81,12 +82,14 @@ def let_kernel_end() -> None:
 
 
 def begin_end() -> None:
-    """Makes the calling thread the only one that ends this process. Other threads wait here."""
+    """Makes the calling thread the only one that ends this process. Other threads block here."""
     _ending.acquire()
 
 
 def call_before_end(act: Callable[[], None]) -> None:
-    """Has `act` called before `end`, from any thread, such as to clear a bar on the terminal."""
+    """Registers `act` to be called before `end`, from any thread, for example to clear a progress
+    bar.
+    """
     global _before_end
     _before_end = act
 
@@ -94,8 +97,8 @@ def call_before_end(act: Callable[[], None]) -> None:
 def end(number: int) -> NoReturn:
     """Ends this process now, from any thread, with code 128 + `number`.
 
-    A command prints one line, only from the first of the ranks that a launcher started on this
-    machine. If another thread is already ending the process, this waits for that.
+    A command prints one line; of several ranks that a launcher started on this machine, only the
+    first prints it. If another thread is already ending the process, this call waits for it.
     """
     begin_end()
     _before_end()
@@ -108,7 +111,7 @@ def end(number: int) -> NoReturn:
 
 
 def ended_by(number: int) -> str:
-    """Says in words which signal ended the process.
+    """Describes which signal ended the process.
 
     >>> ended_by(signal.SIGINT), ended_by(signal.SIGTERM)
     ('interrupted', 'ended by SIGTERM')
@@ -120,10 +123,11 @@ def ended_by(number: int) -> str:
 
 @contextmanager
 def watched(receive: Callable[[int], object]) -> Iterator[None]:
-    """Inside the block, each signal calls `receive(number)` in another thread. Main thread only.
+    """Context manager in which each signal calls `receive(number)` in another thread. Main thread
+    only.
 
-    Python runs handlers between two instructions of the main thread, which may wait long inside the
-    network library. So the C handler writes to a pipe, which another thread reads.
+    Python runs handlers only between two instructions of the main thread, which may wait long
+    inside the network library. So the C handler writes to a pipe, which another thread reads.
     """
     _receivers.append(receive)
     begun = _watch is None
@@ -132,7 +136,7 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if receive in _receivers:  # a forked child has cleared the list
+        if receive in _receivers:  # a forked child may have cleared the list
             _receivers.remove(receive)
         if begun and _watch is not None:
             _watch.close()
@@ -140,9 +144,11 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
 
 @contextmanager
 def raising(handlers: Mapping[int, Any] | None = None) -> Iterator[None]:
-    """Inside the block, signals raise in the main thread: KeyboardInterrupt or SystemExit(128 + n).
+    """Context manager in which signals raise in the main thread: KeyboardInterrupt or
+    SystemExit(128 + n).
 
-    handlers: for other signals, or for some of these. No effect outside the main thread.
+    handlers: replace or extend the default handlers, by signal. It has no effect outside the main
+    thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -172,7 +178,7 @@ def _begin() -> None:
 
 
 class _Watch:
-    """Handlers of signals, a pipe, and the thread that reads it."""
+    """Signal handlers, a pipe, and the thread that reads it."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = os.pipe()
@@ -185,7 +191,7 @@ class _Watch:
 
     def _read(self) -> None:
         while data := os.read(self._receiver, 1):
-            if data[0] in SIGNALS and _receivers:  # other signals, such as SIGCHLD, arrive, too
+            if data[0] in SIGNALS and _receivers:  # other signals, such as SIGCHLD, also arrive
                 _receivers[-1](data[0])
 
     def undo(self) -> None:
@@ -198,12 +204,13 @@ class _Watch:
 
     def close(self) -> None:
         self.undo()
-        self._thread.join()  # after it has read everything in the pipe
+        self._thread.join()  # the thread first reads everything in the pipe
         os.close(self._receiver)
 
     def forget(self) -> None:
-        """Undoes it in a forked child, which has no such thread and shares the pipe with its
-        parent."""
+        """Removes the watch in a forked child, which has no such thread and shares the pipe with
+        its parent.
+        """
         self.undo()
         os.close(self._receiver)
 
@@ -218,11 +225,11 @@ def _forget() -> None:
         _watch.forget()
 
 
-# A signal to a forked child, such as the end of a pool's worker, must not stop the parent.
+# A signal to a forked child, for example when a worker pool ends, must not stop the parent.
 os.register_at_fork(after_in_child=_forget)
 
 
 def _write(descriptor: int, text: str) -> None:
-    """Writes without Python's streams, whose locks another thread may hold."""
+    """Writes without Python's streams, because another thread may hold their locks."""
     with suppress(OSError):
         os.write(descriptor, text.encode())

@@ -11,12 +11,12 @@ _FORM = re.compile(
 )
 
 SLOW_BACKENDS = ("gloo",)
-"""Backends that a user may choose for the axis between replicas."""
+"""Backends that users may choose for the axis between replicas."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Rate and latency of the link of a node, which sends and receives at the same time.
+    """Rate and latency of a node's link, which sends and receives at the same time.
 
     Args:
         rate_bits_per_s: In each direction, shared by all ranks of the node; above 0, may be
@@ -59,7 +59,7 @@ class LinkSpeed:
             ) from error
 
     def seconds(self, nbytes: float, hops: int) -> float:
-        """Seconds to send `nbytes` over a path of `hops` messages, one after another."""
+        """Seconds to send `nbytes` over a path of `hops` consecutive messages."""
         return 8 * nbytes / self.rate_bits_per_s + hops * self.latency_s
 
     def __str__(self) -> str:
@@ -73,10 +73,10 @@ class LinkSpeed:
 
 
 def hops(kind: str, replicas: int) -> int:
-    """Number of messages of one exchange that are sent one after another, on a ring.
+    """Number of consecutive messages in one exchange on a ring.
 
     It is R - 1 for an all-gather and twice as many for an all-reduce. Through owners it is 1 for
-    all slices at once, and then R - 1.
+    all slices together, followed by R - 1.
 
     >>> hops("all-reduce", 4), hops("all-gather", 4), hops("owner", 4)
     (6, 3, 4)

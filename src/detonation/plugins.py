@@ -1,8 +1,8 @@
-"""Plugins: functions that are found by name, built in or added by an installed package.
+"""Plugins: functions found by name, built in or provided by an installed package.
 
-A package adds one by an entry point, `name = "package.module:function"`, in the group
-`detonation.engines`, `detonation.schemes` or `detonation.axes`. Pure Python, a leaf. Nothing is
-imported before it is asked for.
+A package provides one by an entry point, `name = "package.module:function"`, in the group
+`detonation.engines`, `detonation.schemes` or `detonation.axes`. Standard library only; it imports
+no other module of the package. Each plugin is imported only when it is requested.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from typing import Any, Literal, TypeAlias
 from detonation.choices import imported, unknown
 
 Kind: TypeAlias = Literal["engines", "schemes", "axes", "gates"]
-"""engines: Functions of the arguments of `engine_for` that make an engine, or None; the first one
-counts. schemes: Functions under `@register`, each by its own name. axes: Functions that make a
-`Communicator`, or classes of them. gates: Conditions of a step, which are all built in."""
+"""engines: Functions that take the arguments of `engine_for` and return an engine or None; the
+first engine is used. schemes: Functions under `@register`, each under its own name. axes: Functions
+that make a `Communicator`, or classes of them. gates: Optional parts of a step, all built in.
+"""
 
 _BUILT_IN: dict[Kind, dict[str, str]] = {
     "engines": {
@@ -32,10 +33,10 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
 
 @cache
 def plugin_names(kind: Kind) -> dict[str, str]:
-    """All functions of a kind, as "package.module:function" by name.
+    """All functions of a kind, by name, as "package.module:function".
 
-    Those of installed packages come first, in the order of their names, which is the same on all
-    ranks. Raises `ValueError` where two packages add one name, or one adds a built-in name.
+    Those of installed packages come first, sorted by name, which gives the same order on all ranks.
+    Raises `ValueError` if two packages provide the same name, or one provides a built-in name.
     """
     built_in = _BUILT_IN.get(kind, {})
     added: dict[str, str] = {}
@@ -57,7 +58,7 @@ def plugins(kind: Kind) -> tuple[Callable[..., Any], ...]:
 
 
 def plugin(kind: Kind, name: str) -> Callable[..., Any]:
-    """The function `name` of a kind; raises `ValueError` where there is none, with the names.
+    """The function `name` of a kind; raises `ValueError` that lists the names if there is none.
 
     >>> plugin("gates", "balance").__name__
     'Balance'

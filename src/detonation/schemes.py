@@ -1,4 +1,6 @@
-"""Public names of all schemes, each a function of its arguments. `detonation` has the main ones."""
+"""Public names of all schemes, each a function of its arguments. `detonation` itself exports the
+main ones.
+"""
 
 from detonation.core.schemes import (
     Scheme,

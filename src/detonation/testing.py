@@ -1,6 +1,6 @@
-"""Test helper: `check_scheme` checks the laws for any scheme, such as your own, in this process.
+"""Test helpers: `check_scheme` checks the laws for any scheme, including your own, in one process.
 
-It needs only torch, so it runs in any test suite. Nothing inside the package imports this module.
+It needs only torch, so it runs in any test suite. No module of the package imports this one.
 """
 
 import threading
@@ -27,13 +27,15 @@ _SHAPES = {"matrix": (40, 64), "scalar": (), "prime": (257,), "empty": (0, 3), "
 
 
 class LawBroken(AssertionError):
-    """A scheme breaks a law of docs/design.md; the message names the law and what was seen."""
+    """A scheme breaks a law of docs/design.md; the message names the law and the observed
+    values.
+    """
 
 
 def check_scheme(
     scheme: Scheme, replicas: int = 3, steps: int = 4, device: torch.device | str = "cpu"
 ) -> None:
-    """Checks the laws of docs/design.md for `scheme`, on odd shapes and with simulated replicas.
+    """Checks the laws of docs/design.md for `scheme`, with odd shapes and simulated replicas.
 
     Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its
     memory and its size is known), 5 (never larger than dense, of what it counts), 9 (private state
@@ -78,11 +80,11 @@ _THROUGH = {
 
 
 def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu") -> None:
-    """Holds a transport to its contract, and schemes over it to laws 2 (replicas agree), 4 (bytes
-    are known) and 9 (private state resumes exactly).
+    """Checks that a transport fulfils its interface, and that schemes over it obey laws 2 (replicas
+    agree), 4 (bytes are known) and 9 (private state resumes exactly).
 
-    Each end is used by a thread of its own. Schemes take one turn after the other between their
-    collectives, as `check_scheme` has it.
+    Each end is used by its own thread. As in `check_scheme`, only one replica computes at a time
+    between collectives.
 
     Args:
         ends: Of one axis, one for each replica, in their order.
@@ -111,7 +113,7 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
 
 
 class _InTurns(Communicator):
-    """The end `end` for a thread that holds `turn`, but for the time of a collective."""
+    """The end `end` for a thread that holds `turn`, except during a collective."""
 
     def __init__(self, end: Communicator, turn: threading.Lock) -> None:
         self.replica = end.replica
@@ -143,7 +145,7 @@ class _InTurns(Communicator):
 
 
 def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) -> list[T]:
-    """Results of `act` for each end; raises the first error of any of them."""
+    """The results of `act` for each end; raises the first error."""
     done = SimpleQueue[tuple[int, Any, BaseException | None]]()
 
     def run(number: int) -> None:
@@ -153,7 +155,7 @@ def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) 
             done.put((number, None, error))
 
     for number in range(len(ends)):
-        # others may wait for ever for one that failed, and must not keep the process alive
+        # other threads may wait forever for one that failed, and must not keep the process alive
         threading.Thread(target=run, args=(number,), daemon=True).start()
     found: dict[int, T] = {}
     for _ in ends:
@@ -165,7 +167,9 @@ def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) 
 
 
 def _require_collectives(end: Communicator, device: torch.device) -> None:
-    """Starts collectives of every kind, waits for the last one first, and checks what arrives."""
+    """Starts collectives of every kind, waits for them in reverse order, and checks the received
+    values.
+    """
     replicas = end.size()
     # numbers whose sum is exact in any order
     every = [torch.arange(5.0) * (replica + 1) for replica in range(replicas)]
@@ -197,7 +201,7 @@ def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
 
 
 def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Update from one message alone, and that message."""
+    """The update from a single message, and that message."""
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     message = codec.encode(selected)
@@ -280,7 +284,9 @@ def _replicas_agree(
     device: torch.device,
     run: Callable[..., list[Any]] = simulate_replicas,
 ) -> None:
-    """Trains a small model, with a parameter that gets no gradient, as replicas that `run` runs."""
+    """Trains a small model, in which one parameter gets no gradient, with replicas that `run`
+    runs.
+    """
 
     def act(communicator: Communicator) -> tuple[str, list[int], bool]:
         def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -329,7 +335,7 @@ def _replicas_agree(
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
     if (
         scheme.signal == "gradients"
-    ):  # nobody uses one, which bits tell where the first messages arrive
+    ):  # no replica uses one parameter, which shows where the first messages arrive
         bits = ring_bytes("all-gather", -(-len(shapes) // 8), replicas)
         delay = scheme.round.delay
         known = [n + bits * (delay <= step <= 2 * delay) for step, n in enumerate(known)]

@@ -1,8 +1,8 @@
-"""Opens files safely: it follows no link, waits for no pipe and reads no device.
+"""Opens files safely: it follows no links, waits for no pipes and reads no devices.
 
-A run directory may come from a stranger, and an entry in it may be a link to a file of the user, a
-pipe or a device. Files that the user names may be links if the caller allows it. A file is written
-whole or not at all. Pure Python; it imports no other module of the package.
+A run directory may come from another user, and an entry in it may be a link to a private file, a
+pipe or a device. Files that the user names may be links if the caller allows it. Files are written
+atomically. Standard library only; it imports no other module of the package.
 """
 
 import errno
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import IO, Any
 
 PROBE = ".volume-"
-"""How the names of files begin that a start writes to find out who may write in a directory, and
-who shares it. One may remain of a start that was killed."""
+"""Prefix of files that a start writes to find out who can write in a directory, and which ranks
+share it. A killed start may leave one behind.
+"""
 MOST_TEXT = 1 << 26
-"""Largest size of a file of settings, in bytes."""
+"""Largest size of a settings file in bytes."""
 MOST_RECORDS = 1 << 32
-"""Largest size of a file of records, in bytes."""
+"""Largest size of a records file in bytes."""
 _LINK = "it is a link, which is not followed"
 _ODD = "it is no ordinary file"
 
@@ -28,7 +29,7 @@ _ODD = "it is no ordinary file"
 def opened(
     path: Path, flags: int = os.O_RDONLY, links: bool = False, permissions: int = 0o666
 ) -> int:
-    """Opens the ordinary file at `path`, like `os.open`; returns its descriptor.
+    """Opens the ordinary file at `path` like `os.open`; returns its descriptor.
 
     Raises `OSError` at once for a directory, pipe, socket or device, and for a link unless `links`.
     """
@@ -40,7 +41,7 @@ def opened(
     except OSError as error:
         if error.errno == errno.ELOOP and not links:
             raise OSError(errno.ELOOP, _LINK, str(path)) from error
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads, or a socket
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
             raise OSError(errno.ENXIO, _ODD, str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -51,23 +52,23 @@ def opened(
 
 
 def reading(path: Path, links: bool = False) -> BufferedReader:
-    """Opens the ordinary file at `path` for reading. Raises `OSError` as `opened` does."""
+    """Opens the ordinary file at `path` for reading. Raises `OSError` like `opened`."""
     return os.fdopen(opened(path, links=links), "rb")
 
 
 def new_file(path: Path) -> int:
-    """Makes a file and returns a descriptor to write it. Raises `OSError` if the entry exists."""
+    """Creates a file and returns a descriptor for writing. Raises `OSError` if the entry exists."""
     return opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
 def replaced(path: Path) -> int:
-    """Removes an entry at `path`, makes a new file, and returns a descriptor to write it."""
+    """Removes an entry at `path`, creates a new file, and returns a descriptor for writing."""
     path.unlink(missing_ok=True)
     return new_file(path)
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Opens the ordinary file at `path` to lock and write it; makes it if it is missing."""
+    """Opens the ordinary file at `path` for locking and writing; creates it if it is missing."""
     return os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
 
 
@@ -101,11 +102,10 @@ def read_json(path: Path) -> Any:
 
 
 def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -> None:
-    """Writes `content`, or its parts one after another, to `path`, and waits until it is on the
-    disk.
+    """Writes `content`, which may be a sequence of parts, to `path`, and waits until it is on disk.
 
-    After a crash there is the old file or the new one. A link at `path` is replaced, not followed.
-    Raises `OSError` if it fails; then the old file stays, and no partial file.
+    After a crash either the old file or the new one exists. A link at `path` is replaced, not
+    followed. Raises `OSError` if it fails; then the old file stays, and no partial file.
     """
     if isinstance(content, bytes | bytearray):
         content = [memoryview(content)]
@@ -129,7 +129,7 @@ def sync_entries(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems support it for files only
+        if error.errno != errno.EINVAL:  # not every file system supports it for directories
             raise
     finally:
         os.close(descriptor)

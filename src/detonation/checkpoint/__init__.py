@@ -1,2 +1,3 @@
-"""Checkpoints: the state of a run on disk, whole or absent, checked on reading, for the same world
-or another."""
+"""Checkpoints: the state of a run on disk, written atomically, checked on reading, loaded into the
+same world or another.
+"""

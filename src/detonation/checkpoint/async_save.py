@@ -1,4 +1,4 @@
-"""Saving while training continues: it waits only until its state is copied to the host."""
+"""Saving while training continues: training waits only until its state is copied to the host."""
 
 import logging
 import threading
@@ -20,10 +20,10 @@ from detonation.core.runtime import PROGRESS
 
 _log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
-# public from torch 2.14 on
+# torch makes set_timeout public from version 2.14 on
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 SAVE_TIMEOUT_S = 300.0
-"""Longest wait of a save for another rank, in addition to the time that a slow disk may need."""
+"""Longest wait of a save for another rank, in addition to the time that a slow disk needs."""
 LOWEST_BYTES_PER_S = 10e6
 """Lowest rate at which a rank is expected to write."""
 
@@ -31,8 +31,8 @@ LOWEST_BYTES_PER_S = 10e6
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
-    One save runs at a time; the next waits for it. `wait` returns the outcome of a save; the log
-    and `news` have its failure. As a context manager it waits for the last save, unless an
+    One save runs at a time; the next waits for it. `wait` returns the outcome of a save; failures
+    are also in the log and in `news`. As a context manager it waits for the last save, unless an
     exception leaves the context.
 
     Args:
@@ -81,13 +81,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Starts saving the state between two steps, as the checkpoint of `optimizer.step_count`.
         All ranks call it.
 
-        `extra` and `ValueError` are as in `save_checkpoint`.
+        See `save_checkpoint` for `extra` and `ValueError`.
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
         with _as_saving():
             _meet(self._model, self._optimizer)
-        job = make_save_job(self._model, self._optimizer, extra)  # refuses before a group is opened
+        # an error here is raised before a group is opened
+        job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
             self._open_group()
         if self._group is not None:
@@ -95,7 +96,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             _set_timeout(timeout, self._group)
         if elastic is not None:  # the replicas may have changed since the last save
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
-        # daemon: the thread may wait for a lost rank forever, and must not keep the process alive
+        # daemon: the thread may wait forever for a lost rank, and must not keep the process alive
         self._saver = self._saver or ShardSaver(
             self.directory, self._keep, Texts(_HOST, self._group)
         )
@@ -105,7 +106,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Waits for the running save; returns the checkpoint, the same path on all ranks.
+        """Waits for the running save; returns the path of the checkpoint, equal on all ranks.
 
         Raises:
             NotSaved: one of the ranks could not write, or was too late; raised on all ranks.
@@ -120,18 +121,20 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def news(self) -> list[str]:
         """Failures of saves since the last call, one line each. All ranks get the same lines, but
-        maybe in different calls."""
+        possibly in different calls.
+        """
         lines = self._news
         self._news = []
         return lines
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:  # otherwise a running save may wait for ranks that have ended
+        if error is None:  # else a running save may wait for ranks that have ended
             self.close()
 
     def close(self) -> None:
-        """Waits for the running save and closes the process group of the saves, as the end of a
-        `with` block does. All ranks call it; a later `save` opens another group."""
+        """Waits for the running save and closes the saves' process group, like the end of a `with`
+        block. All ranks call it; a later `save` opens another group.
+        """
         self._join()
         if self._group is not None:
             dist.destroy_process_group(self._group)
@@ -142,14 +145,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._thread.join()
 
     def _open_group(self) -> None:
-        """Makes the writing thread's group, and a new one after a save has broken it on any rank.
+        """Creates the writing thread's group, and a new one after a save broke it on any rank.
 
         Collective.
         """
         if dist.get_world_size() == 1:
             return
         if self._group is not None:
-            # a rank on which the save succeeded learns here that it failed on another
+            # a rank whose save succeeded learns here that it failed on another rank
             broken = ""
             if self._broken:
                 broken = "broken"
@@ -167,16 +170,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         try:
             self._outcome = saver.save(job)
             return
-        except NotSaved as error:  # raised on all ranks
+        except NotSaved as error:  # this error is raised on all ranks
             text = str(error)
             number = error.errno
-        except Exception as error:  # on this rank alone, such as a timeout of gloo
-            self._broken = True  # after an error, gloo cannot use the group again
+        except Exception as error:  # an error on this rank alone, such as a timeout of gloo
+            self._broken = True  # gloo cannot use a group after an error
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"
             text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
             number = getattr(error, "errno", None)
-        # keep the text only: the traceback of the error would keep the copy of the state alive
+        # store only the text: the error's traceback would keep the copy of the state alive
         self._outcome = NotSaved(text, number)
         self._news.append(text)
         _log.warning("%s", text)
@@ -190,9 +193,10 @@ def save_checkpoint(
     keep: int = 3,
     frozen: bool = True,
 ) -> Path:
-    """Saves the state between two steps and waits until the checkpoint is whole. All ranks call it.
+    """Saves the state between two steps, and waits until the checkpoint is complete. All ranks call
+    it.
 
-    `Checkpoints` saves while training goes on.
+    To save while training continues, use `Checkpoints`.
 
     Args:
         directory: for the checkpoints. Without a shared file system each node has its own, with

@@ -1,17 +1,18 @@
-"""Elastic loading: the state of a rank in a world of another shape, with all that was not sent yet.
+"""Elastic loading: the state of a rank in a world of another shape, including everything not sent
+yet.
 
-R replicas saved, R' replicas continue. State that differs between replicas becomes, for replica j
-of the new world:
+R replicas saved, and R' replicas continue. State that differs between replicas is merged for
+replica j of the new world by two rules:
 
     memory            r'_j = R'/R * sum of r_i over the i with target(i) = j
                       target(i) = i if R <= R' else floor(i * R' / R)
     everything else   the mean over all i that have it (if all are bitwise equal: that tensor)
 
-The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, and so the sum of all
-that is still to be sent: neighbours are merged by mean, and a joiner starts with zero. The second
-rule keeps the mean of the weights. So it keeps the mean distance of the replicas from their anchor,
-which is the signal of the open round. Server residuals, which their owners have not sent, are
-common to all replicas: they are assembled by coordinate and given to the new owners.
+The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, and so everything that
+is still to be sent: merged replicas are averaged, and a joining one starts with zero. The second
+rule keeps the mean of the weights. So it also keeps the replicas' mean distance from their anchor,
+which is the signal of the open round. Server residuals, which their owners have not sent, belong to
+all replicas: they are assembled by coordinate and given to the new owners.
 """
 
 from collections.abc import Sequence
@@ -30,10 +31,10 @@ from detonation.wire.units import ShardUnit, load_shard_state, shard_units
 
 
 class Elastic:
-    """State of the rank at `own`, read from a checkpoint of a world of another shape.
+    """The state of the rank at `own`, read from a checkpoint of a world of another shape.
 
-    among: the replicas to read shared tensors from; all by default. If the replicas were close but
-    not equal, equal state is read from the first of them.
+    among: the replicas from which shared tensors are read; all by default. If replicas were close
+    but not equal, the first of them is read.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class Elastic:
         return self._among
 
     def own(self, key: str, alike: bool) -> Tensor:
-        """A tensor of the base optimizer that is not sharded like its parameter, so that each shard
-        may have a different one.
+        """A tensor of the base optimizer that is not sharded like its parameter, so shards may
+        differ in it.
 
         Raises `ValueError` if the shards have different ones and their number has changed.
         """
@@ -139,7 +140,7 @@ class Elastic:
 
 
 def memory_sources(replica: int, before: int, now: int) -> range:
-    """Replicas of a world of `before` whose memory goes to `replica` in a world of `now`.
+    """The replicas of a world of `before` whose memory goes to `replica` in a world of `now`.
 
     >>> [list(memory_sources(j, 4, 2)) for j in range(2)]
     [[0, 1], [2, 3]]
@@ -165,8 +166,9 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """Coefficients of the rows that this rank owns: [owned, chunk], from one tensor of the local
-    shape for each parameter."""
+    """Coefficients of the rows that this rank owns, [owned, chunk], built from one tensor of the
+    local shape for each parameter.
+    """
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
     owners = RowOwners(
@@ -176,7 +178,7 @@ def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
 
 
 SHARD = "shard.0."
-"""Beginning of the keys of a shard wire's state."""
+"""Prefix of the keys of a shard wire's state."""
 _RESIDUAL = f"{SHARD}residual."
 
 
@@ -189,7 +191,7 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
     state = {}
     for unit in (unit for unit in shard_units(model) if unit.reduce is not None):
         for name, parameter in unit.parameters.items():
-            # a second axis would be that of tensor parallelism
+            # True without a second mesh dimension, which would be tensor parallelism
             one_axis = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
             if name in names and parameter.requires_grad and one_axis:
                 state[f"residual.{name}"] = _residual(saved, unit, name, parameter, own)
@@ -203,8 +205,9 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
 def _residual(
     saved: CheckpointReader, unit: ShardUnit, name: str, parameter: Tensor, own: Coordinates
 ) -> Tensor:
-    """This rank's residual for one parameter: everything that was not sent yet of the shard on the
-    next node, and zero for the other nodes."""
+    """This rank's residual of one parameter: all unsent gradients of its shard go to the row of the
+    next node, and the other rows are zero.
+    """
     nodes = unit.link.replicas
     node = unit.link.replica
     size = unit.sizes()[name]
@@ -223,8 +226,7 @@ def _residual(
 
 
 def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tensor:
-    """Part `box` of the gradients of one parameter that the nodes of a saved replica had not sent
-    yet."""
+    """Part `box` of the unsent gradients of one parameter, over the nodes of a saved replica."""
     files = saved.shards(replica)
     residuals = [file.tensor(f"{_RESIDUAL}{name}") for file in files]  # [nodes - 1, size] each
     nodes = len(residuals[0]) + 1
@@ -234,7 +236,7 @@ def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tenso
         own_node, local_rank = divmod(shard, local_ranks)
         rows = []
         for node in range(nodes):
-            if node != own_node:  # a sender has a row for each node but its own
+            if node != own_node:  # a sender has a row for each node except its own
                 row = own_node - (own_node > node)
                 rows.append(residuals[node * local_ranks + local_rank][row])
         part = file.boxes[f"model.{name}"]

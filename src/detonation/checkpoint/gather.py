@@ -69,18 +69,18 @@ class Texts:
         count = self._of_first([len(content)], torch.int64)[0]
         if not count:
             return ""
-        # every rank needs a buffer of the same size; only that of rank 0 is read
+        # every rank needs a buffer of equal size; rank 0's content is broadcast
         return os.fsdecode(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
 
     def _of_first(self, values: Sequence[int], dtype: torch.dtype) -> list[int]:
-        """Returns the `values` of rank 0. All ranks must give equally many."""
+        """Returns the `values` of rank 0. All ranks must pass the same number of values."""
         tensor = torch.tensor(list(values), dtype=dtype, device=self.device)
         dist.broadcast(tensor, src=0, group=self.group)
         return tensor.tolist()
 
 
 def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
-    """Axis between the replicas of `optimizer`, if training survives the loss of some."""
+    """The axis between the replicas of `optimizer`, if training survives the loss of replicas."""
     found = (axis for axis, _ in optimizer.levels if isinstance(axis, ElasticCommunicator))
     return next(found, None)
 
@@ -100,8 +100,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 @dataclass(frozen=True)
 class Volumes:
-    """Ranks that share each directory. leaders: for each rank, the lowest rank that shares its
-    directory."""
+    """The ranks that share each directory. leaders: for each rank, the lowest rank that shares its
+    directory.
+    """
 
     leaders: tuple[int, ...]
 
@@ -110,7 +111,7 @@ class Volumes:
         return len(set(self.leaders)) == 1
 
     def leads(self, rank: int) -> bool:
-        """True for the rank that makes and removes directories for all ranks of its volume."""
+        """True for the rank that creates and removes directories for all ranks of its volume."""
         return self.leaders[rank] == rank
 
     def number(self, rank: int) -> int:
@@ -130,11 +131,11 @@ class Volumes:
 
 
 def survey(directory: Path, texts: TextExchange) -> Volumes:
-    """Finds out which ranks share `directory`, with temporary files. Collective by `texts`.
+    """Finds out which ranks share `directory`, by writing temporary files. Collective over `texts`.
 
-    Rank 0 writes a file under a random name, and all ranks look for it. Only the ranks that do not
-    find it make their directory and write a file, too. Then each looks again for the file of rank
-    0, because the cache of a network file system may have hidden a new directory.
+    Rank 0 writes a file under a random name, and all ranks look for it. Ranks that do not find it
+    also create their directory and write a file. Then each looks again for rank 0's file, because
+    the cache of a network file system may have hidden a new directory.
 
     Raises `OSError` on all ranks, with the host and the reason, if one of them cannot write.
     """
@@ -167,11 +168,11 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
 
 
 def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
-    """Makes `directory` for a library that saves its own files, and warns if nodes do not share it.
-    Collective.
+    """Creates `directory` for a library that saves its own files, and warns if nodes do not share
+    it. Collective.
 
-    Each node then has the part of our state that it needs, but not all files of the library.
-    Raises `OSError` on all ranks if one of them cannot write there.
+    Unless it is shared, each node has the part of our state that it needs, but not all files of the
+    library. Raises `OSError` on all ranks if one of them cannot write there.
     """
     volumes = survey(directory, Texts(device_of(model)))
     if dist.get_rank() == 0 and not volumes.shared:
@@ -185,13 +186,13 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
 
 
 class CheckpointsElsewhere:
-    """Removes old checkpoints of a library on nodes that do not share the disk of rank 0.
+    """Removes a library's old checkpoints on nodes that do not share rank 0's disk.
 
-    The library itself removes them on the disk of rank 0 only. All ranks construct it before
-    training; it warns as `warn_unless_shared` does. It removes a checkpoint only if rank 0 had it
-    and has it no longer, and only if the directory holds our `part`.
+    The library itself removes them only on rank 0's disk. All ranks construct it before training;
+    it warns like `warn_unless_shared`. It removes a checkpoint only if rank 0 once had it and no
+    longer has it, and only if the directory contains our `part`.
 
-    named: matches the names of checkpoints.
+    named: a pattern for the names of checkpoints.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ def _probe(directory: Path, token: str, rank: int) -> Path:
 
 
 def _written(path: Path) -> str:
-    """Writes an empty file. Returns the reason if that fails, or ""."""
+    """Writes an empty file. Returns the reason if writing fails, else ""."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.touch(path)
@@ -239,7 +240,7 @@ def _written(path: Path) -> str:
 
 
 def _lowest_seen(directory: Path, token: str, writers: Sequence[int]) -> int:
-    """Lowest of `writers` whose file this rank finds in `directory`; -1 if there is none."""
+    """The lowest of `writers` whose file this rank finds in `directory`; -1 if there is none."""
     for writer in writers:
         try:
             _probe(directory, token, writer).stat()
@@ -250,7 +251,7 @@ def _lowest_seen(directory: Path, token: str, writers: Sequence[int]) -> int:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in words, with runs as ranges.
+    """Formats ascending numbers as text, with ranges for runs.
 
     >>> ranges([0, 1, 2, 3, 8])
     '0-3, 8'

@@ -1,6 +1,6 @@
-"""Finds the newest checkpoint that is whole for all ranks, and loads it.
+"""Finds the newest checkpoint that is complete for all ranks, and loads it.
 
-Each rank inspects the checkpoints in its own directory; the ranks then exchange their views.
+Each rank inspects the checkpoints in its own directory; then the ranks exchange the results.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class View:
 
     host: the name of its machine. digest: sha256 of the manifest. file: inode and change time of
     the manifest, equal on all ranks that share the file. fault: in the manifest, or in a file that
-    this rank checks. lacks: replicas that miss a file which this rank needs. has: replicas with all
+    this rank checks. lacks: replicas without a file that this rank needs. has: replicas with all
     their files.
     """
 
@@ -62,10 +62,10 @@ def candidates(directory: Path, texts: TextExchange) -> list[str]:
 def inspect(
     directory: Path, name: str, own: Coordinates, held: Collection[int], texts: TextExchange
 ) -> tuple[Path, Manifest | None, str]:
-    """This rank's path of the checkpoint `name`, its manifest, and the reason why some rank cannot
-    load it; "" for none. Collective.
+    """This rank's path of the checkpoint `name`, its manifest, and the reason why a rank cannot
+    load it ("" if all can). Collective.
 
-    held: the shards of this rank. The path may have the final name although another rank still has
+    held: the shards of this rank. The path may be the final name although another rank still has
     the partial one.
     """
     path = retention.committed(directory, name)
@@ -99,7 +99,7 @@ def _manifest(path: Path) -> tuple[Manifest | None, View]:
 
 
 def _disagreement(views: Sequence[View]) -> str:
-    """Says why the ranks do not have the same whole manifest; "" if they have."""
+    """Why the ranks do not have the same complete manifest; "" if they do."""
     first = views[0]
     if all(view.fault for view in views):
         return first.fault
@@ -120,7 +120,7 @@ def _files(
 ) -> View:
     """Checks the files that this rank reads.
 
-    If it needs all files, the ranks `sharing` its directory check some each.
+    If it needs all files, the ranks `sharing` its directory divide the check.
     """
     present = {file.name for file in path.glob("*.safetensors")}
     replicas = range(manifest.replicas)
@@ -140,10 +140,10 @@ def _files(
 
 
 def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str:
-    """Names the replicas whose files are not on the nodes that need them, and the remedy; "" if
-    every node has what it needs.
+    """The replicas whose files are missing on nodes that need them, and the remedy; "" if no file
+    is missing.
 
-    If all ranks have the same files, a missing one is a fault of the checkpoint instead.
+    If all ranks have the same files, a missing file is a fault of the checkpoint instead.
     """
     if not manifest.volumes and all(view.has == views[0].has for view in views):
         return ""
@@ -176,12 +176,12 @@ _log = logging.getLogger("detonation.checkpoint")
 
 
 class NoCheckpoint(DetonationError, ValueError):
-    """Checkpoints exist, but none of them is whole."""
+    """Checkpoints exist, but none of them is complete."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A whole checkpoint. rejected: one line for each newer checkpoint, with its fault."""
+    """A complete checkpoint. rejected: one line for each newer checkpoint, with its fault."""
 
     path: Path
     manifest: Manifest
@@ -192,9 +192,9 @@ class Found:
 class Loaded:
     """A checkpoint that was loaded.
 
-    step: the step after which it was saved. extra: the values that were saved with it, equal in
-    value and type; tensors are on the host. merged: in words, how the saved world was merged into
-    this one.
+    step: the step after which it was saved. extra: the values saved with it, equal in value and
+    type; tensors are on the host. merged: a description of how the saved world was merged into this
+    one.
     """
 
     path: Path
@@ -206,20 +206,20 @@ class Loaded:
 def load_checkpoint(
     directory: Path | str, model: nn.Module, optimizer: Replicated
 ) -> Loaded | None:
-    """Loads the newest whole checkpoint of `directory` into `model` and `optimizer`. All ranks call
-    it.
+    """Loads the newest complete checkpoint of `directory` into `model` and `optimizer`. All ranks
+    call it.
 
     Call it after `replicate` and before the first step. In a world of the saved shape, training
-    continues bit for bit as if it had not stopped. In a world of another shape, weights on which
-    the replicas agreed are exact, and memories are merged as `detonation.checkpoint.elastic`
-    describes. Checkpoints that are not whole are skipped; the log has the reason for each.
+    continues bit for bit as if it had not been interrupted. In a world of another shape, agreed
+    weights are exact, and memories are merged as `detonation.checkpoint.elastic` describes.
+    Incomplete checkpoints are skipped; the log gives the reason for each.
 
     Returns:
         The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint.
 
     Raises:
-        NoCheckpoint: no checkpoint is whole for all ranks. If nodes share no file system, the
-            message says which replica's files are needed on which host, and which host has them.
+        NoCheckpoint: no checkpoint is complete for all ranks. If nodes share no file system, the
+            message names the missing files, the host that needs them and the host that has them.
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
 
     Example:
@@ -245,8 +245,8 @@ def load_checkpoint(
 def find(
     directory: Path, model: nn.Module, optimizer: Replicated, most: int | None = None
 ) -> Found | None:
-    """Newest checkpoint of `directory` that is whole for all ranks, at step `most` or before; None
-    if there is no checkpoint. Collective.
+    """The newest checkpoint of `directory` that is complete for all ranks, at step `most` or
+    before; None if there is none. Collective.
 
     Raises `NoCheckpoint` if there are checkpoints and none is whole.
     """
@@ -293,7 +293,9 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
 
 @contextmanager
 def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
-    """Raises `ValueError` on all ranks if the block raises on one of them. Collective."""
+    """Context manager that raises `ValueError` on all ranks if its block raises one on any of them.
+    Collective.
+    """
     problem = ""
     try:
         yield
@@ -308,7 +310,7 @@ def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
 
 
 def _other_versions(manifest: Manifest) -> str:
-    """Warns, in words, if other versions wrote the checkpoint; else ""."""
+    """A warning if other versions wrote the checkpoint; else ""."""
     current = versions()
     other = [
         f"{name} {str(was)[:20]!r}"

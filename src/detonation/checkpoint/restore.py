@@ -1,4 +1,4 @@
-"""Loads the state of this rank from a checkpoint into a model and its optimizer."""
+"""Loads this rank's state from a checkpoint into a model and its optimizer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -35,14 +35,14 @@ _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
 """Names in the local state of a channel."""
 _BY_REPLICA = ("taken", "local_steps")
-"""Names of the local state that has a number for each replica."""
+"""Names of local state that has one number per replica."""
 
 
 @torch.no_grad()
 def restore(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated
 ) -> tuple[str, Callable[[], str]]:
-    """Loads the state of `saved` into both; the caller then compares the replicas.
+    """Loads the state in `saved` into both; the caller then compares the replicas.
 
     Returns:
         In words, how the saved world was merged into this one; and a collective function, which
@@ -64,7 +64,7 @@ def restore(
         source = Elastic(saved, own)
     elif any(held.values()):  # this rank needs parts of several files
         source = Elastic(saved, own, [own.replica])
-    options = _saved_options(file, optimizer)  # may refuse them before anything has changed
+    options = _saved_options(file, optimizer)  # may raise an error before anything has changed
     _load_weights(saved, source, file, model)
     described = _described(saved, own, source)
     for name, parameter in local_parameters(model).items():
@@ -96,7 +96,7 @@ def _load_weights(
 ) -> None:
     """Copies the saved parameters and buffers into `model`.
 
-    Parameters that require no gradient keep their values if `file` has none of them.
+    Parameters that require no gradient keep their values if `file` does not contain them.
     """
     parameters = local_parameters(model)
     found = weights(model)
@@ -106,7 +106,7 @@ def _load_weights(
     _require_fitting_weights(saved, file, found, parameters, source is file)
     for name, tensor in found.items():
         key = f"model.{name}"
-        # each rank has the whole of a buffer, and each replica has its own
+        # each rank has whole buffers, and each replica has its own
         box = None
         if name in parameters:
             box = Box.of(tensor)
@@ -124,9 +124,10 @@ def _require_fitting_weights(
     parameters: Collection[str],
     cut_alike: bool,
 ) -> None:
-    """Raises `ValueError` unless each weight in `found` was saved alike; nothing has changed then.
+    """Raises `ValueError`, before any change, unless each weight in `found` was saved with the same
+    box and dtype.
 
-    cut_alike: whether `file` has the part of each parameter that this rank needs.
+    cut_alike: True if `file` has the part of each parameter that this rank needs.
     """
     for name, tensor in found.items():
         key = f"model.{name}"
@@ -143,7 +144,7 @@ def _require_fitting_weights(
 def _require_same_box(
     saved: CheckpointReader, name: str, was: Box | None, here: Box | None
 ) -> None:
-    """Raises `ValueError` if a parameter was saved with another shape or another part of it."""
+    """Raises `ValueError` if a parameter was saved with another shape or as another part."""
     if was is None or here is None or was == here:
         return
     if was.whole != here.whole:
@@ -181,17 +182,18 @@ def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, A
             like = group.get(key)
             if key in optimizer.defaults and like is not None:
                 mine[key] = _option(key, like, value)
-            else:  # training set it after it made the optimizer, as a scheduler or a loop does
+            else:
+                # a scheduler or a loop set this option after creating the optimizer
                 mine[key] = _of_others(like, value)
         for key, value in options["tensors"].items():
-            like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
+            like = group.get(key, group["lr"])  # a scheduler that is created later adds initial_lr
             mine[key] = _tensor_option(key, like, value, key in optimizer.defaults)
         found.append(mine)
     return found
 
 
 def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
-    """Loads the state of the shard wire; returns in words the state that had to be dropped."""
+    """Loads the state of the shard wire; returns a description of the state that was dropped."""
     load_shard_state(model, state)
     if not state or shard_units(model):
         return ""
@@ -229,7 +231,7 @@ def _check(
 
 
 def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
-    """In words, the parameters that only one run has, or that the runs have in other groups."""
+    """Describes parameters that only one of the runs has, or that they have in different groups."""
     was = [name for group in saved if isinstance(group, list) for name in map(str, group)]
     now = [name for group in own for name in group]
     missing, added = ([name for name in a if name not in {*b}] for a, b in ((was, now), (now, was)))
@@ -256,7 +258,7 @@ def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
 
 
 def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
-    """File of this rank, which may be the only one on its node.
+    """The file of this rank, which may be the only one on its node.
 
     In a world of another shape, the first file of the checkpoint.
     """
@@ -284,7 +286,9 @@ def _option(key: str, current: Any, saved: Any) -> Any:
 
 
 def _tensor_option(key: str, current: Any, saved: Any, is_own: bool) -> Any:
-    """An option that was saved as a tensor; `is_own` if an argument of the optimizer sets it."""
+    """An option that was saved as a tensor; `is_own` is True if an argument of the optimizer sets
+    it.
+    """
     if isinstance(current, Tensor):
         return current.new_tensor(saved)
     if is_own:
@@ -295,7 +299,7 @@ def _tensor_option(key: str, current: Any, saved: Any, is_own: bool) -> Any:
 
 
 def _of_others(current: Any, saved: Any) -> Any:
-    """A saved option that no argument of the optimizer has set."""
+    """A saved option that no argument of the optimizer sets."""
     if isinstance(current, tuple) and isinstance(saved, list):
         return tuple(saved)
     return saved
@@ -329,7 +333,7 @@ def load_base_state(
 ) -> None:
     """Replaces the base optimizer's state of one parameter.
 
-    `file` has the keys, the boxes and the values that are no tensors; `source` reads the tensors.
+    `file` provides keys, boxes and values other than tensors; `source` reads the tensors.
     """
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {
@@ -345,8 +349,8 @@ def load_base_state(
             whole = tuple(parameter.shape)
         if key not in file.on_host:
             tensor = tensor.to(local(parameter).device)
-        # The state of a plain parameter is plain, and that of a DTensor mostly a DTensor. The model
-        # may be sharded now although it was not when it was saved.
+        # A plain parameter has plain state, a DTensor mostly DTensor state.
+        # The model may be sharded now although it was not when it was saved.
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
         if wrapped:
             tensor = _as_dtensor(parameter, tensor, whole)
@@ -358,7 +362,7 @@ def load_base_state(
 
 
 def _stored(source: ShardReader, key: str, parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """One tensor of the optimizer's state from the file of this rank, and the shape of its whole.
+    """One tensor of the optimizer's state from this rank's file, and the shape of the whole tensor.
 
     The shape is () if the tensor was not sharded.
     """
@@ -386,9 +390,9 @@ def _assembled(
 
 
 def _entry(key: str, prefix: str) -> str:
-    """Key of a saved entry in the optimizer's state.
+    """Key of a saved entry inside the optimizer's state.
 
-    The prefix is unambiguous: no parameter's name is that of another followed by a dot and more.
+    The prefix is unambiguous: no parameter's name is another one's name followed by a dot and more.
 
     Raises `ValueError` for a key with a dot, which only versions wrote that could not read it.
     """
@@ -402,7 +406,9 @@ def _entry(key: str, prefix: str) -> str:
 
 
 def _as_dtensor(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Tensor:
-    """`tensor` as the local part of a DTensor like `parameter`; unchanged if that is plain."""
+    """`tensor` as the local part of a DTensor like `parameter`; unchanged if `parameter` is
+    plain.
+    """
     if not isinstance(parameter, DTensor):
         return tensor
     stride = torch.empty(whole, device="meta").stride()
@@ -434,7 +440,9 @@ def _load_local_state(source: ShardReader, replicators: Sequence[Replicator]) ->
 
 
 def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> str:
-    """Merges local states of all replicas; returns in words the state that had to be dropped."""
+    """Merges the local states of all replicas; returns a description of the state that was
+    dropped.
+    """
     dropped = ""
     for level, replicator in enumerate(replicators):
         local_state = replicator.local_state()
@@ -449,7 +457,7 @@ def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> st
 def _merged(
     source: Elastic, prefix: str, current: Mapping[str, Tensor], boxes: Mapping[str, Box]
 ) -> dict[str, Tensor]:
-    """Local state of one replicator, merged over the replicas, without server residuals."""
+    """The local state of one replicator, merged over the replicas, without server residuals."""
     merged = {}
     for key, tensor in current.items():
         kind, _, name = key.partition(".")
@@ -458,7 +466,8 @@ def _merged(
             merged[key] = _fitting(full_key, tensor, source.memory(full_key, boxes[name]))
         elif kind == _SERVER_RESIDUAL:
             merged[key] = torch.zeros_like(tensor)
-        elif key in _BY_REPLICA:  # saved for other replicas: all begin a round of equal steps
+        elif key in _BY_REPLICA:
+            # saved for other replicas, so all start a round with equal local steps
             merged[key] = tensor
         else:
             merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))
@@ -472,7 +481,8 @@ def _merge_server_residual(
     boxes: dict[str, Box],
     merged: dict[str, Tensor],
 ) -> str:
-    """Adds the saved server residual to the `merged` state of the new owners, or else to memory.
+    """Adds the saved server residual to the `merged` state of the new owners, or else to the
+    memory.
 
     Returns in words that it was dropped if this world has neither.
     """
@@ -508,7 +518,7 @@ def _require_alike(key: str, target: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
-    """In words, how the state of the saved world becomes that of this one."""
+    """Describes how the state of the saved world becomes the state of this one."""
     worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
     if replicas == own.replicas:
         return f"{worlds}: weights and memory exact, resharded"

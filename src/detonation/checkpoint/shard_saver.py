@@ -33,9 +33,10 @@ from detonation.core.optimizer import Replicated
 
 
 class NotSaved(DetonationError, OSError):
-    """A checkpoint was not written. The message has the reason and the newest whole checkpoint.
+    """A checkpoint was not written. The message gives the reason and the newest complete
+    checkpoint.
 
-    errno: number of the system's error, if one was the reason.
+    errno: number of the system error, if one was the reason.
     """
 
     def __init__(self, text: str, number: int | None = None) -> None:
@@ -45,10 +46,10 @@ class NotSaved(DetonationError, OSError):
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Data that one rank has to write, by shard.
+    """Data that one rank must write, by shard.
 
     ranks: the number of ranks that save. bytes: approximate size of the data. identity: see
-    `run_identity`. extra: as `encoded_extra` writes it.
+    `run_identity`. extra: the result of `encoded_extra`.
     """
 
     step: int
@@ -104,7 +105,7 @@ def make_save_job(
     ranks = own.replicas * own.shards
     if any(held.values()):
         ranks = dist.get_world_size()
-    header_bytes = 200  # of one tensor, about
+    header_bytes = 200  # approximate bytes per tensor
     return SaveJob(
         optimizer.step_count,
         own,
@@ -118,15 +119,15 @@ def make_save_job(
 
 
 _OF_SIZE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, 0)
-"""Errors after which the message shows the needed and the free bytes; 0 is one without a number."""
+"""Errors for which the message shows needed and free bytes; 0 means no errno."""
 _log = logging.getLogger("detonation.checkpoint")
 
 
 class ShardSaver:
-    """Saves the file of this rank, and with the other ranks turns all files into a checkpoint.
+    """Saves this rank's file, and with the other ranks combines all files into a checkpoint.
 
-    keep: how many of the newest checkpoints to keep. Without a shared file system each node has its
-    own `directory`, with the files of its ranks and the same manifest.
+    keep: number of newest checkpoints to keep. Without a shared file system each node has its own
+    `directory`, with the files of its ranks and the same manifest.
     """
 
     def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:
@@ -136,11 +137,12 @@ class ShardSaver:
         self._volumes: Volumes | None = None
 
     def save(self, job: SaveJob) -> Path:
-        """Saves `job`. Collective; one rank of each volume makes, renames and removes directories.
+        """Saves `job`. Collective; one rank of each volume creates, renames and removes
+        directories.
 
-        All manifests are on the disk before the first one gets its final name, and all have it
-        before an older checkpoint is removed. So whenever a node fails, one checkpoint is whole on
-        all nodes.
+        All manifests are on disk before the first directory is renamed, and all directories are
+        renamed before an older checkpoint is removed. So one checkpoint is complete on all nodes,
+        even if a node fails at any moment.
 
         Raises `NotSaved` on all ranks if one of them cannot write, or is lost.
         """
@@ -254,7 +256,7 @@ class ShardSaver:
         raise self._failure(job, reports[failed], sum(needs))
 
     def _failure(self, job: SaveJob, report: Mapping[str, Any], need: int) -> NotSaved:
-        """Makes the error, the same on all ranks.
+        """Creates the error, equal on all ranks.
 
         Collective, so that no rank raises before all have cleaned up.
         """
@@ -295,7 +297,7 @@ def _free(directory: Path) -> int:
 
 
 def _amount(count: int) -> str:
-    """A number of bytes in words: 2.1 GB."""
+    """Formats a number of bytes: 2.1 GB."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

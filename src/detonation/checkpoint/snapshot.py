@@ -1,4 +1,4 @@
-"""State of one rank under the names that saving and loading share, and its copy on the host."""
+"""The state of one rank under the names that saving and loading share, and its copy on the host."""
 
 import json
 import logging
@@ -23,9 +23,9 @@ from detonation.wire.units import shard_state
 
 
 def run_identity(optimizer: Replicated) -> dict[str, Any]:
-    """Levels, seed and optimizer class, as the manifest has them.
+    """Levels, seed and optimizer class, as stored in the manifest.
 
-    A resumed run must have the same.
+    A resumed run must have the same ones.
     """
     levels = [{"scheme": scheme.name, **scheme.arguments} for _, scheme in optimizer.levels]
     return {
@@ -41,7 +41,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_weights(model: nn.Module) -> set[str]:
-    """Names of the parameters that require no gradient, which a checkpoint may leave out."""
+    """Names of parameters that require no gradient, which a checkpoint may omit."""
     return {
         name for name, parameter in local_parameters(model).items() if not parameter.requires_grad
     }
@@ -76,7 +76,7 @@ def generators(model: nn.Module) -> dict[str, torch.Generator]:
 
 
 def plain(key: str, value: Any) -> Any:
-    """`value` with tuples as lists. Raises `ValueError` if it is no plain value."""
+    """`value`, with tuples converted to lists. Raises `ValueError` if it is no plain value."""
     if value is None or isinstance(value, bool | int | float):
         return encoded_number(value)
     if isinstance(value, str):
@@ -96,8 +96,8 @@ _log = logging.getLogger("detonation.checkpoint")
 class Snapshot:
     """State of one rank.
 
-    tensors: copies on the host, by key. boxes: of the tensors that are sharded like a parameter.
-    wrapped: keys of DTensors. on_host: keys of tensors that were on the host although the
+    tensors: copies on the host, by key. boxes: boxes of the tensors that are sharded like a
+    parameter. wrapped: keys of DTensors. on_host: keys of tensors that are on the host although the
     parameters are not. values: plain values by key. groups: the parameter groups.
     """
 
@@ -110,7 +110,7 @@ class Snapshot:
 
     @property
     def rest(self) -> dict[str, Any]:
-        """All but the tensors, as JSON can hold it."""
+        """Everything except the tensors, in a form that JSON can represent."""
         boxes = {key: [box.whole, box.offset, box.shape] for key, box in self.boxes.items()}
         marks = {"wrapped": self.wrapped, "on_host": self.on_host}
         return {"boxes": boxes, **marks, "values": self.values, "groups": self.groups}
@@ -120,11 +120,11 @@ class Snapshot:
 def take_snapshot(
     model: nn.Module, optimizer: Replicated, frozen: bool = True, alone: bool = False
 ) -> Snapshot:
-    """Copies the weights that the replicas last agreed on, and the state of the optimizer, the
-    local state and the random generators of this rank.
+    """Copies the last agreed weights, and this rank's optimizer state, local state and random
+    generators.
 
-    Waits for messages that are on their way. frozen: whether to copy parameters that require no
-    gradient. alone: whether no other replica takes a snapshot; see `Replicator.local_state`.
+    Waits for messages in flight. frozen: True to copy parameters that require no gradient. alone:
+    True if no other replica takes a snapshot; see `Replicator.local_state`.
 
     Raises:
         ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs
@@ -195,15 +195,16 @@ def _base_state(
 
 
 Held = Mapping[int, Mapping[str, Tensor]]
-"""Pieces of parameters that this rank holds, by the number of the shard and by name. A rank that
-holds one whole shard has {} for it."""
+"""Pieces of parameters that this rank holds, by number of the shard and by name. For a rank with
+one whole shard the inner mapping is {}.
+"""
 
 
 def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
-    """Coordinates of this rank among the files of a checkpoint, and the shards that it holds.
+    """This rank's coordinates among the files of a checkpoint, and the shards that it holds.
 
     The coordinates are those of its first shard. Replicas with different numbers of ranks have the
-    same shards: a rank of a small replica holds several.
+    same shards: a rank of a smaller replica holds several.
     """
     axis = optimizer.levels[0][0]
     own = optimizer.coordinates
@@ -216,7 +217,9 @@ def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, H
 
 
 def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[Replicator]]:
-    """Replicators of the parameters in each shard that this rank holds, by its number."""
+    """The replicators of the parameters in each shard that this rank holds, by number of the
+    shard.
+    """
     found: dict[int, list[Replicator]] = {shard: [] for shard in held}
     shard_of = {
         piece.ranks: n
@@ -226,7 +229,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
     }
     all_pieces = [
         (each.link, p) for each in optimizer.build() for p in each.parameters.values()
-    ]  # a replicator may have no piece
+    ]  # a replicator may have no piece in this shard
     of_links = {
         link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
     }
@@ -254,7 +257,7 @@ def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dic
 
 
 def _cut_shared(snapshot: Snapshot, part: Snapshot, pieces: Mapping[str, Tensor]) -> None:
-    """Adds to `part` all tensors but the local state; sharded ones are cut like `pieces`."""
+    """Adds all tensors except the local state to `part`; sharded ones are cut like `pieces`."""
     for key, tensor in snapshot.tensors.items():
         if key.startswith("replica."):
             continue
@@ -274,8 +277,9 @@ def _cut_shared(snapshot: Snapshot, part: Snapshot, pieces: Mapping[str, Tensor]
 def _renumber(
     snapshot: Snapshot, part: Snapshot, replicator: Replicator, number: int, level: int
 ) -> None:
-    """Adds to `part` the local state of `replicator`, which has `number` in `snapshot`, as that of
-    `level`."""
+    """Adds the local state of `replicator`, number `number` in `snapshot`, to `part` as that of
+    `level`.
+    """
     before = f"replica.{number}."
     for key, tensor in snapshot.tensors.items():
         if not key.startswith(before):
@@ -291,8 +295,9 @@ _warned: WeakSet[nn.Module] = WeakSet()  # models that `_warn_of_extra_state` ha
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:
-    """Warns once per model of modules with state outside parameters and buffers, such as the scales
-    of fp8."""
+    """Warns once per model about modules with state other than parameters and buffers, such as fp8
+    scales.
+    """
     if model in _warned:
         return
     _warned.add(model)
@@ -309,10 +314,11 @@ def _warn_of_extra_state(model: nn.Module) -> None:
 
 
 def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
-    """Boxes of the tensors that are DTensors, or that are sharded like their parameter."""
+    """Boxes of the tensors that are DTensors or are sharded like their parameter."""
     parameters = local_parameters(model)
     boxes = {}
-    by_layout: dict[object, Box] = {}  # torch computes a box slowly, and most tensors share one
+    # computing a box is slow in torch, and most tensors share a layout
+    by_layout: dict[object, Box] = {}
     for key, tensor in found.items():
         like: Tensor | None = tensor
         if not isinstance(tensor, DTensor):

@@ -17,8 +17,8 @@ class TrainingState(Stateful):
     State that all replicas share has shared keys, which torch.distributed.checkpoint writes once.
     Private state has keys that name replica and shard.
 
-    Use it for torch's format only. That format unpickles its own metadata, and a save is neither
-    atomic nor checked; `detonation.save_checkpoint` is both.
+    Use it only if you need torch's format. That format unpickles its own metadata, and its save is
+    neither atomic nor checked; `detonation.save_checkpoint` is both.
 
     Raises:
         KeyError: while loading, if the saved world had other replicas or shards.
@@ -38,7 +38,7 @@ class TrainingState(Stateful):
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """State under keys that torch.distributed.checkpoint may merge. Collective."""
+        """The state, under keys that torch.distributed.checkpoint may merge. Collective."""
         optimizer = self._optimizer
         optimizer.set_up()
         model, base = get_state_dict(self._model, optimizer)
@@ -54,9 +54,9 @@ class TrainingState(Stateful):
         return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the result of `state_dict` of the same world. Collective.
+        """Loads the result of `state_dict` from a world of the same shape. Collective.
 
-        A state of replicas that does not fit is refused before anything has changed.
+        A replica state that does not fit is refused before anything has changed.
         """
         optimizer = self._optimizer
         coordinates = optimizer.coordinates

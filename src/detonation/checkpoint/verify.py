@@ -34,9 +34,9 @@ _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.
 class VerifyReport:
     """Findings about one checkpoint.
 
-    faults: in words; empty if the checkpoint is whole. differences: between replicas, in words.
-    apart: the largest distance of close replicas, relative to the norm of a tensor; None if their
-    bits must be equal. compared: the number of tensors per shard that must be equal on all
+    faults: as text; empty if the checkpoint is complete. differences: between replicas, as text.
+    apart: the largest distance of close replicas, relative to the norm of a tensor; None if
+    replicas must be equal. compared: the number of tensors per shard that must be equal on all
     replicas. uncompared: the reason if that number is 0. elsewhere: the files on other nodes, which
     this node cannot read; `faults` does not cover them.
     """
@@ -70,7 +70,7 @@ class VerifyReport:
         return f"{self.path}: {whole}, {self.uncompared or self._agreement()}"
 
     def _agreement(self) -> str:
-        """In words, how close the replicas are."""
+        """Describes how close the replicas are."""
         tensors = f"{self.compared} tensors a shard"
         if self.apart is None:
             return f"replicas equal in {tensors}"
@@ -145,7 +145,7 @@ def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
 
 
 def newest(directory: Path) -> Found:
-    """Newest whole checkpoint of `directory`, and a line for each newer one that is not whole.
+    """The newest complete checkpoint of `directory`, and a line for each newer incomplete one.
 
     Raises `ValueError` if no checkpoint is whole.
     """
@@ -166,7 +166,7 @@ def newest(directory: Path) -> Found:
 class WholeModel:
     """One model, merged from the replicas `here` of a checkpoint.
 
-    rejected: a line for each newer checkpoint that is not whole.
+    rejected: a line for each newer incomplete checkpoint.
     """
 
     reader: CheckpointReader
@@ -176,7 +176,7 @@ class WholeModel:
 
 
 def newest_model(directory: Path) -> WholeModel:
-    """Model of the newest whole checkpoint of `directory`.
+    """The model of the newest complete checkpoint of `directory`.
 
     Raises `ValueError` if no checkpoint is whole, if no replica has all its files on this node, or
     if the replicas trained alone.
@@ -210,8 +210,8 @@ def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
 class _Comparison:
     """Compares the replicas of one checkpoint, shard by shard.
 
-    differences: in words. compared: the number of tensors per shard that must agree. apart: the
-    largest distance of close replicas; None if the bits were compared.
+    differences: as text. compared: the number of tensors per shard that must agree. apart: the
+    largest distance of close replicas; None if bits were compared.
     """
 
     def __init__(self, saved: CheckpointReader) -> None:
@@ -248,7 +248,7 @@ class _Comparison:
                 )
 
     def _unequal(self, keys: Sequence[str], first: ShardReader, other: ShardReader) -> list[str]:
-        """Keys of the tensors that differ; of two close replicas, those that are too far apart."""
+        """Keys of tensors that differ or, for close replicas, that are too far apart."""
         unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
         if not (first.moved and other.moved):
             return unequal
@@ -264,7 +264,7 @@ class _Comparison:
 
 
 def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, bool]:
-    """Distance of two tensors relative to their norm, and whether rounding alone explains it."""
+    """Distance of two tensors relative to their norm, and True if rounding alone explains it."""
     one = first.tensor(key)
     two = other.tensor(key)
     if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
@@ -273,7 +273,7 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
     one = one.double()  # torch cannot subtract float8
     two = two.double()
     *norms, far = (float(torch.linalg.vector_norm(each)) for each in (one, two, one - two))
-    if not far:  # zeros of other signs
+    if not far:  # the tensors differ only in the signs of zeros
         return 0.0, True
     least = min(norms)
     name = _name_in_training(key)
@@ -302,7 +302,7 @@ def _name_in_training(key: str) -> str:
 
 
 def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
-    """Keys of the tensors of a shard that must be equal on all replicas after any step."""
+    """Keys of tensors in a shard that must be equal on all replicas after any step."""
     if described.alike:
         return [
             k
@@ -311,8 +311,8 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
         ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # With several levels, a level that exchanges gradients keeps its tier equal. With a level that
-    # exchanges nothing or parameters, each member of the tier has its own anchors.
+    # With several levels, a level that exchanges gradients keeps its tier equal.
+    # With any other level, each member of the tier has its own anchors.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1
@@ -323,7 +323,7 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """True if two tensors are equal bit for bit: NaN equals itself, and 0.0 differs from -0.0."""
+    """True if two tensors are bitwise equal: NaN equals itself, and 0.0 differs from -0.0."""
     same = (first.shape, first.dtype) == (second.shape, second.dtype)
     return same and torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8))
 
@@ -335,7 +335,7 @@ _Read = Callable[[str, Box | None], Tensor]
 
 @torch.no_grad()
 def load_weights(directory: Path, model: nn.Module) -> str:
-    """Loads weights into `model`, which may be sharded: this rank reads its own part of them.
+    """Loads weights into `model`, which may be sharded: each rank reads its own part.
 
     Args:
         directory: A run directory, whose newest whole checkpoint is read, a checkpoint, or a
@@ -366,7 +366,9 @@ def load_weights(directory: Path, model: nn.Module) -> str:
 
 
 def _saved(directory: Path) -> tuple[_Read, str]:
-    """Reader of the weights in the newest whole checkpoint, and their source in words."""
+    """Reader of the weights in the newest complete checkpoint, and a description of their
+    source.
+    """
     found = newest_model(directory)
     saved = found.reader
     source = found.source
@@ -380,14 +382,14 @@ def _saved(directory: Path) -> tuple[_Read, str]:
 
 
 def _exported(directory: Path) -> tuple[_Read, str]:
-    """Reader of the weights in safetensors files, and their source in words."""
+    """Reader of the weights in safetensors files, and a description of their source."""
     try:
         names = [EXPORTED]
         if not (directory / EXPORTED).is_file():
             names = sorted(
                 {*json.loads(read_text(directory / _INDEX, links=True))["weight_map"].values()}
             )
-        # a snapshot in the cache of Hugging Face consists of links
+        # a snapshot in Hugging Face's cache consists of links
         files = [TensorFile((directory / Path(name).name).resolve()) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{directory} holds no weights that can be read: {error}") from error

@@ -36,9 +36,9 @@ _INTERFACE: dict[str, Any] = {
 def run_command(arguments: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code.
 
-    0 means success, or stopped on request; 1 a failure, 2 bad input, 130 Ctrl-C, and 141 that the
-    reader of stdout has closed it. Characters that the encoding of stdout lacks are escaped. A rank
-    under a launcher does not return: see `end_now`.
+    0 means success or stopped on request, 1 a failure, 2 bad input, 130 Ctrl-C, and 141 that the
+    reader of stdout closed the pipe. Characters missing in the encoding of stdout are escaped. A
+    rank under a launcher does not return: see `end_now`.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -48,7 +48,7 @@ def run_command(arguments: list[str] | None = None) -> int:
     try:
         try:
             return _command(arguments)
-        finally:  # also after --help, which raises SystemExit
+        finally:  # runs also after --help, which raises SystemExit
             print(end="", flush=True)
     except OSError as error:
         if not _is_of_stdout(error):
@@ -72,13 +72,13 @@ def _command(arguments: list[str]) -> int:
         if end.code and KINDS.get(name) in (Train, Probe) and _under_launcher():
             _refuse_world(arguments)
         raise
-    # torch reads both when it is imported, and only then.
+    # torch reads both variables only when it is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     level = "ERROR"
     if verb.debug:
         level = "WARNING"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", level)
-    # "package.module:function" may be in this directory, which must hide no package.
+    # "package.module:function" may be in the current directory, which comes last in the search path
     if "" not in sys.path:
         sys.path.append("")
     code = _run(verb)
@@ -102,7 +102,7 @@ def _parsed(arguments: list[str]) -> Any:
 
 
 def _print_versions(arguments: list[str]) -> int:
-    """Prints the version of this package, then the versions of others, whose import takes longer.
+    """Prints the version of this package, then the versions of others, whose imports need longer.
 
     With --compare, prints the differences to a file.
     """
@@ -144,7 +144,8 @@ def _run(verb: Any) -> int:
     except KeyboardInterrupt:
         line = ended_by(signal.SIGINT) + _how_to_continue(verb)
         return fail(line, 128 + signal.SIGINT, verb.json)
-    except SystemExit as ended:  # a request, where children or folders had to be removed first
+    # a verb exits this way after a stop request, once its children and folders are removed
+    except SystemExit as ended:
         if not isinstance(ended.code, int) or ended.code - 128 not in REQUESTS:
             raise
         return fail(ended_by(ended.code - 128), ended.code, verb.json)
@@ -173,7 +174,7 @@ def _is_of_stdout(error: OSError) -> bool:
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
     try:
-        print(end="", flush=True)  # raises again if text is left in the buffer
+        print(end="", flush=True)  # print raises again if the buffer still holds text
     except OSError:
         return True
     return False
@@ -203,6 +204,7 @@ def _refuse_world(arguments: list[str]) -> None:
 def _under_launcher() -> bool:
     from detonation.cluster.position import launch_position  # without torch
 
-    with contextlib.suppress(ValueError):  # the verb has reported invalid variables
+    # the verb has already reported invalid environment variables
+    with contextlib.suppress(ValueError):
         return launch_position(os.environ) is not None
     return False

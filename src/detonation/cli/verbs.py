@@ -1,6 +1,6 @@
 """Functions of the verbs, which only call and print, and the printing of errors.
 
-Heavy imports wait until a verb needs them.
+Slow imports are delayed until a verb needs them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def say(verb: of.Common, line: str) -> None:
     if verb.json:
         _to_stderr(line)
     else:
-        print(line, flush=True)  # `meet` prints nothing more for hours
+        print(line, flush=True)  # flush: `meet` prints nothing more for hours
 
 
 def _output(verb: of.Common) -> TextIO:
@@ -39,7 +39,7 @@ def _output(verb: of.Common) -> TextIO:
 
 
 def explain(verb: of.Common, error: Exception) -> int:
-    """Prints an error in one line, unless another rank did.
+    """Prints an error in one line, unless another rank printed it.
 
     Returns the exit code: 2 for bad input, 128 + n if signal n asked for the end, else 1.
     """
@@ -76,22 +76,24 @@ def explain(verb: of.Common, error: Exception) -> int:
 
 
 def _is_part(path: Path, out: Path) -> bool:
-    """True for a file in `out`, for a directory above it, and for the unfinished file of `out`."""
+    """True for a file in `out`, for a directory above `out`, and for the temporary file of
+    `out`.
+    """
     return path.is_relative_to(out) or out.is_relative_to(path) or str(path) == f"{out}.part"
 
 
 def fail(line: str, code: int, as_json: bool) -> int:
-    """Prints an error, with --json as an object, too; returns `code`."""
+    """Prints an error; with --json also as an object. Returns `code`."""
     try:
         if as_json:
             print(json.dumps({"error": line, "code": code}), flush=True)
-    finally:  # also if stdout is closed
+    finally:  # exit even if stdout is closed
         _to_stderr(f"error: {printable(line)}")
     return code
 
 
 def _to_stderr(line: str) -> None:
-    """Prints a line to stderr. If that fails, stdout must still get its object."""
+    """Prints a line to stderr. Ignores errors, because stdout must still get its JSON object."""
     try:
         print(line, file=sys.stderr)
     except OSError:
@@ -120,11 +122,11 @@ SETTING_FLAGS = {
     "publish": "train.publish",
     "logger": "train.loggers",
 }
-"""Key of the recipe for each other flag that is a setting."""
+"""Key of the recipe for each other flag that sets a value."""
 
 
 def requested(kind: type[_R], verb: of.Common) -> _R:
-    """Request of this `kind` from the flags of `verb`, which have the names of its fields."""
+    """The request of this `kind`, filled from flags of `verb` with the names of its fields."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
     # --set overrides a shortcut; all other flags override --set.
@@ -138,7 +140,7 @@ def requested(kind: type[_R], verb: of.Common) -> _R:
 
 
 def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, ...]:
-    """Assignments to the recipe's `keys` from the given flags."""
+    """Assignments to keys of the recipe from the flags that were given."""
     found = []
     for flag, key in keys.items():
         value = flags.get(flag)
@@ -166,10 +168,11 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
 
 
 def _page_of(directory: Path) -> list[str]:
-    """Writes the page of a run that has ended; returns a line that says where it is."""
+    """Writes the page of a finished run; returns a line with its path."""
     from detonation.report.page import try_write
 
-    if not (directory / "summary.json").is_file():  # an earlier start may have left metrics here
+    # an earlier start may have left metrics in this run directory
+    if not (directory / "summary.json").is_file():
         return [
             f"{directory} holds no summary, because another replica writes it: run detonation"
             " report on that machine"
@@ -263,7 +266,9 @@ class _LazyTorch(ModuleType):
 
 @contextmanager
 def _lazy_torch() -> Iterator[None]:
-    """Delays `import torch` in the block, in which no module may import a submodule of torch."""
+    """Context manager that delays `import torch`; inside it no module may import a submodule of
+    torch.
+    """
     module = sys.modules.setdefault("torch", _LazyTorch("torch"))
     if isinstance(module, _LazyTorch):
         module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
@@ -275,7 +280,7 @@ def _lazy_torch() -> Iterator[None]:
 
 
 def _plan(verb: of.Plan) -> dict[str, Any]:
-    # Without a recipe a plan does not use torch, whose import takes over a second.
+    # without a recipe a plan needs no torch, whose import needs over a second
     with _lazy_torch():
         from detonation.report.terminal import show_plan
         from detonation.train.verbs import plan

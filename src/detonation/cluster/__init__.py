@@ -1,1 +1,3 @@
-"""Processes of a run and the network between them: start, rendezvous, mesh, heartbeat and end."""
+"""Processes of a run and the network between them: launch, rendezvous, mesh, heartbeat and
+shutdown.
+"""

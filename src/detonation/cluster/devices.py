@@ -30,7 +30,7 @@ class GPUs:
     """GPUs of this machine that this process sees.
 
     usable: number of GPUs that torch can use. supported: whether torch is built for GPUs. driver:
-    its device file, or "".
+    path of the driver's device file, or "".
     """
 
     usable: int
@@ -60,8 +60,8 @@ def choose_device(
 ) -> torch.device:
     """Chooses the device of a rank: the CPU only if no GPU is visible, or if the user asks for it.
 
-    A process that sees one GPU uses it, whatever its local rank, because launchers such as srun
-    hide the GPUs of other ranks. `position` is None without a launcher; `asked` is "cpu", "cuda" or
+    A process that sees a single GPU uses it for any local rank, because launchers such as srun hide
+    the GPUs of other ranks. `position` is None without a launcher; `asked` is "cpu", "cuda" or
     None.
 
     Raises `ValueError` if the machine shows a GPU that the rank cannot use. The message names the
@@ -109,8 +109,9 @@ def device_name(device: torch.device, host: str) -> str:
 
 
 def require_own_devices(names: Sequence[str]) -> None:
-    """Raises `ValueError` if only some ranks, by their `device_name`, are on GPUs, or if two share
-    a GPU."""
+    """Raises `ValueError` if GPU and CPU ranks are mixed, judged by their `device_name`, or if two
+    ranks share a GPU.
+    """
     on_cpu = [rank for rank, name in enumerate(names) if name.startswith("the CPU")]
     on_gpu = [rank for rank in range(len(names)) if rank not in on_cpu]
     if on_cpu and on_gpu:
@@ -176,10 +177,10 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: of tensors on an accelerator, or else of this process."""
+    """Peak memory in bytes: of tensors on an accelerator, else of this process."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak
-    return 1024 * peak  # in KiB on other systems
+    return 1024 * peak  # other systems than macOS report KiB

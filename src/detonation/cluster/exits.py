@@ -1,4 +1,4 @@
-"""Ends of the ranks that this process started, and the root cause among their failures."""
+"""Exits of the ranks that this process started, and the root cause among their failures."""
 
 import logging
 import os
@@ -18,17 +18,17 @@ from detonation.whole_files import read_json
 
 _POLL_S = 0.02
 _LEAVING_S = 15.0
-"""Last replicas must end within this time after the first one."""
+"""Seconds after the first remaining replica has ended within which the others must end."""
 _log = logging.getLogger("detonation")
 
 
 def failure_file(folder: Path, rank: int) -> Path:
-    """File in which `rank` leaves its failure to the process that waits for it."""
+    """File in which `rank` writes its failure for the process that started it."""
     return folder / f"failure-{rank}.json"
 
 
 class RankExits:
-    """Exits of all ranks of a world on this machine. Removes ranks that have ended from `pids`.
+    """Exits of all ranks of a world on this machine. Removes ended ranks from `pids`.
 
     With a `meeting` point, failures of a lost replica do not count if the other replicas continue.
     """
@@ -42,8 +42,9 @@ class RankExits:
         self._meeting = meeting
         self._failures: list[Failure] = []
         self._survived: list[Failure] = []
-        self._cause_deadline = float("inf")  # the ranks with the root cause report until then
-        self._end_deadline = float("inf")  # the last replicas end until then
+        # until this time, ranks with the root cause may report it
+        self._cause_deadline = float("inf")
+        self._end_deadline = float("inf")  # until this time, the last replicas must end
 
     def wait(self) -> Failure | None:
         """Waits until all ranks have ended; returns the root cause, None if all succeeded."""
@@ -65,7 +66,7 @@ class RankExits:
         return self._root_cause()
 
     def _collect_ended(self) -> None:
-        """Takes the exit code of each rank that has ended."""
+        """Records the exit code of each rank that has ended."""
         for rank, pid in list(self._pids.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -73,7 +74,9 @@ class RankExits:
                 self._take(rank, os.waitstatus_to_exitcode(status))
 
     def _take(self, rank: int, code: int) -> None:
-        """Records how `rank` ended. If it failed, the other ranks of its lost replica are ended."""
+        """Records the exit code of `rank`. If it failed, the other ranks of its replica are
+        killed.
+        """
         if code:
             failure = self._failure_of(rank, code)
             of_replica: Collection[int] = ()
@@ -88,14 +91,16 @@ class RankExits:
             self._end_deadline = time.monotonic() + _LEAVING_S
 
     def _failure_of(self, rank: int, code: int) -> Failure:
-        """Failure that `rank` left in the folder, or one made from its exit code."""
+        """The failure that `rank` wrote to the folder, or one made from its exit code."""
         path = failure_file(self._folder, rank)
         if path.exists():
             return Failure(**read_json(path))
         return failure_from_exit_code(rank, code)
 
     def _kill_left_out(self) -> None:
-        """Ends ranks of removed replicas: a process that hangs keeps memory, ports and locks."""
+        """Kills ranks of removed replicas, because a hanging process keeps memory, ports and
+        locks.
+        """
         if self._meeting is not None:
             self._kill(self._meeting.left_out())
 
@@ -104,7 +109,7 @@ class RankExits:
             os.kill(self._pids[rank], signal.SIGKILL)
 
     def _knows_cause(self) -> bool:
-        """True if a rank failed by itself, or if the time to wait for such a rank has passed."""
+        """True if a rank failed on its own, or if the time to wait for such a rank is over."""
         if any(not failure.network for failure in self._failures):
             return True
         now = time.monotonic()
@@ -113,7 +118,9 @@ class RankExits:
         return now > self._cause_deadline
 
     def _root_cause(self) -> Failure | None:
-        """Root cause. Failures of lost replicas count if all others only lost a peer."""
+        """Root cause. Failures of lost replicas count if all other failures are lost
+        connections.
+        """
         if self._failures and all(failure.network for failure in self._failures):
             return root_cause([*self._failures, *self._survived])
         return root_cause(self._failures)

@@ -1,4 +1,4 @@
-"""The process group and the device of a rank, by the position that its launcher gave it."""
+"""The process group and the device of a rank, from the position that its launcher assigned."""
 
 import gc
 import logging
@@ -37,13 +37,14 @@ from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch
 
 _log = logging.getLogger("detonation")
 COLLECTIVE_TIMEOUT_S = 300.0
-"""Seconds for which a collective waits for a rank that compiles, loads or saves, in addition to the
-transfer time."""
+"""Seconds, added to the transfer time, for which a collective waits for a rank that compiles, loads
+or saves.
+"""
 
 GROUP_TIMEOUT_S = 1800.0
-"""Timeout of a group that `init_mesh` initialises: torch's own for gloo."""
+"""Timeout of a group that `init_mesh` initialises: torch's default for gloo."""
 
-# public from torch 2.14 on
+# torch makes set_timeout public from version 2.14 on
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 _heartbeat: Heartbeat | None = None
 _lost = False
@@ -52,13 +53,14 @@ _interface = ""
 
 
 def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
-    """Joins a process group of this rank's replica alone (NCCL on GPUs, else gloo), so that other
+    """Creates a process group of this rank's replica (NCCL on GPUs, else gloo), so that other
     replicas cannot disturb it.
 
-    The `shards` ranks of a replica are neighbours; the ranks of all replicas meet in `store`.
+    The `shards` ranks of a replica have consecutive numbers; the ranks of all replicas meet in
+    `store`.
     """
     device = take_device(position)
-    keep_to_loopback(os.environ)  # its ranks are children of one launcher
+    keep_to_loopback(os.environ)  # all ranks of the replica are children of one launcher
     replica, shard = divmod(position.rank, shards)
     _init_group(PrefixStore(f"replica{replica}", store), shard, shards, device)
 
@@ -66,7 +68,7 @@ def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
 def init_rank(
     position: LaunchPosition, end: EndProcess, folder: Path | None = None
 ) -> Heartbeat | None:
-    """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat, if there
+    """Joins the default process group (NCCL on GPUs, else gloo), and starts the heartbeat if there
     are other ranks.
 
     Args:
@@ -74,7 +76,7 @@ def init_rank(
         folder: a directory of this machine where the ranks meet; without it they meet at
             MASTER_ADDR:MASTER_PORT.
 
-    Raises `ValueError` as `meet`, and where ranks have different tokens.
+    Raises `ValueError` like `meet`, and if ranks have different tokens.
     """
     global _heartbeat
     _heartbeat = None
@@ -92,7 +94,7 @@ def init_rank(
         _heartbeat = Heartbeat(board, position.rank, position.world_size, end)
     if isinstance(board, StoreBoard):
         board.require_same_token(position.rank, position.world_size)
-    # with the heartbeat: a rank that is done may fail, and say why, while another still connects
+    # after the heartbeat: a finished rank may fail, and report it, while another still connects
     _init_group(store, position.rank, position.world_size, device)
     if _heartbeat is not None:
         watching = _heartbeat
@@ -101,7 +103,7 @@ def init_rank(
 
 
 def own_heartbeat() -> Heartbeat | None:
-    """The heartbeat of the rank that `init_rank` made of this process."""
+    """The heartbeat that `init_rank` started in this process."""
     return _heartbeat
 
 
@@ -116,7 +118,7 @@ def _init_group(store: Store, rank: int, world_size: int, device: torch.device) 
     if device.type == "cpu":
         backend = "gloo"
         bound = None
-        # OpenMP accepts a list, one number for each level of nesting
+        # OpenMP accepts a list with one number for each level of nesting
         threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(threads.split(",")[0]))
     dist.init_process_group(
@@ -130,12 +132,12 @@ def _init_group(store: Store, rank: int, world_size: int, device: torch.device) 
 
 
 def join_world(asked: str | None = None) -> torch.device:
-    """Joins the default process group of a launcher's world unless there is one; returns this
+    """Joins the default process group of a launcher's world, if there is no group yet; returns this
     rank's device.
 
-    Without a launcher the process is a world of one. The group can send tensors of the CPU and of
-    the device, whose type is `asked`, or chosen. The caller's current GPU stays current. Raises
-    `ValueError` as `meet`.
+    Without a launcher the process is a world of one. The group can send tensors of the CPU and of a
+    device of type `asked` (None: chosen here). The caller's current GPU stays current. Raises
+    `ValueError` like `meet`.
     """
     position = launch_position(os.environ)
     if dist.is_initialized():
@@ -168,11 +170,13 @@ def join_world(asked: str | None = None) -> torch.device:
 
 
 def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
-    """Starts the watch of the default process group, unless there is one; `end` as in
-    `waiting.Watch`."""
+    """Starts to watch the default process group, unless it is watched already; see `waiting.Watch`
+    for `end`.
+    """
     global _watch
     store = distributed_c10d._get_default_store()
-    if _watch is not None and _watch.source is not store:  # the watch of a destroyed group
+    # this watch belongs to a destroyed process group
+    if _watch is not None and _watch.source is not store:
         _watch.stop()
         _watch = None
     if _watch is None and dist.get_world_size() > 1:
@@ -182,12 +186,12 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
 def meet(
     position: LaunchPosition, folder: Path | None = None, asked: str | None = None
 ) -> tuple[Store, torch.device]:
-    """Chooses this rank's device (see `take_device`) and interface, and opens the store where ranks
-    meet.
+    """Chooses this rank's device (see `take_device`) and interface, and opens the store in which
+    ranks meet.
 
-    `folder` is as in `init_rank`, `asked` the device's type, or None to choose. Raises `ValueError`
-    if this rank cannot use a GPU that the machine shows, if two ranks share one, or if MASTER_ADDR
-    is missing.
+    See `init_rank` for `folder`; `asked` is the device's type, or None to choose. Raises
+    `ValueError` if this rank cannot use a GPU that the machine shows, if two ranks share one, or if
+    MASTER_ADDR is missing.
     """
     try:
         allow_open_files(position.world_size)
@@ -197,11 +201,11 @@ def meet(
             raise refuse_world(position, error) from error
         raise
     store = rendezvous_store(position, folder)
-    if folder is not None:  # a launcher on this machine has checked the devices of its ranks
+    if folder is not None:  # the launcher on this machine has checked the devices of its ranks
         keep_to_loopback(os.environ)
         return store, device
     require_start(store, position, device)
-    # after the store is open, because then all ranks can resolve the name of rank 0's host
+    # after opening the store, because then all ranks can resolve the name of rank 0's host
     _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device
 
@@ -214,14 +218,16 @@ def _note_interface(line: str) -> None:
 
 
 def interface_line() -> str:
-    """Describes in one line where the ranks of this world listen; "" if all share a machine."""
+    """Describes in one line the addresses on which the ranks of this world listen; "" if all share
+    a machine.
+    """
     return _interface
 
 
 def take_device(position: LaunchPosition, asked: str | None = None) -> torch.device:
-    """Chooses this rank's device; `asked`, and `ValueError`, as in `meet`.
+    """Chooses this rank's device; see `meet` for `asked` and `ValueError`.
 
-    Sets RANK, WORLD_SIZE, LOCAL_RANK (the index of the device among the visible ones) and
+    Sets RANK, WORLD_SIZE, LOCAL_RANK (the device's index among the visible ones) and
     LOCAL_WORLD_SIZE, for launchers that do not set them.
     """
     device = _chosen_device(position, asked)
@@ -245,10 +251,11 @@ def _chosen_device(position: LaunchPosition | None, asked: str | None) -> torch.
 def set_timeouts(
     message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float
 ) -> None:
-    """Sets how long this rank waits for others, by the size of the largest message between nodes.
+    """Sets how long this rank waits for others, given the size of the largest message between
+    nodes.
 
-    A rank is lost after `silence_limit_s(silence_s, ...)`; messages name its replica by the number
-    of `shards`. Collectives wait longer, because a rank that is alive may be late.
+    A rank counts as lost after `silence_limit_s(silence_s, ...)`; errors name its replica, computed
+    from `shards`. Collectives wait longer, because a live rank may be late.
     """
     if _heartbeat is not None:
         _heartbeat.set_limit(silence_limit_s(silence_s, message_bytes, rate_bits_per_s), shards)
@@ -268,7 +275,9 @@ def local_device() -> torch.device:
 
 
 def note_loss() -> None:
-    """Records that a rank of the default process group is lost, so that `leave` does not wait."""
+    """Records that a rank of the default process group is lost, so that `leave` does not wait for
+    it.
+    """
     global _lost
     _lost = True
 
@@ -277,8 +286,8 @@ def leave() -> None:
     """Waits for all ranks, unless one is lost, then destroys the process group and ends its
     threads. Collective.
 
-    Call it after the function that trained has returned. The threads end with the last reference to
-    the group. If the interpreter shuts down before, it may abort ("terminate called without an
+    Call it after the training function has returned. The threads end when the last reference to the
+    group is dropped. An interpreter that shuts down earlier may abort ("terminate called without an
     active exception"). torch itself keeps references in functions of torch.distributed.nn that are
     imported later, and in caches of sharded tensors.
 
@@ -300,7 +309,7 @@ def leave() -> None:
         _watch.stop()
         _watch = None
     dist.destroy_process_group()
-    gc.collect()  # meshes, models and optimizers are in reference cycles
+    gc.collect()  # reference cycles contain meshes, models and optimizers
 
 
 def gpus_for(ranks: int) -> bool:

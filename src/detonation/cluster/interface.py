@@ -1,8 +1,8 @@
-"""Network interface of this machine that leads to a host, by the kernel's routes.
+"""The network interface of this machine that leads to a host, by the kernel's routes.
 
 Two processes reach each other over loopback only if they are in the same network namespace of one
-machine. If all processes of a group are, they listen on loopback. Otherwise each process listens on
-the interface that leads to the host of the group's store.
+machine. If this holds for all processes of a group, they listen on loopback. Else each process
+listens on the interface that leads to the host of the group's store.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ if sys.platform == "darwin":
     LOOPBACK = "lo0"
 _SIOCGIFADDR = 0x8915  # Linux
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation: the route to them is the default route."""
+"""Addresses reserved for documentation: packets to them use the default route."""
 _OF_THE_LINK = "20"
 """Scope of link-local IPv6 addresses in Linux's table."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Way of this machine to a host: an interface, and the address of this machine on it."""
+    """The route of this machine to a host: an interface, and this machine's address on it."""
 
     interface: str
     address: str
@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_id() -> str:
-    """Identity of the loopback interface: equal in two processes that share it."""
+    """Identity of the loopback interface, equal in two processes that share it."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
@@ -58,10 +58,10 @@ def loopback_id() -> str:
 
 
 def way_towards(host: str) -> Way | None:
-    """Way to `host`, never loopback; None if the kernel has no route. Sends nothing.
+    """Route to `host`, never over loopback; None if the kernel has none. Sends nothing.
 
-    The machine's own name may lead to loopback, as on Debian. Then it is the way of the default
-    route, or the only interface with an address if there is no default route.
+    The machine's own name may lead to loopback, as on Debian. Then the result is the default route,
+    or without one the only interface with an address.
     """
     if not host:
         return None
@@ -82,7 +82,7 @@ def way_towards(host: str) -> Way | None:
 
 
 def way_over(interface: str, host: str = "") -> Way:
-    """Way over `interface`, with its address of the same IP version as that of `host`."""
+    """Route over `interface`, with its address of the same IP version as `host`."""
     addresses = addresses_of(interface)
     sources = [*source_addresses(host)]
     if sources:
@@ -91,9 +91,10 @@ def way_over(interface: str, host: str = "") -> Way:
 
 
 def find_way(host: str) -> Way | None:
-    """Like `way_towards`, but raises `ValueError`, with the interfaces, if there is no way.
+    """Like `way_towards`, but raises `ValueError` that lists the interfaces if there is no route.
 
-    None on systems other than Linux, which do not list addresses: the network library then chooses.
+    Systems other than Linux do not list addresses: there it returns None, and the network library
+    chooses.
     """
     way = way_towards(host)
     if way is None and sys.platform == "linux":
@@ -106,10 +107,10 @@ def find_way(host: str) -> Way | None:
 
 
 def listening_address(host: str) -> str:
-    """Address at which this machine must listen so that others reach it as `host`.
+    """Address on which this machine must listen so that others can reach it as `host`.
 
-    It is loopback only if `host` names loopback itself; the machine's own name may lead there, as
-    on Debian. Raises `OSError` if no host has that name.
+    It is loopback only if `host` names loopback itself: the machine's own name may resolve to
+    loopback, as on Debian. Raises `OSError` if no host has that name.
     """
     *_, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     address = str(where[0])
@@ -121,7 +122,7 @@ def listening_address(host: str) -> str:
 
 
 def listener_at(host: str, port: int, backlog: int | None = None) -> socket.socket:
-    """A socket that listens at the address `host`; "" is all IPv4 interfaces.
+    """A socket that listens on the address `host`; "" means all IPv4 interfaces.
 
     Raises `OSError` if that fails.
     """
@@ -132,8 +133,9 @@ def listener_at(host: str, port: int, backlog: int | None = None) -> socket.sock
 
 
 def addresses_of(interface: str) -> list[str]:
-    """IPv4 address and IPv6 addresses of an interface, without link-local ones; empty on systems
-    other than Linux."""
+    """IPv4 and IPv6 addresses of an interface, without link-local ones; empty on systems other than
+    Linux.
+    """
     found: list[str] = []
     if not interface or sys.platform != "linux":
         return found
@@ -154,7 +156,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def source_addresses(target: str) -> Iterator[str]:
-    """Source address of a datagram to each address of `target`."""
+    """The source address that the kernel uses towards each address of `target`."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

@@ -1,5 +1,6 @@
-"""Runs a function on the ranks of a world: in processes of this machine, which it starts and waits
-for, or as one rank of a world that torchrun or srun started."""
+"""Runs a function on the ranks of a world: in processes that it starts on this machine, or as one
+rank started by torchrun or srun.
+"""
 
 import gc
 import importlib
@@ -48,8 +49,8 @@ _T = TypeVar("_T")
 class _Rank:
     """One rank of a world, and its work.
 
-    folder: for its result or its failure. parent: the process that started it. where: the
-    arguments of `join_replicas` if replicas may be lost, else None.
+    folder: the directory for its result or its failure. parent: the id of the process that started
+    it. where: the arguments of `join_replicas` if replicas may be lost, else None.
     """
 
     rank: int
@@ -70,12 +71,12 @@ def run_local(
     enter: Callable[[int], None] | None = None,
     survival: Survival | None = None,
 ) -> list[Any]:
-    """Calls `function(*arguments)` on `world_size` processes of this machine that share a process
+    """Calls `function(*arguments)` in `world_size` processes of this machine that share a process
     group.
 
-    On CPU the processes are forked, so `function` may be any callable. If each rank gets a GPU,
-    the processes start afresh, so `function` must be importable and `arguments` plain values. No
-    process outlives the call.
+    On CPU the processes are forked, so `function` may be any callable. If each rank gets a GPU, the
+    processes are spawned, so `function` must be importable and `arguments` plain values. No process
+    outlives the call.
 
     Args:
         timeout_s: ends the world after this time; by default never.
@@ -90,7 +91,7 @@ def run_local(
         SystemExit: SIGTERM or SIGUSR1 came twice, or ended ranks that do not handle it. The first
             one passes on to all ranks.
     """
-    allow_open_files(world_size)  # before the ranks start, which inherit it
+    allow_open_files(world_size)  # set the limit before the ranks start, because they inherit it
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
     meeting = None
@@ -135,8 +136,9 @@ def _starter(world_size: int, enter: Callable[[int], None] | None) -> Callable[[
 
 
 def _raise_failure(failure: Failure, stop: Stop, world_size: int) -> NoReturn:
-    """Raises `SystemExit` if the signal that this process passed on ended a rank, else
-    `WorldError`."""
+    """Raises `SystemExit` if a signal that this process forwarded ended a rank, else
+    `WorldError`.
+    """
     if stop and failure.kind == signal.Signals(stop.number).name:
         raise SystemExit(128 + stop.number)
     raise WorldError(failure, world_size)
@@ -146,19 +148,18 @@ def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # From Python 3.12 on, fork warns when there are threads; torch's are idle here, and the
-        # child starts its own.
+        # From Python 3.12 on, fork warns if there are threads.
+        # torch's threads are idle here, and the child starts its own.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         code = 1
-        # the parent's objects are never garbage here: a collection would copy all of its memory
+        # a collection in the child would copy all of the parent's memory
         gc.freeze()
         try:
             code = _child(mine, enter)
         finally:
-            # Never back into the parent's stack: its finally clauses and atexit hooks are not the
-            # child's.
+            # Never return into the parent's stack, with its finally clauses and atexit hooks.
             os._exit(code)
     return pid
 
@@ -168,8 +169,7 @@ def _spawn(mine: _Rank) -> int:
     function = mine.function
     called = [function.__module__, function.__qualname__, list(mine.arguments)]
     write_result(task, [mine.rank, mine.world_size, *called, mine.parent, mine.where])
-    # Ctrl-C is the parent's from the first instruction on; a request ends a rank that still
-    # imports.
+    # Only the parent handles Ctrl-C. SIGTERM ends a rank that still imports.
     masked = [signal.SIGINT]
     command = [sys.executable, "-m", __name__, str(task)]
     return os.posix_spawn(sys.executable, command, os.environ, setsigmask=masked)
@@ -180,7 +180,7 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     world_size = mine.world_size
     folder = mine.folder
     die_with_parent(mine.parent)
-    # The parent handles Ctrl-C; a second traceback from each child would help nobody.
+    # the parent handles Ctrl-C; a traceback from each child would only repeat it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in REQUESTS:
         signal.signal(number, signal.SIG_DFL)
@@ -216,7 +216,7 @@ def _end_lost(rank: int, folder: Path, reason: Reason) -> NoReturn:
 
 
 def _tell(folder: Path, failure: Failure) -> None:
-    """Writes a failure for the process that waits; prints it if the disk is full."""
+    """Writes a failure for the waiting parent process; prints it if the disk is full."""
     try:
         write_result(failure_file(folder, failure.rank), asdict(failure))
     except OSError:
@@ -224,9 +224,9 @@ def _tell(folder: Path, failure: Failure) -> None:
 
 
 def _kill(pids: dict[int, int]) -> None:
-    """Ends the ranks that are left, at once: their files are whole or absent at any time."""
+    """Kills the remaining ranks at once; their files are complete or absent at any time."""
     for pid in pids.values():
-        with suppress(ProcessLookupError):  # another thread has waited for it
+        with suppress(ProcessLookupError):  # another thread has already waited for this process
             os.kill(pid, signal.SIGKILL)
     for rank, pid in list(pids.items()):
         with suppress(ChildProcessError):
@@ -236,8 +236,9 @@ def _kill(pids: dict[int, int]) -> None:
 
 @contextmanager
 def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
-    """Passes the first SIGTERM or SIGUSR1 on to the ranks; the second raises `SystemExit`, which
-    ends them."""
+    """Forwards the first SIGTERM or SIGUSR1 to the ranks; the second raises `SystemExit`, which
+    ends them.
+    """
     stop = Stop()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -251,7 +252,8 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
                 os.kill(pid, number)
 
     handlers: dict[int, Any] = dict.fromkeys(REQUESTS, pass_on)
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then nobody can wait for a rank
+    # if SIGCHLD is ignored, no process can wait for a rank
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         handlers[signal.SIGCHLD] = signal.SIG_DFL
     with raising(handlers):
         yield stop
@@ -259,9 +261,9 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
 
 @contextmanager
 def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
-    """Blocks signals while a rank starts, so that a signal always finds the new rank in `pids`.
+    """Blocks signals while a rank starts, so that every signal finds the new rank in `pids`.
 
-    The rank itself is in the parent's stack for a moment, where nothing may raise.
+    The forked rank briefly runs in the parent's stack, where no signal handler may raise.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     stop_requested = bool(stop)
@@ -302,12 +304,12 @@ def run_under_launcher(
         end_now(code)
 
     die_with_agent(os.environ)
-    # also while a failure is reported: torchrun asks the others to stop as soon as one rank ends
+    # stay stoppable during a report: torchrun stops the other ranks as soon as one ends
     with stoppable() as stop:
         with stop.at_once():
             _require_start(position, fail, check, interface)
         try:
-            with stop.at_once():  # the others may never come
+            with stop.at_once():  # the other ranks may never connect
                 init_rank(position, end)
             result = function()
             leave()
@@ -334,7 +336,7 @@ def _require_start(
         use_interface(os.environ, interface)
     except ValueError as error:
         failure = failure_from_exception(position.rank, error)
-        if not position.local_rank:  # all ranks of a machine find the same error
+        if not position.local_rank:  # all ranks of a machine get the same error
             fail(WorldError(failure, position.world_size))  # at once: the others may never come
         failure = failure_from_exception(position.rank, refuse_world(position, error))
         raise WorldError(failure, position.world_size, reported=True) from error
@@ -343,8 +345,9 @@ def _require_start(
 def _reported(
     heartbeat: Heartbeat | None, failure: Failure, position: LaunchPosition
 ) -> WorldError:
-    """Error of this rank. The first rank whose failure no peer caused reports it; a rank that lost
-    a peer names that peer."""
+    """The error of this rank. The first rank that failed on its own reports its error; a rank that
+    lost a peer names that peer.
+    """
     if heartbeat is None:  # before the heartbeat all ranks of a machine raise the same error
         told = failure.complete and bool(position.local_rank)
         return WorldError(failure, position.world_size, told)
@@ -356,7 +359,7 @@ def _reported(
 
 
 def _lost(position: LaunchPosition, reason: Reason) -> WorldError:
-    """The error of a rank that ends for a reason that is not its own."""
+    """The error of a rank that ends because of another rank."""
     failure = Failure(
         position.rank,
         time.time(),
@@ -369,8 +372,9 @@ def _lost(position: LaunchPosition, reason: Reason) -> WorldError:
 
 
 def _is_told(position: LaunchPosition, by: int) -> bool:
-    """True where this rank need not print what the rank `by` reports: that one prints it on this
-    machine, or the first rank here does."""
+    """True if this rank need not print the report of rank `by`: `by` prints it on this machine, or
+    the first rank here does.
+    """
     if by == position.rank:
         return False
     first = position.rank - (position.local_rank or 0)

@@ -29,7 +29,7 @@ from detonation.wire.wire import ShardWire
 
 
 def layers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Elements of every outermost `nn.ModuleList`: the layers of a transformer."""
+    """Elements of every outermost `nn.ModuleList`, such as the layers of a transformer."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -38,11 +38,11 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """`backend_override` of `init_device_mesh` for the axis between replicas; None if it can use
-    the default group.
+    """`backend_override` of `init_device_mesh` for the axis between replicas; None if the default
+    group suffices.
 
-    With NCCL the axis gets its own communicator, even if it has all ranks. Its kernels run on a
-    stream of high priority, so that short messages between replicas do not wait for the kernels of
+    With NCCL the axis gets its own communicator, even if it contains all ranks. Its kernels run on
+    a high-priority stream, so that short messages between replicas do not wait for the kernels of
     backward. `chosen` is one of `SLOW_BACKENDS`, or None.
     """
     if chosen is not None:
@@ -53,10 +53,10 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     if backends.get("cuda") != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # options override the timeout of the default backend, so set the same one
+    # options override the timeout of the default backend, so the same timeout is set here
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
-    # the axis sends tensors of the same devices as the default group; with "nccl" alone, NCCL can
-    # split that group
+    # The axis sends tensors of the same devices as the default group.
+    # With the backend "nccl" alone, NCCL can split that group.
     name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
     if set(backends.values()) == {"nccl"}:
         name = "nccl"
@@ -64,8 +64,8 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
 
 
 def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGroup | None]:
-    """Link between the nodes of a replica, and the group of this rank's node (None for nodes of one
-    rank). Collective over all ranks of the world.
+    """The link between the nodes of a replica, and the group of this rank's node (None if nodes
+    have one rank). Collective over all ranks of the world.
 
     The ranks of a node are neighbours on the axis "shard".
 
@@ -128,8 +128,8 @@ def init_mesh(
     """Makes the mesh ("replicate", "shard") over all ranks. Neighbouring ranks are the shards of
     one replica.
 
-    Uses the process group that exists, or initialises one from the environment of a launcher such
-    as torchrun. Without either this process is a world of one.
+    Uses the existing process group, or initialises one from the environment of a launcher such as
+    torchrun. Without both, this process is a world of one.
 
     Args:
         replicas: number of copies of the model, usually the number of nodes; by default it follows
@@ -172,7 +172,7 @@ def init_mesh(
     sizes = _sizes(replicas, shards, world)
     taken = join_world(device)
     mesh = _mesh_of(sizes, taken.type, slow_axis_backend("replicate", taken.type, slow_backend))
-    # after the mesh has made its groups, which do not inherit the default group's timeout
+    # set timeouts after creating the groups, which do not inherit the default group's timeout
     if timeout_s is not None:
         set_group_timeouts(timeout_s)
     watch_waiting()
@@ -180,7 +180,7 @@ def init_mesh(
 
 
 def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
-    """Raises `ValueError` if an argument of `init_mesh` is out of its range."""
+    """Raises `ValueError` for an argument of `init_mesh` that is out of range."""
     if slow_backend not in (None, *SLOW_BACKENDS):
         raise ValueError(
             f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or"
@@ -191,7 +191,7 @@ def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
 
 
 def _world_size(position: LaunchPosition | None) -> int:
-    """Number of ranks in the process group, else of the launcher's world, else 1."""
+    """Number of ranks in the process group; without one, in the launcher's world; else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     if position:
@@ -202,7 +202,7 @@ def _world_size(position: LaunchPosition | None) -> int:
 def _shards_of_nodes(
     world: int, position: LaunchPosition | None, device: str | None
 ) -> int | Sequence[int]:
-    """Ranks of a node, as the launcher says; a list if nodes have different numbers.
+    """Number of ranks per node according to the launcher; a list if nodes differ.
 
     Collective if the ranks are on several machines.
     """
@@ -215,7 +215,7 @@ def _shards_of_nodes(
 
 
 def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | None) -> DeviceMesh:
-    """Mesh of replicas with `sizes` ranks, and with the backend `slow` between them."""
+    """Mesh of replicas with `sizes` ranks, with backend `slow` between them."""
     if len({*sizes}) == 1:
         axes = (len(sizes), sizes[0])
         return init_device_mesh(
@@ -228,7 +228,7 @@ def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | Non
 
 
 def _remedy(sizes: Sequence[int], world: int) -> str:
-    """Remedy, in words, if `sizes` do not make up the world."""
+    """Remedy, as text, if `sizes` do not add up to the world."""
     if world == 1 and launch_position(os.environ) is None and sum(sizes) > 1:
         script = "your_script.py"
         if sys.argv[0].endswith(".py"):
@@ -238,7 +238,7 @@ def _remedy(sizes: Sequence[int], world: int) -> str:
 
 
 def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int) -> list[int]:
-    """Ranks of each replica. Raises `ValueError` if they do not make up the world."""
+    """Number of ranks of each replica. Raises `ValueError` if they do not add up to the world."""
     if isinstance(shards, int | None):
         if shards is None:
             shards = world // max(1, replicas or 1)
@@ -275,9 +275,9 @@ def shard(
     """Shards `model` in place within each replica (FSDP2 on `mesh["shard"]`) and makes all replicas
     equal. Collective.
 
-    Every rank ends up with its shard of the weights of rank 0. Each element of an outermost
-    `nn.ModuleList` (the layers of a transformer) becomes an FSDP unit, unless it shares a parameter
-    with the rest; the whole model is the last one.
+    Every rank ends with its shard of rank 0's weights. Each element of an outermost `nn.ModuleList`
+    (the layers of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest;
+    the model itself becomes the last unit.
 
     Args:
         mesh: the mesh of `init_mesh`.
@@ -327,7 +327,7 @@ def shard(
         )
         if unit is model or own_parameters:
             sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
-            # gloo averages by summing first; some versions summed only
+            # gloo averages by summing first; older versions return the sum
             if mesh.device_type == "cpu":
                 sharded.set_force_sum_reduction_for_comms(True)
             units.append(sharded)
@@ -371,8 +371,8 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     """Hashes the parameters of the first replica and compares all replicas with it, bit for bit.
     Collective.
 
-    The comparison includes the persistent buffers, such as the running statistics of BatchNorm:
-    they are equal after `synchronize()`, and differ as soon as replicas have trained on.
+    The comparison includes persistent buffers, such as the running statistics of BatchNorm: they
+    are equal after `synchronize()`, and differ once training continues.
 
     Args:
         mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or one with
@@ -391,7 +391,7 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
         (64, True)
         >>> dt.leave()
     """
-    device = torch.device("cpu")  # wherever the parameters are, also offloaded ones
+    device = torch.device("cpu")  # on the CPU, because parameters may be offloaded
     if not carries(distributed_c10d._get_default_group(), device):
         device = torch.device(mesh.device_type)
     axis = None
@@ -420,7 +420,7 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
 
 
 def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Sha256 of `parameters`, by default those of this rank, and that of its persistent buffers.
+    """Sha256 of `parameters`, by default those of this rank, and sha256 of its persistent buffers.
 
     Shapes: `[64]` uint8.
     """
@@ -431,8 +431,9 @@ def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = N
 
 
 def compared_digests(replicas: Sequence[Sequence[bytes]]) -> tuple[str, bool]:
-    """Fingerprint of the first replica, and whether all are equal, by the `weights_digest` of
-    each shard."""
+    """Fingerprint of the first replica, and True if all replicas are equal, from the
+    `weights_digest` of each shard.
+    """
     of_parameters = b"".join(both[:32] for both in replicas[0])
     return hashlib.sha256(of_parameters).hexdigest(), all(
         replica == replicas[0] for replica in replicas

@@ -1,4 +1,6 @@
-"""Rank and world size that a launcher gave this process, and addresses as users write them."""
+"""Rank and world size that a launcher assigned to this process, and parsing of HOST:PORT
+addresses.
+"""
 
 import re
 import socket
@@ -20,7 +22,8 @@ _MPI = (
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
+    # variables of MPICH and Intel MPI
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
@@ -28,9 +31,9 @@ _MPI = (
 class LaunchPosition:
     """Rank `rank` of `world_size`, which is rank `local_rank` of `local_world_size` on its machine.
 
-    local_rank, local_world_size: None if the launcher does not say. nodes: number of nodes of
-    torchrun; None with other launchers. address, port: where the ranks meet, if the launcher does
-    not set MASTER_ADDR and MASTER_PORT.
+    local_rank, local_world_size: None if the launcher does not set them. nodes: number of nodes of
+    torchrun; None with other launchers. address, port: the rendezvous, if the launcher does not set
+    MASTER_ADDR and MASTER_PORT.
     """
 
     rank: int
@@ -51,13 +54,13 @@ class LaunchPosition:
 
     @property
     def one_machine(self) -> bool:
-        """True if all ranks are known to be on this machine."""
+        """True if all ranks are certainly on this machine."""
         return self.local_world_size == self.world_size
 
 
 def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
-    """Reads the position that torchrun, a Kubernetes job, mpirun or srun gave this process; None
-    without a launcher.
+    """Reads the position that torchrun, a Kubernetes job, mpirun or srun assigned; None without a
+    launcher.
 
     Raises `ValueError` if a variable of the launcher is not a whole number.
 
@@ -68,8 +71,7 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return _named(env, names, meeting_here=is_loopback(env.get("MASTER_ADDR", "")))
-    # MPI before SLURM: mpirun inside a job starts its daemons by srun, and its ranks inherit the
-    # daemons' variables
+    # MPI before SLURM: mpirun starts daemons by srun, and ranks inherit their variables
     for names in _MPI:
         if names[0] in env and names[3] in env:
             return _named(env, names)
@@ -95,8 +97,9 @@ def first_host(hosts: str) -> str:
 def _named(
     env: Mapping[str, str], names: tuple[str, str, str, str], meeting_here: bool = False
 ) -> LaunchPosition:
-    """Position in four variables. The last two may be missing; `meeting_here` says that the store
-    is on this machine."""
+    """Position from four environment variables. The last two may be missing; `meeting_here` says
+    that the store is on this machine.
+    """
     rank, world = (_number(env, name) for name in names[:2])
     local_rank, local_world = (_number_if_set(env, name) for name in names[2:])
     if local_world is None and (meeting_here or world == 1):
@@ -114,8 +117,8 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 def _srun_started(env: Mapping[str, str]) -> bool:
     """True for a task that srun started to compute.
 
-    False for the shells of salloc, of `srun --pty` and of a batch script: each is one process,
-    although it sees the number of tasks of the whole job.
+    False in shells of salloc, of `srun --pty` and of a batch script: each is one process, although
+    it sees the task count of the whole job.
     """
     if "SLURM_PROCID" not in env or not _SLURM_COUNTS & env.keys():
         return False
@@ -128,8 +131,9 @@ _SLURM_COUNTS = {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    """Number of tasks of the step. SLURM_NTASKS is that of the job in a shell, and that of the step
-    under srun."""
+    """Number of tasks of the step. SLURM_NTASKS is the job's count in a shell, and the step's count
+    under srun.
+    """
     tasks = _number_if_set(env, "SLURM_STEP_NUM_TASKS")
     if tasks is None:
         return _number(env, "SLURM_NTASKS")
@@ -151,8 +155,9 @@ def _slurm(env: Mapping[str, str]) -> LaunchPosition:
 
 
 def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
-    """Number of tasks of this step on this node, from a list such as "8(x2),4"; None if SLURM does
-    not say."""
+    """Number of tasks of this step on this node, from a list such as "8(x2),4"; None if SLURM sets
+    none.
+    """
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     per_node = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
     node = _number(env, "SLURM_NODEID", 0)
@@ -182,7 +187,9 @@ def _number(env: Mapping[str, str], name: str, default: int | str = "") -> int:
 
 
 def require_known_host(flag: str, address: str) -> None:
-    """Raises `ValueError` if the HOST of "HOST:PORT", the value of `flag`, is unknown here."""
+    """Raises `ValueError` if this machine cannot resolve the HOST of "HOST:PORT", the value of
+    `flag`.
+    """
     host, port = host_and_port(address)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -193,7 +200,7 @@ def require_known_host(flag: str, address: str) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Two parts of "HOST:PORT". An IPv6 address is in brackets.
+    """The two parts of "HOST:PORT". An IPv6 address is in brackets.
 
     Raises:
         ValueError: The address has another form.

@@ -1,5 +1,6 @@
 """Nodes with different numbers of ranks: replicas shard a parameter at different rows, and exchange
-it in pieces."""
+it in pieces.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -19,15 +20,15 @@ from detonation.core.schemes import GradientScheme, Scheme
 
 Pieces = dict[str, Tensor]
 Owners = tuple[int, ...]
-"""Ranks that hold a piece, one of each replica."""
+"""The ranks that hold a piece, one per replica."""
 
 
 class UnevenAxis(Communicator):
-    """Axis between replicas with different numbers of ranks.
+    """The axis between replicas with different numbers of ranks.
 
     Each parameter is cut at all rows at which any replica cuts it. A piece between two cuts has one
-    owner in each replica, and these owners form a process group. So each rank sends only rows of
-    its own shard. If the cuts of large nodes include those of small ones, messages have the size of
+    owner in each replica, and its owners form a process group. So each rank sends only rows of its
+    own shard. If the cuts of large nodes include those of small ones, messages have the size of
     those between large nodes.
 
     Args:
@@ -56,8 +57,9 @@ class UnevenAxis(Communicator):
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """Pieces of all `parameters` by their owners, in order; some pieces are empty, and a rank
-        has none of the parts that it does not own."""
+        """Pieces of all `parameters` by owners, in order; pieces may be empty, and a rank has none
+        for owners that do not include it.
+        """
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         parts: dict[Owners, Pieces] = {
             ranks: {} for ranks in sorted({ranks for run in runs.values() for ranks in run})
@@ -103,8 +105,9 @@ class UnevenAxis(Communicator):
         ]
 
     def broadcast(self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
-        """Copies weights and buffers of the first replica to all others, in place. Whole tensors
-        are those of its first rank."""
+        """Copies weights and buffers of the first replica to all others, in place. For whole
+        tensors, its first rank sends.
+        """
         sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
         for tensor in (*(p for name, p in parameters.items() if name not in sharded), *buffers):
             dist.broadcast(tensor, 0)
@@ -116,7 +119,8 @@ class UnevenAxis(Communicator):
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
         """Pieces of all owners, for `Clip`, in the same order on all ranks. Pieces of other ranks
-        are empty."""
+        are empty.
+        """
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
         every = {
@@ -167,11 +171,11 @@ class UnevenAxis(Communicator):
         )
 
     def all_reduce(self, values: Tensor) -> Any:
-        """Raises `ValueError`, as `all_gather`."""
+        """Raises `ValueError`, like `all_gather`."""
         return self.all_gather(values)
 
     def all_to_all(self, mine: Tensor) -> Any:
-        """Raises `ValueError`, as `all_gather`."""
+        """Raises `ValueError`, like `all_gather`."""
         return self.all_gather(mine)
 
     @property
@@ -180,7 +184,8 @@ class UnevenAxis(Communicator):
 
     def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
         """First and end row of the piece of each group of owners, if FSDP2 shards a parameter of
-        `rows` rows."""
+        `rows` rows.
+        """
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}
         return {
@@ -206,7 +211,7 @@ class UnevenAxis(Communicator):
         return piece
 
     def _problem(self, parameters: Mapping[str, Tensor]) -> str:
-        """Fault in the parameters of this rank, in words; "" without one."""
+        """The fault in this rank's parameters, as text; "" if there is none."""
         node = [*self._nodes[self.replica]]
         for name, parameter in parameters.items():
             cut = parameter.ndim > 0 and len(node) == 1
@@ -223,8 +228,9 @@ class UnevenAxis(Communicator):
 
 
 class UnevenMesh:
-    """Axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh`
-    returns them."""
+    """The axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh`
+    returns them.
+    """
 
     mesh_dim_names = ("replicate", "shard")
 
@@ -249,8 +255,8 @@ class UnevenMesh:
 
 
 def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
-    """Number of ranks of each node. `mine` is that of this rank's node. Collective over the default
-    group.
+    """Number of ranks of each node. `mine` is the number for this rank's node. Collective over the
+    default group.
 
     Raises `ValueError` unless the ranks of a node are neighbours.
     """

@@ -1,5 +1,5 @@
-"""The algorithms: messages of a replica, their schedule, and how all replicas turn them into the
+"""The algorithms: a replica's messages, their schedule, and how all replicas decode them to the
 same update.
 
-It needs torch alone; everything above it may call it. docs/design.md lists the rooms.
+It depends on torch alone; every other package may import it. docs/design.md lists its packages.
 """

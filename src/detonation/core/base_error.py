@@ -2,12 +2,11 @@
 
 
 class DetonationError(Exception):
-    """An error that this library names: `except detonation.errors.DetonationError` catches all of
+    """Base class of all errors of this library: `except detonation.errors.DetonationError` catches
     them.
 
-    Each keeps the built-in class that fits it as a second base: `Mismatch` is a `ValueError`,
-    `Desync` a `RuntimeError`. A wrong argument is a plain `ValueError` or `TypeError`, as
-    everywhere in Python.
+    Each error also has a fitting built-in base class: `Mismatch` is a `ValueError`, `Desync` a
+    `RuntimeError`. A wrong argument raises a plain `ValueError` or `TypeError`, as usual in Python.
 
     Example:
         >>> import detonation as dt

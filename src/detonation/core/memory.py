@@ -1,4 +1,4 @@
-"""The private state of a replica: the memory of its signals, and its saved form."""
+"""A replica's private state: the memory of its signals, and the saved form of this state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STRIPS = 16
-"""Number of parts in which signals are cut into tiles, to need less memory for the two copies."""
+"""Number of parts in which signals are cut into tiles; more parts need less memory for the two
+copies.
+"""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """How memory behaves: `residual = decay * residual + signal`, then `residual -= alpha * sent`.
+    """How the memory evolves: `residual = decay * residual + signal`, then `residual -= alpha *
+    sent`.
 
     Args:
         decay: From 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of
@@ -49,8 +52,8 @@ class Feedback:
 class Memory:
     """The fp32 residual of one replica, private to it: 4 bytes per local coordinate.
 
-    Its padding stays zero: values that a transform moves there belong to no parameter and must not
-    compete to be sent.
+    Its padding stays zero: values that a transform writes there belong to no parameter and must not
+    compete for selection.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Memory:
         self._kept: WeakSet[KeptRows] = WeakSet()
 
     def of_rows(self, layout: Layout, first: int) -> Memory:
-        """A memory with this `layout` that shares the rows from `first` on."""
+        """A memory with this `layout` that shares this memory's rows from `first` on."""
         residual = self.residual[first : first + layout.rows]
         return Memory(layout, self.feedback, self._device, residual)
 
@@ -94,23 +97,24 @@ class Memory:
             self.residual.mul_(self.feedback.decay)
         else:
             self.residual.mul_(self._decay.masked_fill(bad, 1.0))
-        # by way of a copy: it converts signals, or cuts them into tiles
+        # signals are added through a copy, which converts them or cuts them into tiles
         parts = [Bucket.whole(self._layout)]
         if self._layout.tiled:
             parts = Bucket.strips(self._layout, -(-self._layout.rows // STRIPS))
         for part in parts:
             flat = part.layout.flatten(part.cut(signals), self.residual.device)
             if bad is not None:
-                flat.masked_fill_(bad, -0.0)  # adding it changes no bit of any number
+                flat.masked_fill_(bad, -0.0)  # adding -0.0 changes no bits
             self.residual[part.rows].add_(flat)
-            del flat  # free it before the next one is made
+            del flat  # free this part before allocating the next one
         return self.residual
 
     def _absorb_in_place(
         self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None
     ) -> None:
-        """Adds signals in fp32 to the views of the residual. With `bad`, adds them to a copy, which
-        replaces the residual if `bad` is False."""
+        """Adds fp32 signals to the views of the residual. With `bad`, adds to a copy, which
+        replaces the residual only if `bad` is False.
+        """
         if bad is None:
             to = self.residual.mul_(self.feedback.decay)
             views = self._views
@@ -132,7 +136,7 @@ class Memory:
         for part in sent:
             self.residual[first : first + len(part)].sub_(part, alpha=self.feedback.alpha)
             first += len(part)
-            del part  # free it before the next one is made
+            del part  # free this part before allocating the next one
         if len(self._padding):
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
@@ -143,7 +147,7 @@ class Memory:
             kept.forget()
 
     def keep(self, numbers: Tensor) -> KeptRows:
-        """Copies rows to undo a step in them; see `KeptRows`.
+        """Copies rows so that a step in them can be undone; see `KeptRows`.
 
         Shapes: `[rows]` int64.
         """
@@ -156,7 +160,7 @@ class Memory:
         self.residual.mul_(factor)
 
     def add(self, more: Tensor) -> None:
-        """Adds values to the residual, except to its padding.
+        """Adds `more` to the residual, except to its padding.
 
         Shapes: `[rows, chunk]`.
         """
@@ -172,7 +176,7 @@ class Memory:
 
 
 def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
-    """Raises `ValueError` if a saved state, `what`, has other keys than the current one."""
+    """Raises `ValueError` if the saved state `what` has other keys than the current one."""
     if odd := sorted({*current} ^ {*saved}):
         raise ValueError(
             f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"
@@ -181,7 +185,7 @@ def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -
 
 @dataclass(frozen=True)
 class LocalState:
-    """Tensors that share memory with the objects whose state they are.
+    """The state of objects, as tensors that share their memory.
 
     Args:
         flats: By kind (`residual`, `anchor`, ...), `[rows, chunk]` each.
@@ -195,7 +199,7 @@ class LocalState:
     loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
-        """All tensors, to read: `kind.parameter` in the local shape of the parameter, then the
+        """Read-only tensors: `kind.parameter` in the parameter's local shape, followed by the
         others.
 
         Shapes: -> one local shape per kind and parameter.
@@ -208,8 +212,8 @@ class LocalState:
         return parts | dict(self.others)
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores what `named` returned earlier."""
-        with torch.no_grad():  # no decorator, which needs torch at import
+        """Restores the result of `named`."""
+        with torch.no_grad():  # a decorator would need torch at import
             for kind, flat in self.flats.items():
                 self.layout.write(
                     flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots]

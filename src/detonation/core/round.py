@@ -1,6 +1,6 @@
-"""Rounds: the steps at which messages are exchanged, and which replicas take which local steps.
+"""Rounds: the steps at which messages are exchanged, and the local steps that each replica runs.
 
-Arithmetic on step numbers, which count from 0.
+All functions compute on step numbers, which start at 0.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLACK_PERCENT = 5
-"""A replica takes as many local steps as fit into the fastest replica's round plus this share of
-it."""
+"""A replica runs as many local steps as fit into the duration of the fastest replica's round plus
+this percentage.
+"""
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round of `every` steps: its update is applied once `offset` steps are over, and then every
+    """A round of `every` steps: its update is applied after `offset` steps, and then after every
     `every` steps.
 
-    The message leaves `delay` steps before its update is applied. A message that would leave before
-    the first step does not exist, and the first round is that much longer.
+    The message is sent `delay` steps before its update is applied. A message that would have to be
+    sent before the first step is skipped, which makes the first round longer.
 
     >>> [step for step in range(9) if Round(every=3).sends(step)]
     [2, 5, 8]
@@ -50,16 +51,15 @@ class Round:
             )
 
     def sends(self, step: int) -> bool:
-        """True if a message leaves after `step`, counted from 0."""
+        """True if a message is sent after `step`, counted from 0."""
         return step >= 0 and (step + 1 + self.delay - self.offset) % self.every == 0
 
 
 class LocalSteps:
-    """The local steps that each replica takes of the `every` steps of a round; the same on all
+    """The local steps that each replica runs among the `every` steps of a round; equal on all
     replicas.
 
-    A replica that takes fewer pauses in the other steps, which are evenly spread. All take the last
-    step.
+    A replica with fewer local steps skips evenly spread steps. All replicas run the last step.
 
     counts: Local steps of each replica per round, `[replicas]` int64 from 1 to every.
 
@@ -74,12 +74,12 @@ class LocalSteps:
         self.counts = torch.full((replicas,), every, dtype=torch.int64, device="cpu")
 
     def restart(self, every: int) -> None:
-        """Lets all replicas take all `every` steps until they agree on other counts."""
+        """Makes all replicas run all `every` steps until they agree on other counts."""
         self.every = every
         self.counts.fill_(every)
 
     def taken(self, step: int) -> Tensor:
-        """The replicas that take `step`.
+        """The replicas that run `step`.
 
         Shapes: -> `[replicas]` bool.
         """
@@ -87,8 +87,8 @@ class LocalSteps:
         return (at + 1) * self.counts // self.every > at * self.counts // self.every
 
     def agree(self, durations: Sequence[int]) -> None:
-        """Gives each replica the local steps that fit into the fastest replica's round, plus
-        `SLACK_PERCENT`.
+        """Sets the local steps of each replica to those that fit into the fastest replica's round,
+        plus `SLACK_PERCENT`.
 
         Args:
             durations: Duration of a local step of each replica, in any unit. A 0 is unknown, and

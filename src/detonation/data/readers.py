@@ -15,9 +15,9 @@ from detonation.choices import first_line, needs
 Row = Mapping[str, Any]
 PREFIX = "hf:"
 PLAIN = {"", ".txt", ".text", ".md"}
-"""Suffixes of files that are one document each."""
+"""Suffixes of files that contain one document each."""
 _SAVED = ("dataset_dict.json", "state.json")
-"""Files by which to recognise a directory of `save_to_disk`."""
+"""Files by which a directory of `save_to_disk` is recognised."""
 _BUILDERS = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -53,7 +53,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         try:
             for batch in parquet.ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
-        except (damaged, OSError) as error:  # pyarrow raises either, depending on the damage
+        except (damaged, OSError) as error:  # pyarrow raises either error, depending on the damage
             reason = first_line(error).rstrip(".")
             raise ValueError(
                 f"{path} is no whole Parquet file: {reason}; copy or download it again"
@@ -65,11 +65,11 @@ ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
 }
-"""Suffixes of files of rows, with their readers."""
+"""Suffixes of files with rows, and their readers."""
 
 
 def files_of(path: Path) -> list[Path]:
-    """Files of a source, by name: `path` itself, or all files in a directory except hidden ones.
+    """The files of a source, by name: `path` itself, or all visible files in a directory.
 
     Raises:
         ValueError: There is none, or one has a suffix that cannot be read.
@@ -97,7 +97,9 @@ def _is_visible(file: Path, folder: Path) -> bool:
 
 @contextlib.contextmanager
 def in_file(path: Path) -> Iterator[None]:
-    """Raises `ValueError` with the name of the file if it cannot be read or is not Unicode."""
+    """Context manager that raises `ValueError`, naming the file, if the file cannot be read or is
+    not Unicode.
+    """
     try:
         yield
     except UnicodeDecodeError as error:
@@ -107,7 +109,7 @@ def in_file(path: Path) -> Iterator[None]:
             encoding = "UTF-16"
         remedy = f"convert it, as with iconv -f {encoding} -t UTF-8 {path.name}"
         raise ValueError(f"{path} is not UTF-8 ({byte}): {remedy}") from error
-    except UnicodeEncodeError as error:  # JSON can spell half a character
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         half = f"U+{ord(error.object[error.start]):04X}"
         raise ValueError(
             f"{path} has text that is not Unicode ({half}): remove or replace it"
@@ -122,8 +124,8 @@ _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 def _utf8(content: bytes) -> bytes:
     """Returns `content`; raises `UnicodeDecodeError` unless it is text in UTF-8.
 
-    The last character may be cut, as in a corpus of a round number of bytes. Zero bytes are valid
-    UTF-8, but mean that the text is UTF-16 without a BOM.
+    The last character may be cut off, as in a corpus cut to a round number of bytes. Zero bytes are
+    valid UTF-8, but indicate UTF-16 without a BOM.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(content), _CHUNK):
@@ -136,7 +138,7 @@ def _utf8(content: bytes) -> bytes:
 
 
 _CHUNK = 1 << 20
-"""Bytes that are decoded at a time, to save memory."""
+"""Bytes decoded at a time, to save memory."""
 
 
 def documents(path: Path, column: str | None) -> list[bytes]:
@@ -175,7 +177,7 @@ def values_of(path: Path, name: str) -> Iterator[Any]:
 
 
 def is_hub(source: str) -> bool:
-    """True for `hf:NAME`, and for a directory of `save_to_disk`."""
+    """True for `hf:NAME`, and for a directory written by `save_to_disk`."""
     return source.startswith(PREFIX) or is_saved(Path(source).expanduser())
 
 
@@ -193,7 +195,7 @@ def label(source: str) -> str:
 
 
 def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
-    """Values of a column of the hub; without `name`, of the first column of `usual` that exists."""
+    """Values of a column of the hub; without `name`, of the first existing column of `usual`."""
     wanted = usual
     if name is not None:
         wanted = [name]
@@ -206,8 +208,8 @@ def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
 def hub_rows(source: str, split: str) -> Any:
     """Loads one split as a `datasets.Dataset`.
 
-    `split` may be a slice such as `train[:1%]`, except for a directory of `save_to_disk`. Raises
-    `ValueError` if the data set cannot be reached, or has no such configuration or split.
+    `split` may be a slice such as `train[:1%]`, except for a directory written by `save_to_disk`.
+    Raises `ValueError` if the data set cannot be reached, or has no such configuration or split.
     """
     name, config = _parts(source)
     datasets = needs("datasets", "hub")
@@ -248,11 +250,14 @@ def stream(source: str, split: str) -> Any:
 
 @contextlib.contextmanager
 def one_line(source: str) -> Iterator[None]:
-    """Raises `ValueError` of one line, with the name of the source, for errors of `datasets`."""
+    """Context manager that turns errors of `datasets` into a one-line `ValueError` with the name of
+    the source.
+    """
     bars = getattr(sys.modules.get("datasets"), "disable_progress_bars", None)
     if bars is not None:
         bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no warning for each retry
+    # suppresses a warning for each retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         yield
     except ConnectionError as error:
@@ -264,7 +269,7 @@ def one_line(source: str) -> Iterator[None]:
 
 
 def refuse(source: str, **settings: Any) -> None:
-    """Raises `ValueError` for a hub setting that another `source` would ignore."""
+    """Raises `ValueError` for a hub setting that another kind of `source` would ignore."""
     for name, value in settings.items():
         if value is not None:
             raise ValueError(f"{name} is for sources hf:NAME; {source} would ignore it")

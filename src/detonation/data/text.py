@@ -1,4 +1,4 @@
-"""Text in blocks of ids, which are bytes or tokens; loaded at once or as a stream."""
+"""Text in blocks of ids (bytes or tokens), loaded at once or streamed."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +16,7 @@ from detonation.data.packages import check_source, locate
 from detonation.data.tokens import all_ids, document_encoder, vocabulary
 
 PIECE = 8192
-"""Ids per piece when text is split into training and held-out text."""
+"""Ids per piece when text is split into training and held-out parts."""
 HELD_OUT = 200
 """Number of documents that a stream holds out."""
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
@@ -106,7 +106,8 @@ class TextBlocks:
 
 
 def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits ids into training and held-out ids: every tenth piece, whatever the context.
+    """Splits ids into training and held-out ids: every tenth piece is held out, for any context
+    length.
 
     Shapes: `[ids]` -> `[train]` and `[held out]`.
 
@@ -117,7 +118,7 @@ def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
     length = min(PIECE, max(1, len(text) // 10))
     end = len(text) // (10 * length) * 10 * length
     tens = text[:end].view(-1, 10, length)
-    # The remainder is shorter than ten pieces and goes to training.
+    # the remainder, shorter than ten pieces, goes to training
     return torch.cat([tens[:, :9].reshape(-1), text[end:]]), tens[:, 9].reshape(-1)
 
 
@@ -173,9 +174,9 @@ def _streamed(
 class TextStream:
     """Blocks of ids of the documents in a `datasets.IterableDataset`.
 
-    If the number of files is a multiple of the parts of the ranks, each part reads its own files.
-    Otherwise each part reads all files and uses one of `parts` rows. Documents follow one another
-    without padding, and start again after the last.
+    If the number of files is a multiple of the number of parts, each part reads its own files.
+    Otherwise each part reads all files and uses one row out of `parts`. Documents follow each other
+    without padding, and repeat from the first one after the last.
 
     Args:
         source: Name of the data, for errors.
@@ -202,14 +203,14 @@ class TextStream:
         self._cursors: dict[tuple[int, int], list[_Cursor]] = {}
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """Batch of one part of a step: `size` blocks of the part, from block `step * size` on.
+        """Batch of one part of a step: `size` blocks, starting with the part's block `step * size`.
 
         Shapes: `input_ids` and `labels` `[size, context]` int64.
         """
         cursors = self._of(part, parts)
         start = step * size
-        # Keeps two cursors, the last used at the end: reading the first step again does not lose
-        # the position of training.
+        # Keeps two cursors, the most recently used one last.
+        # Reading the first step again then does not lose the position of training.
         behind = [cursor for cursor in cursors if cursor.at <= start]
         if not behind:
             behind = [self._fresh(part, parts)]
@@ -226,7 +227,9 @@ class TextStream:
         return self._of(part, parts)[-1].position()
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
-        """Continues a part at a saved position; raises `ValueError` if the source has none such."""
+        """Continues a part at a saved position; raises `ValueError` if the source has no such
+        position.
+        """
         cursor = self._fresh(part, parts)
         try:
             cursor.go_to(position)
@@ -253,10 +256,10 @@ class TextStream:
 
 
 class _Cursor:
-    """Reader of one part; `at` counts the blocks that it has returned.
+    """Reader of one part; `at` is the number of blocks that it has returned.
 
-    Its position is the state of the rows before its document, and the number of ids of the document
-    that it has returned.
+    Its position is the state of the rows before the current document, and the number of ids already
+    returned from that document.
     """
 
     def __init__(
@@ -298,7 +301,7 @@ class _Cursor:
         self._given = given
 
     def _open(self, before: Any) -> None:
-        """Opens the rows at a saved state; None for the first row."""
+        """Opens the rows at a saved state; None means the first row."""
         self._rows = self._make()
         self._before = before
         self._after = before
@@ -310,7 +313,7 @@ class _Cursor:
         self._given = 0
 
     def _read(self) -> None:
-        """Reads the next row, which may hold a document; after the last row, starts an epoch."""
+        """Reads the next row, which may contain a document; after the last row, starts an epoch."""
         before = self._after
         row = next(self._next, None)
         if row is None:

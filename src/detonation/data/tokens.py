@@ -1,4 +1,4 @@
-"""Converts text to ids: bytes, or tokens of a tokenizer of transformers."""
+"""Converts text to ids: bytes, or tokens of a transformers tokenizer."""
 
 import fcntl
 import functools
@@ -18,29 +18,31 @@ from detonation.whole_files import open_lock, write_whole
 
 TEXT_VOCAB = 256
 _PIECE = 1 << 18
-"""Characters per call of a tokenizer; a longer document is cut after a line."""
+"""Characters per call of a tokenizer; longer documents are cut at line ends."""
 
 
 @functools.cache
 def load_tokenizer(name: str) -> Any:
-    """Loads the tokenizer in a directory, or with an id of the hub; the prefix `hf:` is optional.
+    """Loads the tokenizer in a directory or with an id on the hub; the prefix `hf:` is optional.
 
-    Runs no code of the hub. Raises `ValueError` if the tokenizer cannot be loaded.
+    It runs no code from the hub. Raises `ValueError` if the tokenizer cannot be loaded.
     """
     transformers = needs("transformers", "models")
     transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no warning for each retry
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork would lack its threads
+    # suppresses a warning for each retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    # a fork would lack the tokenizer's threads
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = name.removeprefix("hf:")
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the libraries that read the files raise many types
+    except Exception as error:  # the libraries that read the files raise many types of errors
         problem = f"data.tokenizer {name} is no directory, and nothing the hub gives us"
         raise ValueError(f"{problem}: {first_line(error)}") from error
 
 
 def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
-    """Tokenizer of a task of this package, also for bytes; None for tasks without one.
+    """The tokenizer of a task of this package, also for bytes; None for tasks without one.
 
     Raises `ValueError` like `load_tokenizer`.
     """
@@ -55,10 +57,9 @@ def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _of_bytes() -> Any:
-    """Tokenizer whose ids are the bytes of UTF-8."""
+    """A tokenizer whose ids are UTF-8 bytes."""
     parts = needs("tokenizers", "models")
-    # The alphabet of GPT-2's byte-level tokenizer: printable bytes represent themselves, the others
-    # follow from character 256 on.
+    # GPT-2's byte-level alphabet: printable bytes represent themselves, others follow from 256.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -79,8 +80,8 @@ def vocabulary(tokenizer: str) -> int:
 def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
     """Returns a function that converts a document to ids.
 
-    A document of bytes ends with an empty line; a document of tokens ends with the tokenizer's end
-    of text, if it has one.
+    A document of bytes ends with an empty line; a document of tokens ends with the tokenizer's
+    end-of-text token, if it has one.
     """
     if not tokenizer:
         return lambda document: [*document, *b"\n\n"]
@@ -91,7 +92,7 @@ def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
     quiet = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 
     def encode(document: bytes) -> Sequence[int]:
-        ids = array("i")  # four bytes per id; a list needs about thirty
+        ids = array("i")  # an array needs four bytes per id, a list about thirty
         for piece in _pieces(document.decode("utf-8", errors="replace")):
             ids.extend(made(piece, **quiet)["input_ids"])
         ids.extend(end)
@@ -114,10 +115,11 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path.with_suffix(".lock")) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine encodes, the others wait
+            # one rank of a machine encodes while the others wait for the lock
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 write_whole(path, _encoded(documents, tokenizer))
-    except OSError:  # the cache cannot be written
+    except OSError:  # continue without a cache if it cannot be written
         return torch.frombuffer(_encoded(documents, tokenizer), dtype=torch.int32)
     count = path.stat().st_size // 4
     if count:
@@ -145,7 +147,7 @@ def _digest(documents: Sequence[bytes], tokenizer: str) -> str:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cuts a text after lines into pieces of `_PIECE` characters, plus the rest of a line.
+    """Cuts a text at line ends into pieces of about `_PIECE` characters.
 
     >>> _pieces("short")
     ['short']

@@ -14,7 +14,7 @@ from detonation.data.tokens import load_tokenizer, vocabulary
 PAD = 0
 END_OF_TEXT = 1
 OFFSET = 3
-"""Special ids, and the id of byte 0. Id 2 means unknown; bytes do not use it."""
+"""Number of special ids, and the id of byte 0. Id 2 means unknown; bytes do not use it."""
 TRANSLATION_VOCAB = 384
 """Vocabulary of ByT5: 259 ids in use and 125 spare."""
 _NAMED = ["bible-en-es"]
@@ -33,8 +33,8 @@ def translation(
 ) -> Data:
     """Loads sentence pairs and holds out every tenth for validation.
 
-    Longer pairs are left out, not cut, because half a sentence has no translation. Padding is id 0
-    in the input and -100 in the labels.
+    Longer pairs are dropped instead of cut, because half a sentence has no translation. Padding is
+    id 0 in the input and -100 in the labels.
 
     Args:
         source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, a `.jsonl`
@@ -131,7 +131,7 @@ def _up_to(end: Any, ids: Sequence[int]) -> Sequence[int]:
 
 
 def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterable[IdPair]:
-    """Ids of each pair, including the special tokens of an input and of a target."""
+    """Ids of each pair, including the special tokens of input and target."""
     inputs = made([source.decode() for source, _ in pairs])
     targets = made(text_target=[target.decode() for _, target in pairs])
     return zip(inputs["input_ids"], targets["input_ids"], strict=True)
@@ -173,8 +173,9 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
 
 
 def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
-    """Yields the texts of each row in the order of the first row's languages, because the keys of a
-    JSON object have no order."""
+    """Yields the texts of each row in the language order of the first row, because keys of JSON
+    objects are unordered.
+    """
     first: list[str] = []
     for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):

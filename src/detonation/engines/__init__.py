@@ -1,4 +1,4 @@
-"""Engines of compiled kernels, under the laws of the reference engine.
+"""Engines with compiled kernels, under the laws of the reference engine.
 
 `core.engine.reference` finds them by name.
 """

@@ -30,8 +30,9 @@ from detonation.core.runtime import Runtime
 
 
 class NativeEngine(ReferenceEngine):
-    """DCT x top-k with memory on a CPU: one pass over the memory to encode, one over the update to
-    decode."""
+    """DCT x top-k with memory on a CPU: encode passes over the memory once, decode over the update
+    once.
+    """
 
     def __init__(
         self, library: Library, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime
@@ -77,8 +78,7 @@ class NativeEngine(ReferenceEngine):
         return selected
 
     def _encoded(self, signals: Sequence[Tensor | None], run: MessageRows | None) -> Selected:
-        """Absorbs a signal, and selects the coefficients to send: into `run`, or into new
-        memory."""
+        """Absorbs a signal and writes the selected coefficients into `run`, or into new memory."""
         k = self.codec.selection.k
         rows = self.layout.rows
         statistics: Tensor | None = None
@@ -113,7 +113,7 @@ class NativeEngine(ReferenceEngine):
             negative_zeros,
             indices,
         )
-        if statistics is not None:  # the run contains codes, not values
+        if statistics is not None:  # the run contains codes instead of values
             values = torch.empty(rows, 0, dtype=torch.float32, device="cpu")
         return Selected(values, PackedIndices(self._coding, indices, rows))
 
@@ -142,7 +142,7 @@ class NativeEngine(ReferenceEngine):
         if not isinstance(received.aggregation, Mean | MeanNonzero):
             super().write(received, targets)
             return
-        # targets that are not contiguous fp32 are written by way of a copy
+        # targets that are not contiguous fp32 are written through a copy
         odd = [
             i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()
         ]
@@ -159,7 +159,9 @@ class NativeEngine(ReferenceEngine):
     def apply_signs(
         self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None
     ) -> None:
-        """Moves `weights` by the signs of the update; without rates they become the update."""
+        """Moves `weights` by the signs of the update; without rates the update itself is written to
+        `weights`.
+        """
         rows = received.rows
         nonzero = isinstance(received.aggregation, MeanNonzero)
         magnitudes: list[Tensor] | None = None
@@ -174,7 +176,7 @@ class NativeEngine(ReferenceEngine):
             k = whole.values.shape[2]
             values = [each.contiguous() for each in whole.values]
         few = sent is not None and len(values) * k <= self._most_summed and not nonzero
-        if sent is None:  # owners answer with whole rows
+        if sent is None:  # owners reply with whole rows
             all_indices = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu")
             sent = all_indices.expand(len(values), rows, k)
         if isinstance(sent, PackedIndices):
@@ -195,14 +197,16 @@ class NativeEngine(ReferenceEngine):
             self._waves,
             rates,
         )
-        # autograd does not see these writes; a graph with the old values must not be used
+        # autograd does not see these writes; the new version invalidates graphs with the old values
         torch.autograd.graph.increment_version(weights)
 
 
 def native_engine(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None
 ) -> NativeEngine | None:
-    """The engine for DCT x top-k with memory on a CPU; None for other codecs, and without g++."""
+    """The engine for DCT x top-k with memory on a CPU; None for other codecs, or if g++ is
+    missing.
+    """
     if memory is None or runtime.decides_on_device or not runtime.kernels:
         return None
     if not isinstance(codec.basis, DCT) or type(codec.selection) is not TopK:

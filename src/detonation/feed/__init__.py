@@ -1,1 +1,3 @@
-"""Serves weights in training to other processes: a copy of the state, then each step's messages."""
+"""Sends the weights of training to other processes: first a copy of the state, then each step's
+messages.
+"""

@@ -1,5 +1,6 @@
-"""Replicas that join while others train: `Admission` on the others, and `admitted` on the new
-one."""
+"""Replicas that join during training: `Admission` runs on the existing replicas, `admitted` on the
+new one.
+"""
 
 import contextlib
 import gc
@@ -31,9 +32,9 @@ class Admission:
     """Lets new replicas join. Each rank of each replica has one, and calls `after_step` after each
     step.
 
-    The ranks of the first replica open a feed for a new replica. That one gets a copy of the state,
-    and follows until all agree on the step at which it joins. Without a new replica this costs
-    nothing.
+    The ranks of the first replica open a feed for a new replica. The new replica receives a copy of
+    the state, and follows until all agree on the step at which it joins. While no replica wants to
+    join, it costs nothing.
 
     Args:
         model: The trained model.
@@ -83,11 +84,12 @@ class Admission:
             checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
-        self._copy_turn = math.inf  # the guest gets no copy before
+        self._copy_turn = math.inf  # the guest gets no copy before this turn
 
     def after_step(self) -> None:
-        """Opens a feed for a new replica that asks to join, and closes it after that one has joined
-        or is lost."""
+        """Opens a feed for a new replica that asks to join, and closes it after the replica has
+        joined or is lost.
+        """
         guest = self._axis.host.guest
         if self._feed is not None:
             self._feed.flush()  # the new replica needs the last step before it joins
@@ -138,10 +140,10 @@ def admitted(
     safety: Safety | None = None,
     timeout_s: float = 60.0,
 ) -> tuple[Replicated, SurvivingCommunicator]:
-    """Joins running training as a new replica. Collective over the shards of this replica.
+    """Joins a running training as a new replica. Collective over the shards of this replica.
 
-    A replica with an `Admission` sends weights and optimizer state, and trains on meanwhile. All
-    replicas agree on a step. From that step on this replica is equal to the others bit for bit, or
+    A replica with an `Admission` sends weights and optimizer state, while it continues to train.
+    All replicas agree on a step. From that step on this replica is bitwise equal to the others, or
     close to them if it rounds differently. Its memory is empty.
 
     Args:
@@ -203,7 +205,7 @@ def admitted(
             )
             axis = guest.come_in(entry, timeout_s)
             joined = follower.join(axis, safety)
-        joined.verify()  # collective: the others call it at this step
+        joined.verify()  # collective: the other replicas call verify at this step
         undo.pop_all()
     return joined, axis
 
@@ -215,7 +217,7 @@ def _follow(
     late: str,
     has_come: Callable[[], bool],
 ) -> None:
-    """Follows the replica that offers the state, or another one if that is lost, until `has_come`.
+    """Follows the replica that offers the state, or another one after its loss, until `has_come`.
 
     Raises `ReplicaLost` after `timeout_s`, or if the others have continued without `guest`.
     """
@@ -229,5 +231,5 @@ def _follow(
         guest.let_in()
         follower.turn_to(guest.addresses(0))
         follower.update(wait_s=0.05)
-        if follower.trouble and not has_come():  # a training that ended in order says so itself
+        if follower.trouble and not has_come():  # a training that has ended announces it itself
             guest.hosts.require()

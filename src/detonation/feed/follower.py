@@ -30,8 +30,9 @@ from detonation.feed.weights.folders import Folder, folder_at
 from detonation.feed.weights.weight_follower import WeightFollower
 
 LARGEST_STATE = 24
-"""Largest ratio of a state to its model, in bytes: bf16 weights with fp32 moments, anchor and
-momentum have 18."""
+"""Largest ratio of state to model size in bytes: bf16 weights with fp32 moments, anchor and
+momentum reach 18.
+"""
 
 
 class Follower(AbstractContextManager["Follower"]):
@@ -40,7 +41,8 @@ class Follower(AbstractContextManager["Follower"]):
     Only `update` changes the model, so you can use it between two calls. If other threads use the
     model, share a lock between them and the thread that calls `update`.
 
-    model: the argument of `follow`. step: of training; -1 before the first copy of the state.
+    model: the argument of `follow`. step: the step of training; -1 before the first copy of the
+    state.
     """
 
     def __init__(
@@ -71,12 +73,12 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Values that the feed was given for its followers."""
+        """Values that the feed publishes for its followers."""
         return dict(self._shards[0].about.get("about", {}))
 
     @property
     def ahead(self) -> int:
-        """Number of `Feed.ahead` in the last copy of the state."""
+        """The number from `Feed.ahead` in the last copy of the state."""
         return int(self._shards[0].about.get("ahead", 0))
 
     @property
@@ -86,7 +88,7 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def joins(self) -> int:
-        """Number of received copies of the state: one, and one more for each lost connection."""
+        """Number of received copies of the state: one, plus one after each lost connection."""
         return self._streams[0].joins
 
     @property
@@ -97,24 +99,25 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def ended(self) -> bool:
-        """True after training has ended and the model has its last weights."""
+        """True after training has ended and the model has its final weights."""
         with self._changed:
             return all(stream.ended and not stream.inbox for stream in self._streams)
 
     @property
     def complete(self) -> bool:
-        """True if no message of an earlier step is still to come. With a delay, that is after
-        training has synchronized."""
+        """True if no message of an earlier step is missing. With a delay, this holds after training
+        has synchronized.
+        """
         return all(shard.complete for shard in self._shards)
 
     @property
     def trouble(self) -> str:
-        """Reason in words why a connection was lost last; "" if none was."""
+        """Why a connection was last lost; "" if none was."""
         return next((stream.trouble for stream in self._streams if stream.trouble), "")
 
     @property
     def fingerprint(self) -> str:
-        """Sha256 (hex) of the weights, equal to `detonation.fingerprint` of the replicas."""
+        """Sha256 (hex) of the weights, equal to the replicas' `detonation.fingerprint`."""
         digests = (
             bytes.fromhex(digest(local_parameters(shard.module).values())) for shard in self._shards
         )
@@ -154,10 +157,10 @@ class Follower(AbstractContextManager["Follower"]):
         """Continues as a replica along `axis`: returns an optimizer over the model's parameters,
         with the received state.
 
-        Its memory is empty: each of the others keeps what it has not sent yet. Replicas are
-        compared before this returns, so the others call `Replicated.resume_at` at this step, or
-        join as well. Do not call `update` afterwards, unless you only save with the optimizer. The
-        arguments are those of `replicate`.
+        Its memory is empty: the other replicas keep their own unsent state. It compares replicas
+        before it returns, so the others call `Replicated.resume_at` at this step, or also `join`.
+        Do not call `update` afterwards, unless you use the optimizer only for saving. See
+        `replicate` for the arguments.
 
         Raises:
             LostFeed: No state was received yet.
@@ -170,8 +173,9 @@ class Follower(AbstractContextManager["Follower"]):
         return joined_optimizer(self.model, self._shards, self._make, axis, safety or Safety())
 
     def turn_to(self, address: str) -> None:
-        """Follows the same training at `address` from now on. A new address starts with a new copy
-        of the state."""
+        """Follows the same training at `address` from now on. A new address first sends a copy of
+        the state.
+        """
         addresses = [host_and_port(each) for each in address.split(",")]
         if addresses != self._addresses:
             self._addresses = addresses
@@ -202,7 +206,7 @@ class Follower(AbstractContextManager["Follower"]):
         return Stream(host, port, self._token, most_bytes, self._most_behind, self._changed)
 
     def _wait(self, deadline: float | None, to: int | None) -> bool:
-        """Waits until something arrives; false if that cannot happen in time."""
+        """Waits until something arrives; returns False if nothing can arrive in time."""
         with self._changed:
             for stream in self._streams:
                 if stream.refusal is not None:
@@ -215,7 +219,7 @@ class Follower(AbstractContextManager["Follower"]):
             if self.ended and to is not None:
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
             over = all(stream.ended for stream in self._streams) and self._came() == self._seen
-            if over and not self.ended:  # no step that all shards have can come any more
+            if over and not self.ended:  # no step that all shards have can arrive any more
                 raise LostFeed("training has ended before the state of each of its shards came")
             rest_s = 1.0
             if deadline is not None:
@@ -226,11 +230,13 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _came(self) -> tuple[object, ...]:
-        """Counts of events, and the ends of streams: a change of these ends `_wait`."""
+        """Counts of events and ended streams; a change of these ends `_wait`."""
         return tuple((stream.came, stream.ended, stream.refusal) for stream in self._streams)
 
     def _advance(self, to: int | None) -> bool:
-        """Brings all shards to the last moment that all can reach; true if that moved one."""
+        """Brings all shards to the last moment that all can reach; returns True if any shard
+        moved.
+        """
         self._open_streams()
         with self._changed:
             self._seen = self._came()
@@ -249,15 +255,16 @@ class Follower(AbstractContextManager["Follower"]):
             self._changed.notify_all()
         for taken, (shard, _) in zip(events, self._pairs(), strict=True):
             copies = [number for number, event in enumerate(taken) if isinstance(event, Joined)]
-            begin = max(copies, default=0)  # the last copy makes earlier events needless
+            begin = max(copies, default=0)  # events before the last copy are not needed
             shard.apply(taken[begin:])
         assert goal is not None
         self.step = goal[1]
         return True
 
     def _restart_late(self) -> None:
-        """Restarts full streams whose steps no other stream has, because that one reconnected and
-        has a later copy."""
+        """Restarts full streams whose queued steps no other stream has, because that one
+        reconnected with a later copy.
+        """
         joined = [
             any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams
         ]
@@ -267,8 +274,9 @@ class Follower(AbstractContextManager["Follower"]):
                 stream.restart()
 
     def _open_streams(self) -> None:
-        """Opens a stream for each shard, and closes surplus ones, when the first stream has the
-        number of shards."""
+        """Opens a stream for each shard and closes surplus ones, once the first stream has
+        announced the number of shards.
+        """
         with self._changed:
             joined = next(
                 (event for event in self._streams[0].inbox if isinstance(event, Joined)), None
@@ -326,16 +334,16 @@ def follow(
     """Keeps the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
 
     This process is no replica: it sends nothing, and training does not wait for it. It receives a
-    copy of the state of training, and then the messages of each step, which it applies with the
-    optimizer of training. It needs memory for the weights and the state of the optimizer, but not
-    for gradients. Each shard of a replica has its own stream. If `model` is whole, this process
-    merges all of them; if `detonation.shard` made it with as many shards, each rank reads one.
+    copy of the training state, then the messages of each step, which it applies with training's
+    optimizer. It needs memory for the weights and the optimizer state, but not for gradients. Each
+    shard of a replica has its own stream. If `model` is whole, this process merges all streams; if
+    it was sharded by `detonation.shard` with as many shards, each rank reads one.
 
-    A lost connection reconnects by itself, with a new copy of the state.
+    It reconnects after a lost connection, and receives a new copy of the state.
 
-    From the directory of a `Feed.of_weights` it reads the weights only, of training with any
-    optimizer. In this case give neither a token nor `optimizer`. This process may round
-    differently, and needs memory for the model only.
+    From a directory written by `Feed.of_weights` it reads only the weights, of training with any
+    optimizer. Then pass neither a token nor `optimizer`. In that case this process may round
+    differently, and needs memory only for the model.
 
     Args:
         model: Like the trained one, with any weights. You may use it between the calls of

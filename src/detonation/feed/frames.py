@@ -1,5 +1,5 @@
 """Connections of a feed: authenticated frames of bounded length, the listener that checks the
-token, and the subscription of one follower, with a queue and a thread that sends.
+token, and the subscription of one follower with its queue and sending thread.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ from detonation.log.records import LogRecord, record_of
 Octets = bytes | bytearray | memoryview
 ABOUT, STATE, STEP_DONE, ALIVE, BYE, WANT = range(6)
 """Kinds of frames: a description, a piece of the state, the records of a step, keep-alive, the end,
-and the request of a follower."""
+and the request of a follower.
+"""
 LONGEST_PIECE = 1 << 22
 """Longest piece of a state, in bytes."""
 SHORT = 1 << 24
@@ -42,10 +43,10 @@ class BadFrame(DetonationError, ConnectionError):
 class FrameSocket:
     """Sends or receives frames over a connection after its handshake.
 
-    A frame has a checksum under the `key` of the handshake, which covers its number. So nobody on
-    the network can change, insert, repeat or omit a frame; but frames are not encrypted.
+    A frame has a checksum under the handshake's `key`, which also covers the frame's number. So
+    nobody on the network can change, insert, repeat or omit a frame; but frames are not encrypted.
 
-    feeds: whether this is the end of the feed.
+    feeds: True at the feed's end of the connection.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, feeds: bool) -> None:
@@ -128,7 +129,7 @@ def table_of(content: Octets) -> dict[str, Any]:
 
 
 def records_in(content: Octets) -> Iterator[LogRecord]:
-    """Records of a step, one after another. Raises `DamagedLog` if they are not whole."""
+    """The records of a step, in order. Raises `DamagedLog` if they are incomplete."""
     rest = memoryview(content)
     while rest:
         record, rest = record_of(rest)
@@ -136,11 +137,11 @@ def records_in(content: Octets) -> Iterator[LogRecord]:
 
 
 MOST_STRANGERS = 8
-"""Largest number of connections that have not proved yet that they have the token."""
+"""Largest number of connections whose token is still unchecked."""
 RESERVED_FILES = 16
 """Open files that followers leave to the rank: gloo ends its process when it has none."""
 REFUSAL_LINE_S = 60.0
-"""Least time between two lines of the log about refused connections."""
+"""Smallest number of seconds between two log lines about refused connections."""
 SHORTEST_FRAMES = 4096
 """Largest request of a follower, in bytes."""
 STUCK_S = 30.0
@@ -149,10 +150,10 @@ _log = logging.getLogger("detonation.feed")
 
 
 class Listener:
-    """Listens at `address`, and calls `admit` in a new thread for each follower with the token.
+    """Listens on `address`, and calls `admit` in a new thread for each follower with the token.
 
-    Port 0 chooses a free one. `admit` gets the connection after the handshake, the name of the
-    other end, and its request. Raises `OSError` if this process cannot listen at `address`.
+    Port 0 selects a free one. `admit` receives the connection after the handshake, the peer's name,
+    and its request. Raises `OSError` if this process cannot listen on `address`.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Listener:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                time.sleep(0.1)  # no file descriptor is free: others may close soon
+                time.sleep(0.1)  # no file descriptor is free, but one may become free soon
                 continue
             peer = joined_address(host, port)
             if _few_are_left(connection.fileno()):
@@ -215,8 +216,9 @@ class Listener:
         self._admit(frames, peer, wanted)
 
     def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
-        """Closes the connection. Logs it at most once in `REFUSAL_LINE_S`, so that strangers cannot
-        fill the log."""
+        """Closes the connection. Logs at most one line per `REFUSAL_LINE_S`, so that strangers
+        cannot fill the log.
+        """
         with contextlib.suppress(OSError), contextlib.closing(connection):
             with self._lock:
                 now = time.monotonic()
@@ -241,15 +243,17 @@ def _few_are_left(descriptor: int) -> bool:
 ALIVE_S = 5.0
 """Seconds of silence after which a follower gets a keep-alive frame."""
 LEAST_WAITING = 64 << 20
-"""Bytes of steps that may always wait for a follower, or as many as its copy of the state has."""
+"""Bytes of steps that may always be queued for a follower; the size of its copy of the state, if
+that is larger.
+"""
 FEW_STEPS = 4
-"""Steps that may always wait for a follower, however large they are."""
+"""Number of steps of any size that may always be queued for a follower."""
 
 
 class Subscription:
-    """Sends a copy of the state, and then each step, to one follower, called `peer` in the log.
+    """Sends a copy of the state and then each step to one follower, called `peer` in the log.
 
-    most_behind: steps that may wait, after the follower has caught up with its copy.
+    most_behind: number of steps that may be queued after the follower has caught up with its copy.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:
@@ -259,7 +263,7 @@ class Subscription:
         self.alive = True
         self._begun = self._caught_up = False
         self._skip = 0
-        self._bytes = 0  # nothing waits before `begin`
+        self._bytes = 0  # the queue is empty before `begin` is called
         self._most_bytes = LEAST_WAITING
         self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
         self._changed = threading.Condition()
@@ -267,8 +271,9 @@ class Subscription:
         self.thread.start()
 
     def begin(self, about: Mapping[str, Any], state: Sequence[memoryview], skip: int) -> None:
-        """Queues a description and the copy of the state. The next `skip` calls of `offer` are of
-        steps before the copy."""
+        """Queues a description and the copy of the state. The next `skip` calls of `offer` concern
+        steps before the copy.
+        """
         size = sum(map(len, state))
         with self._changed:
             self._begun = True
@@ -281,7 +286,7 @@ class Subscription:
         _log.info("%s follows from step %s on", self.peer, about.get("step"))
 
     def offer(self, step: Octets) -> None:
-        """Queues the records of a step. Disconnects the follower if it is too far behind."""
+        """Queues the records of a step. Disconnects the follower if its queue is too long."""
         with self._changed:
             if self._skip:
                 self._skip -= 1

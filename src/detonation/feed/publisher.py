@@ -39,20 +39,22 @@ from detonation.feed.weights.weight_feed import WeightFeed
 from detonation.log.records import MESSAGE, LogRecord, StepRecorder
 
 FAILED_S = 60.0
-"""Seconds from a failed copy of the state to the next attempt."""
+"""Seconds between a failed copy of the state and the next attempt."""
 REST = 100.0
-"""Least time between two copies, in multiples of the time that one takes: 1 % of training."""
+"""Smallest time between two copies, in multiples of the duration of one: copies use 1 % of training
+time.
+"""
 _log = logging.getLogger("detonation.feed")
 
 
 class Feed(StepRecorder):
-    """Serves the weights of training to followers: a copy of the state, then each step's messages.
+    """Sends the weights of training to followers: a copy of the state, then each step's messages.
 
-    Each rank of one replica has a feed: `optimizer.record(feed)`. The rank of shard s listens at
-    the port of `address` + s. A new follower gets a copy of the state after the current step, and
-    from then on the messages of all replicas, unchanged. Training never waits for a follower:
-    threads send, and a follower that is too far behind is disconnected and reconnects. Without
-    followers a step costs nothing.
+    Each rank of one replica has a feed: `optimizer.record(feed)`. The rank of shard s listens on
+    the port of `address` plus s. A new follower gets a copy of the state after the current step,
+    and from then on the messages of all replicas, unchanged. Training never waits for a follower:
+    threads send, and a follower with too many queued steps is disconnected and reconnects. Without
+    followers, steps need no extra time.
 
     A follower needs the same token as the feed: `DETONATION_TOKEN`, or the content of the file that
     `DETONATION_TOKEN_FILE` names. The connection is authenticated, but not encrypted.
@@ -123,21 +125,21 @@ class Feed(StepRecorder):
         self._levels: object = None  # of the last copy
         self._next_copy = 0.0
         self.first_copy = 0.0
-        """Step before which no follower gets a copy."""
+        """The step before which no follower gets a copy."""
         self.ahead: Callable[[], int] = lambda: 0
-        """Makes a number that each copy contains; see `Follower.ahead`."""
+        """Returns a number that each copy contains; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
-        self._sent: dict[int, bytes] = {}  # the model's buffers when they were last sent
+        self._sent: dict[int, bytes] = {}  # hashes of the model's buffers when they were last sent
         self.records = self._closed = False
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
         self._first_shard = shard == 0
         if not port:
-            shard = 0  # each shard chooses a free port
+            shard = 0  # port 0: each shard gets any free port
         address = joined_address(host, port + shard)
         self._listener = Listener(address, checked_token(token), self._admit)
         self.address = joined_address(host, self._listener.port - shard)
-        """Address to give to `follow`."""
+        """The address to pass to `follow`."""
 
     @staticmethod
     def of_weights(
@@ -150,10 +152,10 @@ class Feed(StepRecorder):
         """A feed of weights alone, as files that any number of readers poll. It works with any
         training loop and any optimizer.
 
-        Call `publish(step)` after each step, or less often. A file has the exact values that
-        changed since the previous call. In bf16 that is about 0.01 bytes per parameter at a
-        learning rate of 1e-6. The first file, and some later ones, are bases: they have all
-        weights, so that a reader can begin there. The feed keeps the two newest bases and the
+        Call `publish(step)` after each step, or less often. A file contains the exact values that
+        changed since the previous call. In bf16 these are about 0.01 bytes per parameter at a
+        learning rate of 1e-6. The first file, and later ones at intervals, are bases: they contain
+        all weights, so that a reader can start there. The feed keeps the two newest bases and the
         differences after the older one, and removes earlier files.
 
         The feed keeps a copy of the published weights on the device of the model.
@@ -192,7 +194,7 @@ class Feed(StepRecorder):
 
     @property
     def followers(self) -> int:
-        """Number of processes that follow, or wait for their copy."""
+        """Number of processes that follow or wait for their copy."""
         with self._lock:
             return sum(each.alive for each in (*self._coming, *self._subscribed))
 
@@ -205,7 +207,7 @@ class Feed(StepRecorder):
             self._synchronized += 1
         if (
             not goes_on
-        ):  # a new name: another shard may still have the earlier steps of these numbers
+        ):  # a new name, because another shard may still have earlier steps with the same numbers
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self._drop_all("training went back to an earlier state")
@@ -223,7 +225,7 @@ class Feed(StepRecorder):
         if self._coming and due:
             try:
                 self._let_in(optimizer)
-            except Exception as error:  # such as a lack of memory: training continues
+            except Exception as error:  # an error such as out of memory must not stop training
                 _log.exception("no copy of the state for followers")
                 self._next_copy = time.monotonic() + FAILED_S
                 self._drop_all(f"there is no copy of the state: {error}")
@@ -285,7 +287,7 @@ class Feed(StepRecorder):
         if not coming:
             return
         try:
-            # after the first step the collectives are known, and whether replicas are close
+            # after the first step the collectives are chosen, and closeness of replicas is decided
             require_followable(optimizer)
         except ValueError as error:
             for each in coming:
@@ -298,7 +300,7 @@ class Feed(StepRecorder):
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
-        self._options = []  # the next step sends all options of the groups
+        self._options = []  # makes the next step send all options of the groups
         self._sent = {}
         now = time.monotonic()
         self._next_copy = now + REST * (now - began)
@@ -318,7 +320,8 @@ class Feed(StepRecorder):
 
     def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
         """Tensors that a follower needs in addition to the messages: the norm for clipping, and the
-        buffers."""
+        buffers.
+        """
         step = optimizer.step_count
         found = []
         norm = optimizer.stats.grad_norm
@@ -331,8 +334,9 @@ class Feed(StepRecorder):
         return found
 
     def _is_new(self, record: LogRecord) -> bool:
-        """False for a buffer that has not changed since it was sent: most models have some that
-        never do."""
+        """False for a buffer that has not changed since it was sent; most models have buffers that
+        never do.
+        """
         if record.kind != MESSAGE or not BUFFERS <= record.place < NORM:
             return True
         content = bytes(record.content)

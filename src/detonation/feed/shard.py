@@ -23,9 +23,11 @@ from detonation.log.repeat import Player, repeat_step, show_agreed
 from detonation.log.writer import identity, round_like, use_padding_of
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes the base optimizer of the training over parameter groups."""
+"""Creates training's base optimizer from parameter groups."""
 Moment = tuple[str, int, int]
-"""Name of the start of training, steps since then, and calls of `synchronize` since that step."""
+"""Name of the start of training, steps since then, and number of `synchronize` calls since that
+step.
+"""
 
 
 class ReceivedSteps(Player):
@@ -44,7 +46,7 @@ class ReceivedSteps(Player):
 class ShardFollower:
     """Repeats the steps of one shard of training.
 
-    moment: the last one that it has reached; None before the first copy of the state.
+    moment: the last reached one; None before the first copy of the state.
 
     Args:
         model: Whole, or sharded like the model of training.
@@ -72,7 +74,7 @@ class ShardFollower:
 
     @property
     def complete(self) -> bool:
-        """True unless messages of earlier steps are still to come."""
+        """True unless messages of earlier steps are missing."""
         delayed = self.optimizer is not None and self.optimizer.levels[0][1].round.delay > 0
         return self.moment is not None and (not delayed or self.moment[2] > 0)
 
@@ -126,7 +128,8 @@ class ShardFollower:
 
     def _require_same(self) -> None:
         """Raises `ValueError` if this process would not repeat the steps of replica 0 bit for
-        bit."""
+        bit.
+        """
         optimizer = self.optimizer
         about = self.about
         assert optimizer is not None
@@ -173,13 +176,13 @@ class ShardFollower:
 
 
 def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
-    """Moment of training after `event`, if it was at `before`."""
+    """The moment after `event`, if training was at moment `before`."""
     if isinstance(event, Joined):
         return event.about["run"], event.about["step"], event.about["synchronized"]
     assert before is not None  # the first event of a stream is a copy
     run, _, synchronized = before
     end = event.records[-1]
-    if end.kind == WRITTEN:  # the shards may have written different weights at the same moment
+    if end.kind == WRITTEN:  # shards may have written different weights at the same moment
         return before
     if end.kind == SYNCHRONIZE:
         return run, end.step, synchronized + 1
@@ -192,7 +195,7 @@ def base_optimizer(
     saved: Sequence[Any],
     parameters: Mapping[str, Tensor],
 ) -> torch.optim.Optimizer:
-    """Makes the base optimizer of training, over `parameters` in the `saved` groups."""
+    """Creates training's base optimizer over `parameters` in the `saved` groups."""
     groups = []
     for group in saved:
         members = [parameters[name] for name in group["parameters"]]
@@ -203,7 +206,7 @@ def base_optimizer(
 
 
 def scheme_of_training(about: dict[str, Any]) -> Scheme:
-    """Makes the scheme of training. Raises `ValueError` if it is not registered here."""
+    """Creates the scheme of training. Raises `ValueError` if it is not registered here."""
     name = about["scheme"]
     if ":" in name:
         raise ValueError(
@@ -231,7 +234,7 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
 def reachable_moments(
     moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None
 ) -> list[Moment | None]:
-    """Moments of a shard, now and after each event in `inbox` up to step `to`."""
+    """The moments that a shard reaches: now, and after each event in `inbox` up to step `to`."""
     found = [moment]
     for event in inbox:
         moment = moment_after(event, moment)
@@ -249,7 +252,7 @@ def joined_optimizer(
     axis: Axis,
     safety: Safety,
 ) -> Replicated:
-    """Makes an optimizer over the parameters of `model` along `axis`, at the step of the shards,
+    """Creates an optimizer over the parameters of `model` along `axis`, at the step of the shards,
     with an empty memory.
 
     Collective over `axis`; see `Follower.join`.
@@ -267,7 +270,7 @@ def joined_optimizer(
     parameters = local_parameters(model)
     optimized = {name for group in saved.groups for name in group["parameters"]}
     for name, parameter in parameters.items():
-        if name in optimized:  # no step changes the others
+        if name in optimized:  # no step changes the other parameters
             parameter.requires_grad_(name in about["trained"])
         mark_used(parameter, name in about.get("padding", ()))
     base = base_optimizer(make, about, saved.groups, parameters)
@@ -328,7 +331,9 @@ def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
 
 
 def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
-    """Assembles the parts of a tensor in new memory. Other values are those of the first shard."""
+    """Joins the parts of a tensor in new memory. Values without parts are copied from the first
+    shard.
+    """
     first = parts[0]
     box = boxes[0]
     if not isinstance(first, Tensor):

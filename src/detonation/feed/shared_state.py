@@ -1,5 +1,6 @@
-"""Copy of the state for a follower: how a feed describes and writes it, and how a follower loads
-it."""
+"""The copy of the state for a follower: how a feed describes and writes it, and how a follower
+loads it.
+"""
 
 import math
 from collections.abc import Collection, Mapping
@@ -22,10 +23,11 @@ from detonation.log.writer import identity, padding_of, rounding
 
 BUFFERS = 1 << 31
 NORM = (1 << 32) - 1
-"""Numbers, in the range of those of messages, for the model's first buffer (the others follow) and
-for the norm for clipping."""
+"""Message numbers for the model's first buffer (the other buffers follow) and for the norm for
+clipping.
+"""
 PRIVATE = ("residual", "server_residual", "generator", "taken", "local_steps")
-"""Prefixes of the state that a replica does not share: its memory, and its local steps."""
+"""Prefixes of state that replicas do not share: a replica's memory, and its local steps."""
 
 
 def require_followable(optimizer: Replicated) -> None:
@@ -52,8 +54,7 @@ def require_followable(optimizer: Replicated) -> None:
             found = collective_for(scheme, each.layout, link.replicas, link.local_ranks)
             collectives.append(found)
     if scheme.round.delay and "owner" in collectives:
-        # a copy waits for messages in flight, and that would start the second collective on this
-        # replica alone
+        # Waiting for a message in flight would start the second collective on this replica alone.
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
         )
@@ -85,13 +86,13 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
 
 @torch.no_grad()
 def memory_norm(optimizer: Replicated) -> float:
-    """Norm of the signals that this replica has not sent yet, over all parameters of its shard."""
+    """Norm of this replica's unsent signals, over all parameters of its shard."""
     found = [each.channel.memory.residual for each in optimizer.build() if each.channel.memory]
     return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in found))
 
 
 def shared_content(snapshot: Snapshot) -> list[memoryview]:
-    """State that all replicas share, in the format of a checkpoint's shard file."""
+    """The state that all replicas share, in the format of a checkpoint's shard file."""
     tensors = {}
     for key, tensor in snapshot.tensors.items():
         part, _, rest = key.partition(".")
@@ -138,7 +139,7 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
     """
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         if start + size > whole.shape[dim]:
-            start = 0  # the offset of an empty shard may be beyond the end
+            start = 0  # the offset of an empty shard may exceed the end
             if size:
                 raise CorruptCheckpoint(
                     f"a box ends beyond its tensor of shape {tuple(whole.shape)}"
@@ -153,7 +154,7 @@ def load_shared_state(
 ) -> None:
     """Loads the state of the base optimizer and of the replicators into a new optimizer.
 
-    Its memory stays empty. Raises `ValueError` if the state is of another model or scheme.
+    Its memory remains empty. Raises `ValueError` if the state belongs to another model or scheme.
     """
     for name, parameter in parameters.items():
         load_base_state(saved, saved, optimizer, name, parameter)
@@ -186,7 +187,7 @@ def load_shared_state(
 
 
 def is_shared(key: str) -> bool:
-    """False for state of one replica alone, such as 0.residual.layer.weight."""
+    """False for state of a single replica, such as 0.residual.layer.weight."""
     return not key.partition(".")[2].startswith(PRIVATE)
 
 
@@ -222,7 +223,7 @@ def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) 
 
 
 def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` if an optimizer needs whole parameters, not shards of them."""
+    """Raises `ValueError` if an optimizer needs whole parameters instead of shards."""
     name = type(base).__name__
     for view in views.values():
         for state in base.state.get(view, {}).values():

@@ -1,4 +1,4 @@
-"""Stream of one shard: a thread that receives from a feed, and reconnects."""
+"""The stream of one shard: a thread that receives from a feed, and reconnects."""
 
 import os
 import shutil
@@ -35,12 +35,14 @@ from detonation.whole_files import new_file
 SILENCE_S = 30.0
 """Seconds of silence after which a feed counts as lost."""
 PAUSES_S = (0.1, 0.2, 0.5, 1.0)
-"""Seconds before each attempt to reconnect; the last one repeats."""
+"""Seconds of waiting before each attempt to reconnect; the last one repeats."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A copy of the state: its description, and its file, which exists as long as this object."""
+    """A received copy of the state: its description, and its file, which is deleted with this
+    object.
+    """
 
     about: dict[str, Any]
     path: Path
@@ -51,7 +53,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Records of one step, or of one call of `synchronize`; the last one ends it."""
+    """The records of one step or one `synchronize`; the last record ends it."""
 
     records: list[LogRecord]
 
@@ -64,7 +66,7 @@ def introduced(connection: socket.socket, token: bytes) -> FrameSocket:
 
 
 def read_about(address: str, token: bytes) -> dict[str, Any]:
-    """Description of training that the feed at `address` gives to followers.
+    """The description of training that the feed at `address` sends to followers.
 
     Raises `Refused`, or `OSError` if there is no feed.
     """
@@ -80,8 +82,8 @@ def read_about(address: str, token: bytes) -> dict[str, Any]:
 class Stream:
     """Receives from the feed at `host`, `port` into `inbox`, and notifies `changed`.
 
-    A copy of the state, and the records of a step, have at most `most_bytes`. With `most_waiting`
-    steps in `inbox` it stops reading, and the feed then disconnects this follower.
+    A copy of the state, and the records of one step, may have at most `most_bytes`. With
+    `most_waiting` steps in `inbox` it stops reading, and the feed then disconnects this follower.
     """
 
     def __init__(
@@ -101,21 +103,21 @@ class Stream:
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
-        self.failures = 0  # attempts without a copy of the state since the last copy
+        self.failures = 0  # failed attempts since the last copy of the state
         self._token = token
         self._most_bytes = most_bytes
         self._most_waiting = most_waiting
         self._changed = changed
         self._frames: FrameSocket | None = None
-        self._dropped = False  # ignore the rest of this connection, after `restart`
+        self._dropped = False  # True to ignore the rest of this connection after `restart`
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
         self._thread.start()
 
     @property
     def gone(self) -> bool:
-        """True if the feed cannot be reached, and has not said that training has ended."""
-        # during a connection, `failures` is still the number before it
+        """True if the feed is unreachable and has not announced the end of training."""
+        # during a connection, `failures` still has its value from before the connection
         return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
@@ -126,14 +128,14 @@ class Stream:
             self._changed.notify_all()
 
     def restart(self) -> None:
-        """Drops the queue and the connection, to get a new copy. The caller holds `changed`."""
+        """Drops the queue and the connection, to get a new copy. The caller must hold `changed`."""
         self.inbox.clear()
         self._dropped = True
         self._hang_up()
         self._changed.notify_all()
 
     def _hang_up(self) -> None:
-        frames = self._frames  # the thread may set it to None meanwhile
+        frames = self._frames  # the receiving thread may set it to None in the meantime
         if frames is not None:
             frames.close()
 
@@ -144,7 +146,7 @@ class Stream:
             try:
                 self._follow()
             except (OSError, DamagedLog, UnicodeError) as error:
-                # `Refused` and `BadFrame` are OSErrors; a UnicodeError is of an invalid host name
+                # `Refused` and `BadFrame` are OSErrors; an invalid host name raises UnicodeError
                 self.trouble = f"{self._where}: {error or type(error).__name__}"
                 if isinstance(error, Refused | UnicodeError):
                     self.refusal = Refused(self.trouble)
@@ -162,7 +164,7 @@ class Stream:
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
-            # set before anything is sent: a feed that answers is not `gone`
+            # set before anything is sent, because `gone` is False once a feed answers
             frames = self._frames = introduced(connection, self._token)
             frames.send(WANT, encoded({"want": "state"}))
             about: dict[str, Any] = {}

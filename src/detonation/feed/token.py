@@ -15,10 +15,11 @@ TOKEN = "DETONATION_TOKEN"
 TOKEN_FILE = "DETONATION_TOKEN_FILE"
 SHORTEST = 16
 HANDSHAKE_S = 5.0
-"""Seconds within which a connection must prove that it knows the token."""
+"""Seconds in which a new connection must prove that it has the token."""
 _MAGIC = b"DTFEED\x00\x01"  # the last two bytes are the version of the protocol
 _NONCE = 32
-_REFUSAL = bytes(32)  # differs from the end of the connection, after which a follower reconnects
+# distinguishes a refusal from a closed connection, after which followers reconnect
+_REFUSAL = bytes(32)
 
 
 class Refused(DetonationError, ConnectionError):
@@ -26,14 +27,14 @@ class Refused(DetonationError, ConnectionError):
 
 
 class LostFeed(DetonationError, ConnectionError):
-    """A follower has lost its feed for good, or did not reach it in time."""
+    """A follower has lost its feed permanently, or did not reach it in time."""
 
 
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
     """Reads the token from `DETONATION_TOKEN`, or from the file that `DETONATION_TOKEN_FILE` names.
 
-    env: by default the environment of this process. A token is never an argument of a command,
-    because all users of a machine can read those.
+    env: by default the environment of this process. A token is never a command-line argument,
+    because all users of a machine can read command lines.
 
     Raises `ValueError` if the token is missing, shorter than 16 bytes, or in a file that other
     users may read.
@@ -58,7 +59,7 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def checked_token(token: bytes | None) -> bytes:
-    """Returns `token`, or that of `read_token` if it is None.
+    """Returns `token`, or the result of `read_token` if it is None.
 
     Raises `ValueError` as `read_token` does.
     """
@@ -68,7 +69,7 @@ def checked_token(token: bytes | None) -> bytes:
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
-    """Feed's side of the handshake; returns the key for the frames.
+    """The feed's side of the handshake; returns the key for the frames.
 
     Raises as `prove_to_feed`.
     """
@@ -86,7 +87,7 @@ def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
 
 
 def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
-    """Follower's side of the handshake; returns the key for the frames.
+    """The follower's side of the handshake; returns the key for the frames.
 
     Raises `Refused` if the other end is no feed or has another token, and `OSError` if it is gone.
     """
@@ -107,7 +108,7 @@ def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Next `count` bytes of a connection.
+    """The next `count` bytes of a connection.
 
     Raises `ConnectionError` if it ends before, and `TimeoutError` at the `deadline`.
     """

@@ -1,2 +1,1 @@
-"""Gates of a step that attach where they are in use: balance, and closeness of replicas that round
-differently."""
+"""Optional gates of a step: balance, and closeness of replicas that round differently."""

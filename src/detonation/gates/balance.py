@@ -1,5 +1,6 @@
-"""Balance: replicas of different speed end their rounds together, because the slower ones take
-fewer local steps."""
+"""Balance: replicas of different speed end their rounds together, because slower ones run fewer
+local steps.
+"""
 
 import statistics
 import time
@@ -16,14 +17,14 @@ _ODD = 4
 
 
 class Balance(StepGate):
-    """Measures the local steps of this replica, and agrees with the others on how many each takes
+    """Measures this replica's local steps, and agrees with the others on the number that each runs
     per round.
 
-    A local step counts from the end of a call of `step()` to the end of the base optimizer's step
-    in the next one: loading, forward, backward. Their mean in a round counts, without those of over
-    `_ODD` medians: an evaluation or a checkpoint between two steps says nothing about their speed.
-    Of the `shards` of a replica the slowest counts. At the end of a round the replicas exchange 8
-    bytes each, which all wait for; an accelerator's host waits, too.
+    A local step lasts from the end of one `step()` call to the end of the base optimizer's step in
+    the next: loading, forward, backward. It averages the steps of a round, without those longer
+    than `_ODD` medians, such as one with an evaluation or a checkpoint. The slowest of a replica's
+    `shards` counts. At the end of a round the replicas exchange 8 bytes each and wait for them; an
+    accelerator's host waits, too.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Balance(StepGate):
         self._link = link
         self._shards = shards
         self._device = device
-        self._since: Any = None  # the mark at which the last step ended
+        self._since: Any = None  # time mark at the end of the last step
         self._laps: list[tuple[Any, Any]] = []
 
     def idle(self, step: int) -> bool:
@@ -53,7 +54,7 @@ class Balance(StepGate):
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
             for link in self._shards:
-                # last: a replica may be lost after some of its shards have said theirs
+                # last: a replica may be lost after a part of its shards has sent durations
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()
@@ -61,7 +62,7 @@ class Balance(StepGate):
 
 
 def typical(durations: Sequence[int]) -> int:
-    """The mean of `durations`, without those of over `_ODD` medians; 0 for none.
+    """The mean of `durations`, without those longer than `_ODD` medians; 0 if there are none.
 
     >>> typical([2, 4, 3, 90]), typical([])
     (3, 0)
@@ -73,7 +74,7 @@ def typical(durations: Sequence[int]) -> int:
 
 
 def time_mark(device: torch.device) -> Any:
-    """The time now: of the host in seconds, or an event in the queue of an accelerator."""
+    """The current time: seconds on the host, or an event in the queue of an accelerator."""
     if device.type == "cpu":
         return time.perf_counter()
     module = torch.get_device_module(device)
@@ -83,7 +84,7 @@ def time_mark(device: torch.device) -> Any:
 
 
 def elapsed_ns(first: Any, last: Any) -> int:
-    """The nanoseconds between two marks; waits for an accelerator."""
+    """Nanoseconds between two time marks; waits for an accelerator."""
     if isinstance(first, float):
         return int(1e9 * (last - first))
     last.synchronize()

@@ -1,4 +1,4 @@
-"""Single rounding: steps of an optimizer in operations that every processor rounds alike."""
+"""Single rounding: runs optimizer steps in operations that every processor rounds alike."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _FP64 = 53
-"""Bits in which fp64 adds integers exactly, in any order."""
+"""Number of bits up to which fp64 adds integers exactly, in any order."""
 _INT64 = 63
-"""The same for int64."""
+"""Number of bits up to which int64 adds integers exactly."""
 
 
 class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that splits compound operations, so that each multiplication, sum and quotient is
-    rounded by itself.
+    """Context manager that splits compound operations, so that each product, sum and quotient is
+    rounded separately.
 
-    Torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, depending on the
-    processor's instructions, and its fp32 roots come from libraries. IEEE 754 defines the rounding
-    of each single operation. Matrix products and norms add up in any order; here they are exact
-    sums of integers, with at least 19 bits below the largest element. Optimizers of torch, and
-    Muon, therefore give the same bits on all kinds of processor, unless they are `fused`.
+    torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, depending on the
+    processor's instructions, and libraries compute its fp32 roots. IEEE 754 defines the rounding of
+    each single operation. Matrix products and norms have no fixed order of summation; here they are
+    exact sums of integers, with at least 19 bits below the largest element. torch's optimizers, and
+    Muon, therefore compute the same bits on all kinds of processors, unless they are `fused`.
 
     Example:
         >>> weight = torch.tensor([1.0, 2.0])
@@ -62,7 +62,7 @@ def _apply(name: str, *operands: Any) -> Any:
 
 
 def _like(name: str, operation: str) -> str:
-    """`operation` in the form of `name`: on lists, or in place."""
+    """`operation` with the signature of `name`: on lists, or in place."""
     found = _apart(name, operation)
     if name.endswith("_"):
         found += "_"
@@ -70,7 +70,7 @@ def _like(name: str, operation: str) -> str:
 
 
 def _apart(name: str, operation: str) -> str:
-    """`operation` in the form of `name`: on lists, but not in place."""
+    """`operation` with the signature of `name`: on lists, but not in place."""
     if name.startswith("_foreach_"):
         return "_foreach_" + operation
     return operation
@@ -95,7 +95,7 @@ def _lerp(name: str, own: Any, end: Any, weight: Any) -> Any:
 
 
 def _divide(name: str, own: Any, by: Any, **rest: Any) -> Any:
-    """Multiplies by the reciprocals of numbers, as some devices do."""
+    """Divides by multiplying with reciprocals, as torch does on accelerators."""
     if rest or isinstance(by, Tensor):
         return NotImplemented
     if not isinstance(by, Sequence):
@@ -112,7 +112,7 @@ def _reciprocal(number: Any) -> Any:
 
 
 def _root(name: str, own: Any) -> Any:
-    """The root in fp64, converted back: the fp32 root rounded once."""
+    """The square root in fp64, converted back: equal to the correctly rounded fp32 root."""
     if name.startswith("_foreach_"):
         return [_root(name.removeprefix("_foreach_"), each) for each in own]
     root = own.double().sqrt().to(own.dtype)
@@ -122,8 +122,7 @@ def _root(name: str, own: Any) -> Any:
 
 
 def _whole(tensor: Tensor, bits: int) -> tuple[Tensor, float]:
-    """Integers of up to `bits` bits in fp64, and the power of two by which they must be
-    multiplied."""
+    """Integers of up to `bits` bits in fp64, and the power of two that scales them back."""
     _, exponent = math.frexp(float(tensor.abs().amax()))
     exponent -= bits
     return (tensor.double() * math.ldexp(1.0, -exponent)).round_(), math.ldexp(1.0, exponent)
@@ -166,4 +165,4 @@ _RULES: dict[str, Callable[..., Any]] = {
     "addmm": _add_matrices,
     "linalg_vector_norm": _norm,
 }
-"""Rules by the name of the operation, without the prefix for lists and the suffix for in-place."""
+"""Rules by name of the operation, without the list prefix and the in-place suffix."""

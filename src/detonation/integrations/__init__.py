@@ -1,6 +1,6 @@
-"""The libraries that people train with, one file each: what they shard, step, save and log,
-replicated.
+"""Integrations with training libraries, one file each: sharding, steps, saving and logging with
+replicas.
 
-Each file needs the extra of its library. They may import anything of the package, and nothing
-inside it imports them.
+Each file needs its library's extra. They may import anything of the package, but no package module
+imports them.
 """

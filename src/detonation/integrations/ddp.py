@@ -29,9 +29,9 @@ def comm_hook(
 ) -> "CommHook":
     """Makes `model` exchange gradients by `scheme` instead of a dense all-reduce.
 
-    Call it before the first backward. The optimizer and the loop do not change: after `backward`
-    each `p.grad` is the update on which the replicas agreed, bit for bit as with `replicate`. Each
-    backward outside `no_sync` exchanges once. All ranks save and load `state_dict`.
+    Call it before the first backward. Optimizer and loop are unchanged: after `backward` each
+    `p.grad` is the agreed update, bit for bit as with `replicate`. Each backward outside `no_sync`
+    exchanges once. All ranks save and load the hook's `state_dict`.
 
     Args:
         model: Wrapped model. Frozen and unused parameters, bf16 and autocast are supported. If no
@@ -135,7 +135,7 @@ class CommHook:
 
     @property
     def stats(self) -> Stats:
-        """Bytes sent between nodes, waiting, and skipped contributions so far."""
+        """Bytes sent between nodes, waiting time, and skipped contributions so far."""
         return self._replicated.stats
 
     @property
@@ -144,18 +144,19 @@ class CommHook:
         return sum(self._replicated.dense_bytes_by_level)
 
     def verify(self) -> None:
-        """Compares the weights of all replicas, bit for bit, as every `safety.verify_every` steps.
+        """Compares the weights of all replicas bit for bit, as happens every `safety.verify_every`
+        steps.
 
         Collective.
         """
         self._replicated.verify()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Memory of this rank, under the rank's name. Each rank saves its own."""
+        """This rank's memory, under a key with the rank's name. Each rank saves its own."""
         return {self._replicated.coordinates.name: replica_state(self._replicated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the `state_dict` of this rank. Load the weights of the model before. Collective.
+        """Restores the `state_dict` of this rank. Load the model's weights first. Collective.
 
         Raises `ValueError` for the state of another rank, model or scheme.
         """
@@ -167,14 +168,14 @@ class CommHook:
         state: None,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> Future[Tensor]:
-        """Collects one bucket of gradients; after the last bucket, exchanges all.
+        """Collects one bucket of gradients; after the last bucket, exchanges all of them.
 
-        DistributedDataParallel calls it. After the first step it reorders its buckets; the message
-        keeps its order.
+        Called by DistributedDataParallel. DistributedDataParallel reorders its buckets after the
+        first step; the message keeps its order.
         """
         self._arrived.append(_Bucket(bucket, self._node))
         future = self._arrived[-1].future
-        # In the first step of a static graph no bucket is marked as the last.
+        # in the first step of a static graph, no bucket is marked as the last
         if bucket.is_last() or sum(len(each.pieces) for each in self._arrived) == self._count:
             arrived = self._arrived
             self._arrived = []
@@ -183,7 +184,7 @@ class CommHook:
 
     @torch.no_grad()
     def _exchange(self, arrived: list["_Bucket"]) -> None:
-        """Replaces the gradients in all buckets with the update on which the replicas agree."""
+        """Replaces the gradients in all buckets by the agreed update."""
         pieces = [piece for bucket in arrived for piece in bucket.wait()]
         found = [(parameter, view, parameter.grad) for parameter, view in pieces]
         used = self._used_in_node([own is not None for _, _, own in found])
@@ -202,7 +203,7 @@ class CommHook:
             bucket.future.set_result(bucket.buffer)
 
     def _used_in_node(self, here: list[bool]) -> list[bool]:
-        """Flags of the parameters that any rank of this node used, from the flags of this rank."""
+        """Flags of the parameters that any rank of this node used, given this rank's flags."""
         if self._node is None or self._node.size() == 1 or not self._may_miss:
             return here
         used = torch.tensor(here, dtype=torch.uint8, device=self._node.device_type)
@@ -212,11 +213,11 @@ class CommHook:
         return [bool(each) for each in used.tolist()]
 
     def _agreed(self, parameter: Tensor, view: Tensor, own: Tensor | None) -> Tensor | None:
-        """Gradient of `parameter` after the exchange; `own` if no rank used the parameter."""
+        """The gradient of `parameter` after the exchange; `own` if no rank used the parameter."""
         update = parameter.grad
         if update is None:
             return own
-        if update is not view:  # this node did not use it
+        if update is not view:  # no rank of this node used the parameter
             view.copy_(update)
         if own is None:
             if self._as_views:
@@ -228,7 +229,7 @@ class CommHook:
 
 
 class _Bucket:
-    """Bucket of gradients, which the ranks of a node average while backward continues."""
+    """A bucket of gradients, which the ranks of a node average during backward."""
 
     def __init__(self, bucket: Any, node: DeviceMesh | None) -> None:
         self.buffer = bucket.buffer()
@@ -245,12 +246,12 @@ class _Bucket:
             self._work = dist.all_reduce(self.buffer, group=node.get_group(), async_op=True)
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
-        """Waits; returns each parameter with its gradient, a view of the buffer."""
+        """Waits for the average; returns each parameter with its gradient, a view of the buffer."""
         if self._work is not None:
             self._work.wait()
         found = []
         for parameter, gradient in self.pieces:
-            # Buckets keep the memory format of a dense parameter, such as channels last.
+            # buckets keep the memory format of a dense parameter, such as channels last
             if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
                 gradient = gradient.as_strided(parameter.size(), parameter.stride())
             found.append((parameter, gradient))
@@ -258,7 +259,7 @@ class _Bucket:
 
 
 class _NoStep(Optimizer):
-    """Changes no weights: the caller's own optimizer steps after backward."""
+    """An optimizer that changes no weights: the caller's own optimizer steps after backward."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})

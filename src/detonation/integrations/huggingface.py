@@ -1,9 +1,9 @@
-"""Accelerate, the Transformers Trainer, TRL and PEFT: FSDP2 inside a replica, a scheme between
-replicas.
+"""Accelerate, the Transformers Trainer, TRL and PEFT, with FSDP2 inside a replica and a scheme
+between replicas.
 
-Accelerate shards a model, swaps the parameters of its optimizer, and wraps it. The optimizer is
-replicated after that, inside the wrapper. A directory `detonation` beside the libraries' own files
-holds the state that differs.
+Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer.
+Afterwards the optimizer inside the wrapper is replicated. A directory `detonation` next to the
+libraries' own files contains the state that differs between replicas.
 """
 
 import math
@@ -38,10 +38,10 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install '.[hf]' in a clone") from error
 
 _PART_OF_REPLICAS = "detonation"
-"""The directory of a checkpoint with the exact state of every rank; the rest is the library's own.
+"""The directory in a checkpoint with the exact state of every rank; the library writes the rest.
 """
 _NAME = re.compile(r"checkpoint-[0-9]+")
-"""Of a checkpoint of the Trainer."""
+"""Pattern for the names of the Trainer's checkpoints."""
 _USE = "parallelism_config=Replicas(dp_replicate_size=NODES, dp_shard_size=GPUS_PER_NODE)"
 
 
@@ -66,18 +66,18 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Mesh axes of FSDP2: only those inside a replica."""
+        """Mesh axes of FSDP2, which are only those inside a replica."""
         return ["dp_shard_cp"]
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True for an axis of size 1, too: one replica, or a replica on one GPU."""
+        """True even for an axis of size 1: one replica, or a replica on one GPU."""
         return bool(self.total_size > 1)
 
     dp_shard_enabled = dp_replicate_enabled
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Raises a clearer error than Accelerate if it counts only one rank."""
+        """If Accelerate counts only one rank, raises a clearer error than Accelerate's."""
         if self.total_size > 1 and accelerator.num_processes == 1:
             asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
             start = "start them with torchrun or accelerate launch, on an accelerator each"
@@ -97,10 +97,11 @@ def prepare(
     clip: float | None = None,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """`accelerator.prepare` with an optimizer that exchanges updates between replicas by `scheme`.
+    """Like `accelerator.prepare`, with an optimizer that exchanges updates between replicas by
+    `scheme`.
 
-    `save_state` and `load_state` then also keep the state of the replicas. With a scheme of rounds
-    or with a delay, call `replicated(optimizer).synchronize()` before you use the model.
+    `save_state` and `load_state` then also include the state of the replicas. With a scheme that
+    has rounds or a delay, call `replicated(optimizer).synchronize()` before you use the model.
 
     Args:
         accelerator: Accelerator with FSDP2 and `parallelism_config=Replicas(...)`.
@@ -136,7 +137,7 @@ def prepare(
 
 
 def replicated(optimizer: Optimizer) -> Replicated:
-    """Replicated optimizer inside the result of `prepare`, for its `stats` and `synchronize`.
+    """The replicated optimizer in the result of `prepare`, for its `stats` and `synchronize`.
 
     Raises:
         TypeError: `prepare` did not return `optimizer`.
@@ -156,13 +157,13 @@ def replicated(optimizer: Optimizer) -> Replicated:
 
 
 class Replicate(TrainerCallback):
-    """Callback that trains with replicas: `Trainer(..., callbacks=[Replicate(dt.loco())])`.
+    """A callback that trains with replicas: `Trainer(..., callbacks=[Replicate(dt.loco())])`.
 
     It works with the Trainer of Transformers and its subclasses, such as TRL's `SFTTrainer`, with
     or without PEFT. `max_grad_norm` clips the agreed gradients, as in hybrid sharding. Each
     checkpoint holds the state of the replicas, and `train(resume_from_checkpoint=...)` continues
-    bit for bit. Logs contain `bytes_sent` of this rank so far, and the `grad_norm` of the agreed
-    gradients. The last step ends open rounds, so that all replicas evaluate and save the same
+    bit for bit. Logs contain this rank's `bytes_sent` so far, and the `grad_norm` of the agreed
+    gradients. The last step completes open rounds, so that all replicas evaluate and save the same
     model.
 
     Attributes:
@@ -186,20 +187,22 @@ class Replicate(TrainerCallback):
         self.optimizer: Replicated | None = None
         self._scheme = scheme
         self._settings = settings
-        self._folder = Path()  # of the checkpoints
-        self._sent_before = 0  # bytes of the runs that this one resumes
+        self._folder = Path()  # the folder of the checkpoints
+        self._sent_before = 0  # bytes of the runs that this run resumes
         self._elsewhere: CheckpointsElsewhere | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Checks the set-up before data is prepared, and skips incomplete checkpoints."""
+        """Checks the set-up before data are prepared, and skips incomplete checkpoints."""
         check_setup(AcceleratorState(), others["model"])
         skip_checkpoints(_NAME, _PART_OF_REPLICAS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Replicates the sharded and loaded optimizer, and loads the state of the replicas."""
+        """Replicates the sharded, loaded optimizer, and loads the state of the replicas."""
         trainer, checkpoint = _training()
-        check_setup(trainer.accelerator.state, trainer.model)  # `add_callback` skips `on_init_end`
-        if isinstance(trainer.optimizer.optimizer, _ReplicatedStep):  # train() was called before
+        # `add_callback` does not call `on_init_end`
+        check_setup(trainer.accelerator.state, trainer.model)
+        # train() has been called before
+        if isinstance(trainer.optimizer.optimizer, _ReplicatedStep):
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:
             self._sent_before = 0
@@ -218,8 +221,8 @@ class Replicate(TrainerCallback):
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
         callbacks = trainer.callback_handler.callbacks
         rest = [each for each in callbacks if each is not self and not isinstance(each, _LastRound)]
-        # First this callback, so that trackers see bytes_sent; `_LastRound` last, because any other
-        # callback may stop training.
+        # This callback is first, so that trackers see bytes_sent.
+        # `_LastRound` is last, because any other callback may stop training.
         callbacks[:] = [self, *rest, _LastRound(self.optimizer)]
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -230,11 +233,13 @@ class Replicate(TrainerCallback):
         self._remove_elsewhere(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Removes the checkpoints on other nodes that the Trainer has removed on its own."""
+        """Removes checkpoints on other nodes that the Trainer removed only on rank 0."""
         self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds bytes to the logs, and replaces the norm with that of the agreed gradients."""
+        """Adds the sent bytes to the logs, and replaces the norm by that of the agreed
+        gradients.
+        """
         if self.optimizer:
             logs = others["logs"]
             found: dict[str, Any] = {"bytes_sent": self._bytes_sent}
@@ -244,7 +249,7 @@ class Replicate(TrainerCallback):
             state.log_history[-1].update(found)
 
     def _remove_elsewhere(self, args: Any) -> None:
-        # Without a limit the Trainer removes no checkpoints.
+        # without a limit the Trainer removes no checkpoints
         if self._elsewhere and args.save_total_limit:
             self._elsewhere.follow()
 
@@ -256,9 +261,9 @@ class Replicate(TrainerCallback):
 
 
 class _LastRound(TrainerCallback):
-    """Ends open rounds when training stops, before the Trainer saves or loads the best model.
+    """Completes open rounds when training stops, before the Trainer saves or loads the best model.
 
-    It is the last callback, because each of the others may stop training.
+    It is the last callback, because every other one may stop training.
     """
 
     def __init__(self, optimizer: Replicated) -> None:
@@ -272,7 +277,7 @@ class _LastRound(TrainerCallback):
     on_epoch_end = on_evaluate = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._optimizer = None  # `evaluate` calls `on_evaluate` later, too
+        self._optimizer = None  # `evaluate` may call `on_evaluate` again later
 
 
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
@@ -318,9 +323,9 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
 
 
 def _training() -> tuple[Any, str | None]:
-    """The Trainer whose `train` calls, and the checkpoint that it resumes from.
+    """The Trainer whose `train` is running, and the checkpoint from which it resumes.
 
-    It tells its callbacks neither.
+    The Trainer passes neither to its callbacks.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -334,10 +339,10 @@ def _training() -> tuple[Any, str | None]:
 
 
 class _ReplicatedStep(OptimizerWrapper):
-    """Base optimizer whose `step` exchanges updates with the replicas.
+    """The base optimizer, with a `step` that exchanges updates between replicas.
 
-    The libraries then save only the state of the base optimizer. From `Replicated.state_dict` they
-    would copy the memory, and drop it or mix the replicas.
+    So libraries save only the state of the base optimizer. From `Replicated.state_dict` they would
+    copy the memory, and drop it or mix up replicas.
     """
 
     def __init__(self, inside: Replicated) -> None:
@@ -370,13 +375,14 @@ def _replicate_inside(
     clip = settings["clip"]
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Returns the norm; `step` clips after the exchange. Before it, each replica would scale by
-        a different norm."""
+        """Returns the norm; the clipping itself happens in `step`, after the exchange. Before the
+        exchange, each replica would scale by a different norm.
+        """
         if isinstance(parameters, Tensor):
             parameters = [parameters]
         parameters = [*parameters]
         mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
-        if mine.isdisjoint(map(id, parameters)):  # another model of this accelerator
+        if mine.isdisjoint(map(id, parameters)):  # parameters of another model of this accelerator
             return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
             remedy = (
@@ -393,13 +399,14 @@ def _replicate_inside(
 
 
 def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) -> None:
-    """Makes `save_state` and `load_state` keep the state of the replicated optimizer in `wrapper`.
+    """Makes `save_state` and `load_state` include the state of the replicated optimizer in
+    `wrapper`.
 
     Folders are numbered in the order of `prepare`: `detonation`, `detonation_1`, ...
     """
 
     def parts(path: str) -> Iterator[Path]:
-        """Folder of `wrapper`; none after `free_memory`, which forgets prepared optimizers."""
+        """The folder for `wrapper`; none after `free_memory`, which forgets prepared optimizers."""
         optimizers = accelerator._optimizers
         kept = [each for each in optimizers if isinstance(each.optimizer, _ReplicatedStep)]
         for number, each in enumerate(kept):
@@ -427,7 +434,7 @@ def _save_part(
 ) -> None:
     """Saves the exact state of every rank in `part`. Collective."""
     state = AcceleratorState()
-    # An earlier run may have left a later step there. Nodes need not share a file system.
+    # An earlier run may have left a later step. Nodes need not share a file system.
     if state.is_local_main_process:
         shutil.rmtree(part, ignore_errors=True)
     state.wait_for_everyone()
@@ -438,7 +445,8 @@ def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str,
     """Loads the result of `_save_part` over what the library has loaded; returns `extra`.
     Collective.
 
-    Raises `ValueError` where there is no `part`, or it is of another model, optimizer or scheme.
+    Raises `ValueError` if there is no `part`, or if it belongs to another model, optimizer or
+    scheme.
     """
     loaded = load_checkpoint(part, model, optimizer)
     if loaded is None:

@@ -1,6 +1,6 @@
 """Lets Trainer and Accelerate resume from the newest complete checkpoint.
 
-Both would load the checkpoint with the highest number, even if a kill interrupted its save.
+They would load the checkpoint with the highest number, even if its save was interrupted.
 """
 
 import json
@@ -23,7 +23,7 @@ _FOLDER = re.compile(r"checkpoint_[0-9]+")
 def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
     """Makes `train(resume_from_checkpoint=True)` skip incomplete checkpoints.
 
-    Changes the Trainer that is under construction in a calling frame.
+    It changes the Trainer that a calling frame is constructing.
 
     Args:
         name: Pattern of the names of its checkpoints.
@@ -48,7 +48,9 @@ def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
 
 
 def _trainer_above() -> Any:
-    """Trainer that a calling frame constructs; it does not pass itself to its callbacks."""
+    """The Trainer that a calling frame is constructing, because it does not pass itself to its
+    callbacks.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -58,9 +60,11 @@ def _trainer_above() -> Any:
 
 
 def skip_folders(accelerator: Any, part: str) -> None:
-    """Makes `accelerator.load_state()` skip incomplete checkpoints, if Accelerate names them."""
+    """Makes `accelerator.load_state()` skip incomplete checkpoints, if Accelerate chooses their
+    names.
+    """
     load_state = accelerator.load_state
-    files = [f"random_states_{accelerator.process_index}.pkl"]  # each rank writes them last
+    files = [f"random_states_{accelerator.process_index}.pkl"]  # each rank writes this file last
 
     def load_newest(input_dir: Any = None, *others: Any, **named: Any) -> Any:
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
@@ -79,7 +83,8 @@ def skip_folders(accelerator: Any, part: str) -> None:
 def newest_whole(
     folder: Path, name: re.Pattern[str], lacks: Callable[[Path], str], texts: Texts
 ) -> Path | None:
-    """Newest checkpoint in `folder` that is complete on all ranks; None without any. Collective.
+    """The newest checkpoint in `folder` that is complete on all ranks; None if there is none.
+    Collective.
 
     Rank 0 logs skipped checkpoints.
 
@@ -135,7 +140,9 @@ def _tell(skipped: Sequence[str], taken: str, texts: Texts) -> None:
 
 
 def lacking(checkpoint: Path, part: str, files: Sequence[str]) -> str:
-    """First of `files` that `checkpoint` lacks, or else `part`, our own folder; "" for none."""
+    """The first of `files` that `checkpoint` lacks, else `part` (our own folder) if it lacks that;
+    "" if it lacks nothing.
+    """
     for name in files:
         if not (checkpoint / name).is_file():
             return name

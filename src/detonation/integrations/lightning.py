@@ -1,4 +1,4 @@
-"""`ReplicaStrategy`: replication in the Trainer of Lightning."""
+"""`ReplicaStrategy`: replication in Lightning's Trainer."""
 
 import shutil
 import signal
@@ -38,24 +38,24 @@ except ImportError as error:
     ) from error
 
 PART = "detonation"
-"""The part of a checkpoint with the exact state of every rank; the rest is Lightning's own."""
+"""The part of a checkpoint with the exact state of every rank; Lightning writes the rest."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class ReplicaStrategy(ModelParallelStrategy):
     """Trains a LightningModule with FSDP2 inside each replica and `scheme` between replicas.
 
-    The module does not change. The strategy shards the whole module, unless it has a
+    The module needs no change. The strategy shards the whole module, unless the module has a
     `configure_model`, which must shard it over `self.device_mesh["shard"]`. Optimizers, schedulers,
-    accumulation and bf16 work as usual, and each rank gets different batches. `gradient_clip_val`
-    clips by the global norm of the agreed gradients. The logs contain `bytes_sent` of this rank,
-    including resumed runs, and `waited_s` since the start of the process. At the end of `fit` all
+    accumulation and bf16 work as before, and each rank gets different batches. `gradient_clip_val`
+    clips by the global norm of the agreed gradients. The logs contain this rank's `bytes_sent`,
+    including resumed runs, and `waited_s` since the process started. At the end of `fit` all
     replicas hold the same weights.
 
-    A checkpoint is a directory of Lightning with the weights of replica 0, for evaluation and for
-    other strategies, and with the exact state of every rank. From a checkpoint of `fit`,
-    `fit(ckpt_path=...)` continues bit for bit, also in another process and in the middle of a
-    round. `load_checkpoint` describes other numbers of replicas and shards.
+    A checkpoint is a Lightning directory with the weights of replica 0, for evaluation and other
+    strategies, and the exact state of every rank. From a checkpoint of `fit`, `fit(ckpt_path=...)`
+    continues bit for bit, even in another process and in the middle of a round. See
+    `load_checkpoint` for other numbers of replicas and shards.
 
     Args:
         scheme: Scheme between the replicas, such as `loco()`, or its name.
@@ -87,7 +87,7 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     _optimizers: list[Optimizer]
     sent_before = 0
-    """Bytes of earlier runs in `bytes_sent`."""
+    """The part of `bytes_sent` from earlier runs."""
 
     @checks_keywords("argument of ReplicaStrategy")
     def __init__(
@@ -117,12 +117,13 @@ class ReplicaStrategy(ModelParallelStrategy):
         self._scheme = scheme
         self._own_clip = clip
         self._clip = 0.0
-        self._volumes: dict[Path, Volumes] = {}  # of the directories that checkpoints were saved to
+        # volumes by directory to which checkpoints were saved
+        self._volumes: dict[Path, Volumes] = {}
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
     @property
     def replicated(self) -> list[Replicated]:
-        """Optimizers of `fit`, which hold `stats` and the state of the replicas."""
+        """The optimizers of `fit`, with their `stats` and the state of the replicas."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Replicated)]
 
     @property
@@ -132,7 +133,7 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each rank gets different batches, even the shards of a replica."""
+        """Each rank gets different batches, including the shards of one replica."""
         replicas = 1
         replica = 0
         if self._axis is not None:
@@ -144,7 +145,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         }
 
     def setup_environment(self) -> None:
-        """Joins the world, and makes the mesh ("replicate", "shard")."""
+        """Joins the world, and creates the mesh ("replicate", "shard")."""
         self._setup_distributed()
         replicas = self._data_parallel_size
         if replicas == "auto":
@@ -176,7 +177,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Replicates the optimizers of the module, after schedulers were attached to them."""
+        """Replicates the optimizers of the module, after schedulers have been attached to them."""
         super().setup_optimizers(trainer)
         assert self.model is not None
         if self.replicated:
@@ -193,7 +194,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         self.sent_before = 0
 
     def setup_precision_plugin(self) -> None:
-        """Replaces clipping by Lightning, which would clip before the exchange."""
+        """Replaces Lightning's clipping, which would clip before the exchange."""
         super().setup_precision_plugin()
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm = self._leave_clipping
@@ -202,7 +203,7 @@ class ReplicaStrategy(ModelParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps, and logs bytes and waiting."""
+        """Steps, and logs sent bytes and waiting time."""
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         assert self.lightning_module is not None
         waited_s = sum(each.stats.waited_s for each in self.replicated)
@@ -217,20 +218,22 @@ class ReplicaStrategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         """Makes SIGTERM ask this replica of an elastic axis to leave.
 
-        Lightning's handler would wait for the other replicas.
+        Lightning's own handler would wait for the other replicas.
         """
         super().on_train_start()
         if (depart := getattr(self._axis, "depart", None)) and current_thread() is main_thread():
             signal.signal(signal.SIGTERM, lambda *_: depart())
 
     def on_train_end(self) -> None:
-        """Ends open rounds, so that all replicas hold the same weights. Collective."""
+        """Completes open rounds, so that all replicas hold the same weights. Collective."""
         super().on_train_end()
         for optimizer in self.replicated:
             optimizer.synchronize()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Weights of replica 0 on its ranks, {} on others: torch would mix equal names."""
+        """The weights of replica 0 on its ranks and {} on others, because torch would mix equal
+        names.
+        """
         if self.device_mesh["replicate"].get_local_rank():
             return {}
         state = super().lightning_module_state_dict()
@@ -240,7 +243,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Empty: `save_checkpoint` saves the exact state of each replica."""
+        """Empty, because `save_checkpoint` saves the exact state of each replica."""
         return {}
 
     def save_checkpoint(
@@ -250,10 +253,10 @@ class ReplicaStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(filepath))
         trains = bool(checkpoint.pop("optimizer_states", None))
         assert self.model is not None
-        # Lightning writes its metadata last: an interrupted save has none.
+        # Lightning writes its metadata last, so an interrupted save has none
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
-        if self.local_rank == 0:  # another run may have left a later step there
+        if self.local_rank == 0:  # another run may have left a later step in this directory
             shutil.rmtree(path / PART, ignore_errors=True)
         self.barrier()
         if trains:
@@ -275,7 +278,7 @@ class ReplicaStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the state of training, or for evaluation the weights alone. Collective.
+        """Loads the state of training or, for evaluation, only the weights. Collective.
 
         Raises:
             ValueError: The checkpoint is of another model, optimizer or scheme, or the rest of it
@@ -288,14 +291,14 @@ class ReplicaStrategy(ModelParallelStrategy):
         if fits and self.replicated and self.broadcast((path / PART).is_dir()):
             return self._load_exactly(path, weights_only)
         try:
-            # An evaluation loads no optimizer. In `fit` another strategy wrote the checkpoint.
+            # An evaluation loads no optimizer. In `fit`, another strategy wrote the checkpoint.
             self._optimizers = []
             if fits:
                 self._optimizers = [each.base for each in self.replicated]
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        if fits:  # resets the memories; the next step warns about it
+        if fits:  # loading other state resets the memories; the next step warns about it
             for optimizer in self.replicated:
                 state = optimizer.state_dict()
                 state.pop("replication", None)
@@ -320,15 +323,18 @@ class ReplicaStrategy(ModelParallelStrategy):
                 rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
         except FileNotFoundError:
             problem = "its save was cut short; give ckpt_path the path of an earlier checkpoint"
-        except Exception as error:  # the file may hold anything, and the others wait
+        except Exception as error:  # a damaged file may raise any error, and the other ranks wait
             problem = f"{type(error).__name__}: {error}"
-        rest, problem = self.broadcast((rest, problem))  # nodes may share no file system
+        # broadcast, because nodes may share no file system
+        rest, problem = self.broadcast((rest, problem))
         if problem:
             raise ValueError(f"{path / _METADATA_FILENAME} cannot be loaded: {problem}")
         return rest
 
     def _shard(self, module: LightningModule) -> None:
-        """Shards a whole module without `configure_model`; FSDP treats its steps as forward."""
+        """Shards a whole module without `configure_model`; FSDP treats its step methods like
+        forward.
+        """
         if isinstance(module, FSDPModule):
             return
         shard(module.to(self.root_device), self.device_mesh)

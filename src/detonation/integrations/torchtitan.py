@@ -1,13 +1,13 @@
-"""torchtitan: FSDP2 inside a replica as torchtitan shards it, a scheme between replicas.
+"""torchtitan: FSDP2 inside a replica as torchtitan shards it, and a scheme between replicas.
 
-torchtitan's command names a function that makes its configuration. Through this module the same
-function gets replicas:
+torchtitan's command names a function that returns its configuration. Loaded through this module,
+the same function gets replicas:
 
     torchrun ... -m torchtitan.train --module detonation.integrations.torchtitan --config
     llama3.llama3_8b \
         --optimizer.scheme loco --parallelism.data_parallel_replicate_degree 4
 
-The function `with_replicas` does the same for a configuration of one's own.
+Use `with_replicas` for a configuration of your own.
 """
 
 import copy
@@ -49,11 +49,11 @@ def with_replicas(
 ) -> Trainer.Config:
     """Makes the trainer of `config` train with replicas that communicate by `scheme`.
 
-    torchtitan shards inside each replica and reads its batches as usual. `training.max_norm` clips
-    the agreed gradients, as in hybrid sharding, and the log shows their norm. Metrics contain
-    `bytes_sent` and `waited_s` of the logging rank so far. Each checkpoint holds the exact state of
-    every rank in a directory `detonation`; a run that loads it continues bit for bit. The last step
-    ends open rounds.
+    torchtitan shards inside each replica, and reads its batches unchanged. `training.max_norm`
+    clips the agreed gradients, as in hybrid sharding, and the log shows their norm. Metrics contain
+    the logging rank's `bytes_sent` and `waited_s` so far. Each checkpoint contains the exact state
+    of every rank in a directory `detonation`; a run that loads it continues bit for bit. The last
+    step completes open rounds.
 
     Args:
         config: Configuration, changed in place. It needs
@@ -96,7 +96,7 @@ def with_replicas(
 
 
 class _Sharding:
-    """Functions of a `ModelSpec` that shard the model and replicate the optimizer."""
+    """The functions of a `ModelSpec` that shard the model and replicate the optimizer."""
 
     def __init__(self, spec: Any, scheme: Scheme | str, settings: dict[str, Any]) -> None:
         self._spec = spec
@@ -115,9 +115,10 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        if self._clip is None:  # a second trainer of this configuration would read inf
+        if self._clip is None:  # a second trainer with this configuration would read inf
             self._clip = training.max_norm
-        training.max_norm = math.inf  # torchtitan then only measures the norm before the exchange
+        # with an infinite limit torchtitan only measures the norm before the exchange
+        training.max_norm = math.inf
         inside = copy.copy(parallel_dims)
         inside.__class__ = _InsideReplica
         model = self._spec.parallelize_fn(
@@ -125,10 +126,9 @@ class _Sharding:
         )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # torchtitan divides losses by the tokens of all R replicas, so the sum inside a
-                # replica is 1/R of its mean.
+                # torchtitan divides losses by the tokens of all R replicas, so multiply by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
-                # gloo cannot multiply while it sums; a single shard would be multiplied twice.
+                # gloo cannot multiply while summing, and a single shard would be multiplied twice
                 if parallel_dims.world_mesh.device_type == "cpu":
                     several = parallel_dims.get_mesh("fsdp").size() > 1
                     module.set_force_sum_reduction_for_comms(several)
@@ -145,7 +145,7 @@ class _Sharding:
 
 
 class _InsideReplica(ParallelDims):  # type: ignore[misc]
-    """Parallel dimensions as seen by FSDP: without the axis between replicas."""
+    """Parallel dimensions as seen by FSDP, without the axis between replicas."""
 
     dp_replicate_enabled = False
 
@@ -158,22 +158,22 @@ class _InsideReplica(ParallelDims):  # type: ignore[misc]
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
     """torchtitan's container of optimizers, with a step that exchanges updates between replicas.
 
-    The container holds the base optimizer: schedulers change it, and torchtitan's checkpoints save
+    The container keeps the base optimizer: schedulers change it, and torchtitan's checkpoints save
     it.
 
     Attributes:
         replicated: Replicated optimizer, for its `stats`.
-        sent_before: Bytes that this rank had sent in the runs that this one resumes.
+        sent_before: Bytes that this rank sent in the runs that this run resumes.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """torchtitan's configuration of optimizers, and the scheme."""
+        """torchtitan's configuration of optimizers, extended by the scheme."""
 
         scheme: str = ""
         """Scheme between replicas: loco, or with arguments 'diloco={"every": 50}'.
 
-        Empty for the scheme in code.
+        If empty, the scheme passed in code is used.
         """
 
     replicated: Replicated
@@ -208,7 +208,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         self._steps = steps
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Steps with the replicas; after the last step all replicas hold the same weights."""
+        """Steps together with the replicas; after the last step all replicas hold the same
+        weights.
+        """
         self.replicated.step()
         if self.replicated.step_count == self._steps:
             self.replicated.synchronize()
@@ -220,12 +222,11 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
 
 
 class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
-    """torchtitan's metrics with `bytes_sent`, `waited_s`, and the norm of the gradients that the
-    replicas agreed on."""
+    """torchtitan's metrics with `bytes_sent`, `waited_s`, and the norm of the agreed gradients."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
-        """torchtitan's."""
+        """torchtitan's configuration, for this class."""
 
     def log(
         self,
@@ -247,15 +248,15 @@ class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's checkpoints; each full checkpoint also holds the exact state of every rank.
+    """torchtitan's checkpoints; each full checkpoint also contains the exact state of every rank.
 
-    torchtitan's files hold the model and the optimizer of replica 0; torch would mix those of
+    torchtitan's files contain the model and the optimizer of replica 0; torch would mix those of
     several replicas.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's."""
+        """torchtitan's configuration, for this class."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **others: Any) -> None:
         if config.enable and "://" in (folder := str(filesystem.join(base_folder, config.folder))):
@@ -272,7 +273,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     ) -> Any:
         """Saves the state of the replicas, then torchtitan's state. Collective.
 
-        torchtitan's metadata, which it writes last, makes the checkpoint valid.
+        torchtitan writes its metadata last, and only then the checkpoint is valid.
         """
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
@@ -351,10 +352,12 @@ def parsed_scheme(text: str) -> Scheme:
     return scheme_named(name, found)
 
 
-if not TYPE_CHECKING:  # so that a type checker reports missing names
+if not TYPE_CHECKING:  # hidden from type checkers, so that they still report missing names
 
     def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-        """Resolves `--config MODULE.FUNCTION`, of torchtitan or your own module, with replicas."""
+        """Resolves `--config MODULE.FUNCTION`, from torchtitan or your own module, with
+        replicas.
+        """
         module, dot, function = name.rpartition(".")
         if not dot:
             raise AttributeError(

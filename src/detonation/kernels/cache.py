@@ -1,9 +1,9 @@
-"""The cache of the compiled library: a private directory, and files that appear whole and are
+"""The cache of the compiled library: a private directory, whose files are written atomically and
 checked before use.
 
-Whoever can write a cached library runs code as its user. So the directory belongs to the user
-alone, nobody else can put another in its place, and a file is loaded only if the user owns it and
-its checksum, which ends it, is right.
+Anybody who can write a cached library can run code as its user. Therefore only the user owns the
+directory and can replace it, and a file is loaded only if the user owns it and its checksum, at the
+end of the file, is right.
 """
 
 import contextlib
@@ -21,18 +21,19 @@ from detonation.whole_files import open_lock, opened, read_bytes
 
 _log = logging.getLogger(__name__)
 _LOCK_S = 330.0
-"""How long to wait for another process that compiles the same, which may take 300 s; then this one
-compiles, too."""
+"""Seconds to wait for another process that compiles the same library, which may need 300 s;
+afterwards this process compiles, too.
+"""
 _DIGEST_BYTES = 32
 
 
 def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], object]) -> object:
-    """The result of `usable(path)` for the file `name` of the cache; `make(path)` makes it where it
-    is not there.
+    """Returns `usable(path)` for the cached file `name`; `make(path)` creates a missing file.
 
-    Directories are tried in turn: the user's cache, a private one that all processes of the user
-    share, and a new one for this process alone. The log says in one line why the cache itself is
-    not used. Raises `OSError` where `make` or `usable` failed in each of them.
+    Directories are tried in this order: the user's cache, a private directory that all processes of
+    the user share, and a temporary directory of this process. One line of the log gives the reason
+    why the user's cache is not used. Raises `OSError` if `make` or `usable` fails in each
+    directory.
     """
     reasons: list[str] = []
     for directory in _directories(reasons):
@@ -51,18 +52,20 @@ def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], obj
 
 
 def _directories(reasons: list[str]) -> Iterator[Path]:
-    """Directories for the cache, best first; adds to `reasons` why one is passed over."""
+    """Yields directories for the cache, best first; appends to `reasons` why a directory is
+    skipped.
+    """
     shared = Path(tempfile.gettempdir(), f"detonation-kernels-{os.getuid()}")
     for find in (_of_user, lambda: shared):
         try:
             yield private_directory(find())
-        except (OSError, RuntimeError) as error:  # a RuntimeError where there is no home
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
             reasons.append(str(error))
     with (
         contextlib.suppress(OSError),
         tempfile.TemporaryDirectory(prefix="detonation-kernels-") as folder,
     ):
-        yield Path(folder)  # what is loaded stays loaded when the file is gone
+        yield Path(folder)  # a loaded library stays loaded after its file is deleted
 
 
 def _of_user() -> Path:
@@ -73,10 +76,10 @@ def _of_user() -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """Makes `path` a directory that only this user can write; returns it without symbolic links.
+    """Makes `path` a directory that only this user can write; returns its path without symbolic
+    links.
 
-    Raises `OSError` where another user owns it, could put another directory in its place, or where
-    it cannot be made.
+    Raises `OSError` if another user owns it or could replace it, or if it cannot be created.
     """
     path = Path(os.path.realpath(path))
     for parent in reversed([path, *path.parents]):
@@ -98,8 +101,7 @@ def private_directory(path: Path) -> Path:
 
 
 def _system_users() -> set[int]:
-    """Root, and in a user namespace, such as a container's, the number under which the root outside
-    appears."""
+    """User ids of root and, in a user namespace such as a container's, of the root outside."""
     users = Path("/proc/self/uid_map")
     if not users.exists() or users.read_text().split() == ["0", "0", "4294967295"]:
         return {0}
@@ -107,7 +109,7 @@ def _system_users() -> set[int]:
 
 
 def _whole(path: Path) -> bool:
-    """True where `path` is a file of this user alone whose checksum is right."""
+    """True if `path` is a file that only this user owns and whose checksum is right."""
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -118,14 +120,14 @@ def _whole(path: Path) -> bool:
 
 
 def _make_once(path: Path, make: Callable[[Path], None]) -> None:
-    """Makes `path`: one process of those that want it, where the file system has locks; the others
-    wait."""
+    """Makes `path` in one of the processes that need it, if the file system has locks; the others
+    wait.
+    """
     with open_lock(path.with_suffix(".lock")) as lock:
         _wait_for(lock.fileno())
         if _whole(path):
             return
-        # in a directory of its own: a compiler may write beside the file, and process ids repeat on
-        # another machine
+        # a unique directory, because compilers may write further files
         with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as folder:
             part = Path(folder) / path.name
             make(part)
@@ -144,7 +146,7 @@ def _wait_for(lock: int) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.05)
-        except OSError:  # a network file system without locks: the rename is enough
+        except OSError:  # a network file system without locks: the atomic rename suffices
             return
         else:
             return

@@ -1,5 +1,6 @@
 """Compiles the kernels with g++ on first use, caches the library per user, and calls it through
-ctypes."""
+ctypes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 SignRate = tuple[float, float]
-"""How a weight follows signs: `shrink * weight - lr * sign`, with shrink and lr."""
+"""How signs move a weight: `shrink * weight - lr * sign`, as (shrink, lr)."""
 
 
 _P = ctypes.c_void_p
@@ -62,14 +63,14 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "checksums": [_P, _I, _I, _I, _I, _P],
     "check_indices": [_P, _I, _I, _I, _N, _N, _N, _P],
 }
-"""The arguments of each function: pointers, 64-bit counts, floats, and ints."""
+"""Argument types of each function: pointers, 64-bit counts, floats and ints."""
 
 
 class Library:
-    """The compiled functions. All tensors are on the CPU and contiguous; the source says what each
-    function does.
+    """The compiled functions. All tensors are contiguous and on the CPU; the C++ source documents
+    each function.
 
-    name: of the source, the compiler and the processor: replicas whose names differ may round
+    name: identifies source, compiler and processor; replicas with different names may round
     differently.
     """
 
@@ -136,9 +137,10 @@ class Library:
         few: bool,
         basis: Tensor,
     ) -> None:
-        """Takes `share` of the values out of the residual; `few` and `basis` as in `decode`."""
-        # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 as encode returns
-        # them
+        """Subtracts `share` times the values from the residual; see `decode` for `few` and
+        `basis`.
+        """
+        # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 from `encode`
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width,
@@ -160,8 +162,8 @@ class Library:
         basis: Tensor,
         rates: Sequence[SignRate] | None = None,
     ) -> None:
-        """Writes the mean of messages into `targets` or, with `rates`, moves `targets`, as weights,
-        by its signs.
+        """Writes the mean of messages into `targets`; with `rates` it moves the weights `targets`
+        by the signs of the mean.
 
         Args:
             targets: fp32, one per parameter.
@@ -201,7 +203,9 @@ class Library:
         assert status == 0
 
     def topk(self, coefficients: Tensor, k: int) -> Tensor:
-        """The indices of the `k` largest magnitudes of each row, rising; see `topk_indices`."""
+        """The indices of the `k` largest magnitudes of each row in rising order; see
+        `topk_indices`.
+        """
         # [rows, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, k] uint8
         rows, chunk = coefficients.shape
         found = torch.empty(rows, k, dtype=torch.uint8, device="cpu")
@@ -212,8 +216,9 @@ class Library:
         return found
 
     def product(self, coefficients: Tensor, basis: Tensor) -> Tensor:
-        """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after
-        the other."""
+        """`coefficients @ basis` as a chain of fused multiply-adds, in the order of the basis
+        vectors.
+        """
         # [rows, chunk] and [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
         rows, chunk = coefficients.shape
         out = torch.empty_like(coefficients)
@@ -224,8 +229,9 @@ class Library:
         return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """The number of the first of `tensors` (fp32) with NaN or a magnitude above `limit`; -1
-        without one."""
+        """The number of the first of `tensors` (fp32) with NaN or a magnitude above `limit`; -1 if
+        there is none.
+        """
         count = len(tensors)
         pointers = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors])
         numel = (ctypes.c_int64 * count)(*[tensor.numel() for tensor in tensors])
@@ -238,7 +244,7 @@ class Library:
         )
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """Packs numbers of `width` bits, each line by itself."""
+        """Packs numbers of `width` bits, each line separately."""
         # [..., n] integer -> [..., nbytes] uint8
         *lines, count = numbers.shape
         is_narrow = width <= 8
@@ -276,7 +282,7 @@ class Library:
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         """The indices that are set in a bitmap, in order."""
-        # as `mark`; chunks up to 256 -> uint8, else int64
+        # shapes as in `mark`; chunks up to 256 -> uint8, else int64
         lines = bitmap.unsqueeze(0).flatten(0, -2)
         is_narrow = chunk <= 256
         shape = (*bitmap.shape[:-1], rows, k)
@@ -286,10 +292,10 @@ class Library:
         return indices
 
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
-        """The sum of the 32-bit words of each message, each times an odd number that depends on the
-        word's position.
+        """The sum of the 32-bit words of each message, each times an odd number that depends on its
+        position.
 
-        Eight bytes from number `skipped` on, in the first line, count as zeros; -1 for none.
+        Eight bytes from byte `skipped` of the first line on count as zeros; -1 for none.
         """
         found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
         at = messages.data_ptr(), len(messages), messages.stride(0)
@@ -298,7 +304,7 @@ class Library:
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
         """1 if a packed index is not below `chunk`, 2 if the indices of a row do not rise, else 0.
-        For bitmaps, with `width` 0: 2 if the number of set bits of a row is not `k`.
+        Bitmaps have `width` 0: 2 if a row has other than `k` set bits.
 
         Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
         """
@@ -310,8 +316,7 @@ class Library:
 
 @lru_cache
 def load_library() -> Library | None:
-    """The library, compiled at the first call; None without g++, or if it fails (which is
-    logged)."""
+    """The library, compiled at the first call; None if g++ is missing or fails, which is logged."""
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
         _log.info("the kernels in plain torch: there is no g++")
@@ -329,27 +334,29 @@ def load_library() -> Library | None:
 def _load(path: Path) -> Library:
     try:
         return Library(path)
-    except AttributeError as error:  # a compiler that succeeds and leaves functions out
+    except AttributeError as error:  # a compiler that succeeds but omits functions
         raise OSError(f"{path} is not the library: {error}") from error
 
 
 def _compile(compiler: str, path: Path) -> None:
     command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
     try:
-        # 13 s on an idle machine
+        # compiling needs 13 s on an idle machine
         subprocess.run(command, check=True, capture_output=True, timeout=300)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
         said = said or [f"code {error.returncode}"]
         for line in said:
-            if "No space left" in line or "quota exceeded" in line:  # another folder may have space
+            # retry in another directory, which may have free space
+            if "No space left" in line or "quota exceeded" in line:
                 raise OSError(f"{compiler} failed: {line}") from error
-        errors = [line for line in said if "error" in line] or said  # the first one causes the rest
+        # report the first error, which causes the rest
+        errors = [line for line in said if "error" in line] or said
         raise subprocess.SubprocessError(f"{compiler} failed: {errors[0]}") from error
 
 
 def _identity(compiler: str) -> str:
-    """The identity of the machine code: a home directory may be shared by machines that differ."""
+    """The identity of the machine code: machines of different kinds may share a home directory."""
     version = subprocess.run(
         [compiler, "--version"], check=True, capture_output=True, timeout=30
     ).stdout

@@ -1,4 +1,4 @@
-"""Finds the steps that a run has measured and its log lacks, except for those that a kill loses."""
+"""Finds steps that a run has measured but its log lacks, except those that a kill may lose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from detonation.log.records import MESSAGE, DamagedLog, whole_records
 from detonation.log.writer import segments
 
 LATE_STEPS = 2
-"""Largest number of steps that a killed process may have measured, but not logged.
+"""Largest number of measured steps that a killed process may not have logged.
 
-A thread writes a large step while the next one computes, and with an accelerator the messages of a
-step are on the host one step later.
+A thread writes a large step while the next one computes, and an accelerator's messages reach the
+host one step later.
 """
 
 
@@ -20,9 +20,9 @@ step are on the host one step later.
 class LogFile:
     """One file of a log.
 
-    rank: the rank that wrote it. begun: number of steps before its first one. last: its last whole
-    step; `begun` for none. torn: number of bytes after its last whole record, of a step that was
-    not finished. fault: in words; "" if it is whole.
+    rank: the rank that wrote it. begun: number of steps before its first step. last: its last
+    complete step; `begun` if there is none. torn: number of bytes after its last complete record,
+    of an unfinished step. fault: a description; "" if the file is whole.
     """
 
     path: Path
@@ -69,7 +69,7 @@ def _read(rank: str, begun: int, path: Path) -> LogFile:
 def log_faults(
     directory: Path, files: Sequence[LogFile], shards: int, measured: int, saved: int
 ) -> list[str]:
-    """Faults of the log in `directory`, in words. An unfinished last step is no fault.
+    """Faults of the log in `directory`, as text. An unfinished last step is no fault.
 
     Args:
         files: Result of `log_files`.

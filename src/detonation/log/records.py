@@ -1,4 +1,4 @@
-"""Records of a log, each with a checksum, and the tape that makes them from messages."""
+"""Records of a log, each with a checksum, and the recorder that creates them from messages."""
 
 import json
 import logging
@@ -29,12 +29,13 @@ from detonation.whole_files import reading
 
 LOG_VERSION = 1
 _MAGIC = b"DTLG"
-# magic, kind, place, step, number of bytes; checksum of these and of the bytes
+# magic, kind, place, step, number of bytes; checksum of all these and of the content
 _HEADER = struct.Struct("<4sB3xIQQI")
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
-"""Kinds of records: the settings of the run, first in each file; messages; the end of a step, or of
-`synchronize`, after its messages; and weights that were written between steps."""
+"""Kinds of records: the run's settings, first in each file; messages; the end of a step or of
+`synchronize`, after its messages; and weights written between steps.
+"""
 
 _log = logging.getLogger("detonation")
 
@@ -47,9 +48,9 @@ class DamagedLog(DetonationError, ValueError):
 class LogRecord:
     """One record.
 
-    place: the channel and bucket of messages, or the number of a parameter in the model. step: the
-    step that sent the messages, or the number of steps before the record. content: messages, the
-    local shard of the parameter, or JSON.
+    place: channel and bucket of messages, or number of a parameter in the model. step: the step
+    that sent the messages, or the number of steps before the record. content: messages, the local
+    shard of the parameter, or JSON.
     """
 
     kind: int
@@ -59,7 +60,7 @@ class LogRecord:
 
     @property
     def size(self) -> int:
-        """Its bytes in a file."""
+        """Bytes of the record in a file."""
         return _HEADER.size + len(self.content)
 
     def parts(self) -> list[bytes | bytearray | memoryview]:
@@ -78,7 +79,7 @@ def noted(kind: int, step: int, table: dict[str, Any]) -> LogRecord:
 
 
 def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
-    """First record in `octets`, and the octets after it.
+    """The first record in `octets`, and the remaining octets.
 
     Raises `DamagedLog` if the record is not whole.
     """
@@ -93,7 +94,7 @@ def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
 
 
 def whole_records(path: Path) -> Iterator[LogRecord]:
-    """Yields the whole records of a file. A crash may have left an unfinished one at its end.
+    """Yields the whole records of a file. A crash may have left an incomplete one at its end.
 
     Raises `DamagedLog` if whole records follow a damaged one.
     """
@@ -112,7 +113,7 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
 
 
 def _next(file: BinaryIO, size: int) -> LogRecord | None:
-    """Reads the next record; None, without moving in `file`, if it is not whole."""
+    """Reads the next record; returns None, without moving in `file`, if it is incomplete."""
     at = file.tell()
     head = file.read(_HEADER.size)
     record = None
@@ -126,7 +127,7 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
 
 
 def _found(octets: memoryview) -> LogRecord | None:
-    """First record in `octets`, if it is whole."""
+    """The first record in `octets`, if it is complete."""
     with suppress(DamagedLog):
         return record_of(octets)[0]
     return None
@@ -140,43 +141,45 @@ Copies = list[Copy]
 class StepRecorder(StepObserver, ABC):
     """Copies the messages of each step, and passes them to `hand_on` as records.
 
-    With an accelerator the records are passed one step later, so that the host does not wait.
+    With an accelerator, records are passed one step later, so that the host does not wait.
     """
 
     reader = "the reader of the records"
-    """Name of the reader for a warning."""
+    """What reads the records, as named in a warning."""
 
     def __init__(self) -> None:
-        self.records = True  # false if nobody needs the records
-        self._messages: list[tuple[int, Copy]] = []  # with the number of steps at their arrival
-        # copies and the record that ends them; None if the copies are weights
+        self.records = True  # False if nothing needs the records
+        # messages, each with the number of steps at its arrival
+        self._messages: list[tuple[int, Copy]] = []
+        # copies, and the record that ends them; None if the copies are weights
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
         self._late = 0  # 1 if an accelerator copies messages to the host
-        self._options: list[dict[str, Any]] = []  # the last recorded ones of each group
+        self._options: list[dict[str, Any]] = []  # the last recorded options of each group
         self._optimizer: Replicated | None = None  # of the last end
-        self._last = -1  # number of steps at the last end
+        self._last = -1  # number of steps at the last recorded end
         self._weights = WrittenWeights()
-        self._watched: object = None  # the levels for which the weights were chosen
-        self._numbers: dict[str, int] = {}  # of the parameters of the model, by name
-        self._written: Copies = []  # the weights that were written before the current step
+        self._watched: object = None  # the levels for which the weights to watch were chosen
+        self._numbers: dict[str, int] = {}  # numbers of the model's parameters, by name
+        self._written: Copies = []  # weights that were written before the current step
         self._warned = False
         self._hooks: list[str] = []  # the last recorded ones before steps of the base optimizer
         self._moved = False  # True if stamps were taken in the step, ahead of the hooks after it
-        # stamps of the base optimizer's state after the last end; None if nobody took them
+        # stamps of the base optimizer's state after the last recorded end; None if not taken
         self._state: dict[Any, Any] | None = None
-        self._left = False  # True if what comes next does not follow the last end
-        self._origin: dict[str, str] = {}  # a digest of the state from which it then goes on
+        self._left = False  # True if the next record does not continue the last end
+        # digest of the state from which training then continues
+        self._origin: dict[str, str] = {}
 
     @abstractmethod
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Receives the records of one step or call of `synchronize`: its messages, and its end."""
+        """Called with the records of one step or `synchronize`: its messages, then its end."""
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """Names of the weights to record if code other than a step of `optimizer` writes them."""
+        """Names of the weights to record if code outside of `optimizer`'s steps writes them."""
         return local_parameters(optimizer.model).keys()
 
     def note(self, optimizer: Replicated) -> None:
-        """Marks the present weights as recorded."""
+        """Marks the current weights as recorded."""
         if self._watched is not (levels := optimizer.build()):
             self._watched = levels
             places = weight_places(optimizer.model)
@@ -201,10 +204,10 @@ class StepRecorder(StepObserver, ABC):
         self._left = self._last >= 0
 
     def enter(self, optimizer: Replicated) -> None:
-        """Copies the weights that were written since the last end, before a step changes them.
+        """Copies weights that were written since the last end, before a step changes them.
 
-        Changes of the base optimizer's state are in no record. The next step then begins anew, as
-        after training went back to an earlier state, which has other weights.
+        Records do not contain changes of the base optimizer's state. After such a change the next
+        step starts a new file, as if training had returned to an earlier state.
         """
         goes_on = optimizer is self._optimizer and optimizer.step_count == self._last
         if self.records and self._state is not None and goes_on:
@@ -244,7 +247,7 @@ class StepRecorder(StepObserver, ABC):
             reshard(self._optimizer.model)
             self.enter(self._optimizer)
             self.add_written()
-            self._weights.note()  # another step may follow nevertheless
+            self._weights.note()  # more steps may follow
 
     def received(self, place: int, step: int, message: Tensor) -> None:
         """Copies the messages of all replicas."""
@@ -259,11 +262,10 @@ class StepRecorder(StepObserver, ABC):
             self._late = int(message.device.type != "cpu")
 
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
-        """Messages of a step or call of `synchronize` that ends, and whether it follows the last
-        one.
+        """The messages of a step or `synchronize` that ends, and whether it continues the last one.
 
-        If training went back to an earlier state, messages that were then in flight are dropped:
-        the repeated steps have others.
+        If training returned to an earlier state, messages that were in flight then are dropped,
+        because the repeated steps have others.
         """
         before = optimizer.step_count - (what == "step")
         same = optimizer is self._optimizer
@@ -276,7 +278,7 @@ class StepRecorder(StepObserver, ABC):
         return messages, goes_on
 
     def add(self, messages: Copies, what: str, optimizer: Replicated) -> None:
-        """Queues a step, or a call of `synchronize`, with its `messages`."""
+        """Queues a step or a `synchronize` with its `messages`."""
         kind = SYNCHRONIZE
         if what == "step":
             kind = STEP
@@ -297,7 +299,7 @@ class StepRecorder(StepObserver, ABC):
         return len(self._waiting)
 
     def flush(self, late: int = 0) -> None:
-        """Hands on all queued steps but the last `late`."""
+        """Hands on all queued steps except the last `late` ones."""
         while len(self._waiting) > late:
             copies, end = self._waiting.pop(0)
             kind = WRITTEN
@@ -332,7 +334,7 @@ class StepRecorder(StepObserver, ABC):
             )
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Options of each parameter group that were not recorded yet."""
+        """Options of each parameter group that are not recorded yet."""
         before = self._options
         self._options = [recorded_options(group) for group in groups]
         changed = []
@@ -372,16 +374,17 @@ class Tapes(StepObserver):
 
 
 def agreed_digest(optimizer: Replicated) -> str:
-    """A digest of all that replicas agree on between steps, in this shard: weights and the state of
-    the base optimizer, or anchor and outer optimizer."""
+    """A digest of all agreed state between steps, in this shard: weights and base optimizer state,
+    or anchor and outer optimizer.
+    """
     found = [each.replicated() for each in optimizer.build()]
     return digest(tensor for mine in found for _, tensor in sorted(mine.items()))
 
 
 def _state_stamps(optimizer: Replicated) -> dict[Any, Any]:
-    """Stamps that change if somebody writes to the state of the base optimizer, or replaces it.
+    """Stamps that change if code writes to or replaces the state of the base optimizer.
 
-    Under rounds this state is each replica's own, and no part of what is recorded.
+    With rounds this state is private to each replica, and is not recorded.
     """
     if any(each.scheme.signal == "parameters" for each in optimizer.build()):
         return {}
@@ -398,8 +401,9 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _moved_by_rounds(optimizer: Replicated) -> set[str]:
-    """Names of the weights that a replica changes on its own between messages; a write of them is
-    not recorded."""
+    """Names of the weights that a replica changes on its own between messages; writes to them are
+    not recorded.
+    """
     found = set()
     for each in optimizer.build():
         if each.scheme.signal == "parameters":

@@ -1,4 +1,4 @@
-"""Replay: tapes that play back recorded messages, to repeat the steps of a log without replicas."""
+"""Replay: plays back recorded messages, to repeat the steps of a log without replicas."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ from detonation.log.writer import identity, round_like, segments, use_padding_of
 
 _log = logging.getLogger("detonation")
 _PRIVATE = ("residual", "server_residual", "taken", "local_steps", "start", "share_")
-"""Prefixes of the kinds of state that differ between replicas."""
+"""Prefixes of state that differs between replicas."""
 _NEAR = (
     "%s: %s, so replay ends near the weights of training: replay on a machine of its kind, from a"
     " later checkpoint"
@@ -46,7 +46,7 @@ _NEAR = (
 
 
 class Player(PlayedMessages, ABC):
-    """Plays back records instead of exchanging messages: one process acts for all replicas.
+    """Plays back records instead of exchanging messages: one process represents all replicas.
 
     Raises `DamagedLog` if a record is missing.
     """
@@ -73,13 +73,14 @@ class Player(PlayedMessages, ABC):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Like `take`, for a step whose end was read; None if it has none."""  # -> [bytes] uint8
+        """Like `take`, for a step whose end was already read; None if there are no messages."""
+        # -> [bytes] uint8
         if (place, step) in self._messages:
             return self.take(place, step)
         return None
 
     def next_end(self) -> LogRecord | None:
-        """Returns the end of the next step or call of `synchronize`; None after the last record."""
+        """Returns the end of the next step or `synchronize`; None after the last record."""
         while not self._ends and self._load():
             pass
         if self._ends:
@@ -87,7 +88,7 @@ class Player(PlayedMessages, ABC):
         return None
 
     def _load(self) -> bool:
-        """Reads one record; false after the last one."""
+        """Reads one record; returns False after the last one."""
         record = self.read()
         if record is None:
             return False
@@ -128,18 +129,19 @@ class Playback(Player):
         self._optimizer = optimizer
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
-        # messages of `delay` later steps are on their way after `to` steps
+        # messages of `delay` later steps are in flight after `to` steps
         last = max(self._to + self._delay, first + 1)
         self.files = [(begun, path) for begun, path in files if usable[-1] <= begun < last]
         self._records = self._read()
 
     def read(self) -> LogRecord | None:
-        """Returns the next record of a step or call of `synchronize` up to `to`."""
+        """Returns the next record of a step or `synchronize` up to `to`."""
         return next(self._records, None)
 
     def next_end(self) -> LogRecord | None:
-        """Returns the end of the next step or call of `synchronize`; None after `to` steps, and at
-        the end of the log."""
+        """Returns the end of the next step or `synchronize`; None after `to` steps, and at the end
+        of the log.
+        """
         try:
             end = super().next_end()
         except DamagedLog:
@@ -151,9 +153,9 @@ class Playback(Player):
         return end
 
     def reach(self) -> tuple[int, str]:
-        """Finds the last step up to which the log has all that replicas agreed on, bit for bit.
+        """Finds the last step up to which the log contains all agreed state, bit for bit.
 
-        Also returns in words why the log ends there.
+        Also returns, as text, why the log ends there.
         """
         step = self.first
         last = self.first
@@ -184,7 +186,7 @@ class Playback(Player):
     def _read_file(self, begun: int, path: Path, following: float) -> Iterator[LogRecord]:
         """Yields the records of a file that begins after `begun` steps; the next file begins after
         `following` steps."""
-        waiting = list[LogRecord]()  # until the end of their step
+        waiting = list[LogRecord]()  # messages wait until the end of their step
         for record in self._records_of(path):
             waiting.append(record)
             if record.kind == MESSAGE:
@@ -192,15 +194,15 @@ class Playback(Player):
             if record.step > following + self._delay:
                 return
             if record.step > following:
-                # Training went back and recorded these steps again in the next file. This file
-                # counts only for the messages that were on their way.
+                # Training recorded these steps again in the next file.
+                # From this file, only messages that were in flight count.
                 waiting = [each for each in waiting if each.step < following]
             if not self._is_before_first(record, begun):
                 yield from waiting
             waiting.clear()
 
     def _records_of(self, path: Path) -> Iterator[LogRecord]:
-        """Checks the first record of a file, and yields the others."""
+        """Checks the first record of a file, and yields the rest."""
         for number, record in enumerate(whole_records(path)):
             if (record.kind == START) != (number == 0):
                 raise DamagedLog(f"{path} is no log of one rank")
@@ -210,15 +212,16 @@ class Playback(Player):
                 yield record
 
     def _is_before_first(self, record: LogRecord, begun: int) -> bool:
-        """True if the state after `first` steps contains the step that `record` ends."""
-        if record.kind == WRITTEN:  # training may have written it after the checkpoint of `first`
+        """True if the state after `first` steps already includes the step that `record` ends."""
+        # training may have written this weight after the checkpoint at `first`
+        if record.kind == WRITTEN:
             return record.step < self.first
         return (record.kind == STEP or begun < self.first) and record.step <= self.first
 
     def _check(self, path: Path, start: LogRecord, options: dict[str, Any]) -> None:
-        """Raises `ValueError` if a file is of another version, run or beginning than this one.
+        """Raises `ValueError` if a file belongs to another version, run or start.
 
-        Warns if this process rounds in another way than training did.
+        Warns if this process rounds differently from training.
         """
         about = start.table()
         if about.get("version") != LOG_VERSION:
@@ -244,9 +247,10 @@ class Playback(Player):
             )
 
     def _check_state(self, path: Path, step: int, state: str) -> None:
-        """Raises `ValueError` if training went on after `step` steps from another state than this.
+        """Raises `ValueError` if training continued after `step` steps from a state other than the
+        current one.
 
-        A file that follows without a gap has no `state`.
+        A file that continues the last one without a gap has no `state`.
         """
         optimizer = self._optimizer
         if state and optimizer.step_count == step and state != agreed_digest(optimizer):
@@ -257,7 +261,7 @@ class Playback(Player):
             )
 
     def _why_only_near(self, about: dict[str, Any], options: dict[str, Any]) -> str:
-        """In words, why replay of a file comes near the weights of training only; "" if exactly."""
+        """Why a replay only comes near the weights of training, as text; "" if it is exact."""
         mine = round_like(about, self._optimizer, options)
         theirs = about.get("selftest") or mine
         odd = next((key for key in mine if theirs.get(key) != mine[key]), "")
@@ -271,7 +275,7 @@ class Playback(Player):
         return ""
 
     def _check_identity(self, path: Path, about: dict[str, Any]) -> None:
-        """Raises `ValueError` if a file is of another run; follows its number of replicas."""
+        """Raises `ValueError` if a file belongs to another run; adopts its number of replicas."""
         replicas = about.get("replicas")
         # an elastic run loses and gains replicas between steps
         if type(replicas) is int and hasattr(self._axis, "next_size"):
@@ -285,8 +289,9 @@ class Playback(Player):
 
 
 def _first_options(path: Path) -> dict[str, Any]:
-    """Options of the first group at the first step of a file, with which training tested how it
-    rounds; a scheduler may change them before or after."""
+    """Options of the first group at the first step of a file, with which training tested its
+    rounding; a scheduler may change them later.
+    """
     for record in whole_records(path):
         if record.kind in (STEP, SYNCHRONIZE):
             first = [*record.table().get("groups", []), {}][0]
@@ -297,17 +302,17 @@ def _first_options(path: Path) -> dict[str, Any]:
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
     """Repeats the steps of a log after `optimizer.step_count`; returns the new number of steps.
 
-    Weights and base optimizer state on which the replicas agreed are then those of training, bit
-    for bit. Schemes that exchange parameters agree at the end of a round, so replay reproduces the
-    last agreed weights. A log does not contain the private memory of a replica, such as that of
-    error feedback. If the trained parameters changed at a step, replay ends before it; load a
-    checkpoint after that step to continue.
+    Agreed weights and base optimizer state then equal those of training, bit for bit. Schemes that
+    exchange parameters agree at the end of a round, so replay reproduces the last agreed weights. A
+    log does not contain a replica's private memory, such as that of error feedback. If the trained
+    parameters changed at a step, replay ends before that step; load a checkpoint after it to
+    continue.
 
     In a world, all ranks call it after `load_checkpoint`. They replay up to the last end of a round
-    that all of them can reproduce bit for bit, and a warning says why no further. Memories are then
-    empty. With a `LoopbackCommunicator`, one process per shard acts for all replicas; if they were
-    close, it has the weights of replica 0. If it rounds differently from training, its weights are
-    near those of training, and it warns.
+    that all of them can reproduce bit for bit, and a warning gives the reason. Memories are then
+    empty. With a `LoopbackCommunicator`, one process per shard represents all replicas; if replicas
+    were only close, it gets the weights of replica 0. If it rounds differently from training, it
+    warns, and its weights only come near those of training.
 
     Args:
         directory: Directory of the `UpdateLog`.
@@ -362,7 +367,7 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
     """`replay` on all ranks of a world: each repeats the steps alone, up to the last step that all
     can reach. Then all compare their weights.
 
-    Also returns in words why no further step could be repeated.
+    Also returns, as text, why no further step could be repeated.
     """
     optimizer.set_up()
     first = optimizer.step_count
@@ -389,8 +394,9 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
 
 
 def _alone(directory: Path, optimizer: Replicated) -> Replicated:
-    """One replica that acts for all that wrote the log, with the weights and the agreed state of
-    `optimizer`."""
+    """One process that represents all replicas of the log, with the weights and the agreed state of
+    `optimizer`.
+    """
     (_, path), *_ = Playback(directory, optimizer, optimizer.step_count).files
     start = next(whole_records(path), None)
     ((axis, scheme),) = optimizer.levels
@@ -418,7 +424,7 @@ def _hand_over(old: Replicated, new: Replicated) -> None:
 
 @torch.no_grad()
 def show_agreed(optimizer: Replicated) -> None:
-    """Moves the weights to those that the replicas agreed on last."""
+    """Sets the weights to the last agreed ones."""
     for replicator in optimizer.build():
         if replicator.scheme.signal == "parameters":
             copy(locals_of(replicator.parameters), replicator.shared_weights())
@@ -430,13 +436,14 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
     optimizer.record(reader)
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
-    optimizer.zero_grad()  # the gradients hold the last update, to which backward would add
+    optimizer.zero_grad()  # gradients hold the last update, to which backward would add
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
-    """Repeats what `end` ends: a step, a call of `synchronize`, or the writing of a weight.
+    """Repeats what `end` ends: a step, a `synchronize`, or a write to a weight.
 
-    The tape of `optimizer` plays its messages. Raises `DamagedLog` if it is not the next step.
+    The tape of `optimizer` plays its messages back. Raises `DamagedLog` if `end` is not the next
+    step.
     """
     if end.kind == WRITTEN:
         _write_again(end, optimizer)
@@ -473,7 +480,7 @@ def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:
 
 @torch.no_grad()
 def _write_again(record: LogRecord, optimizer: Replicated) -> None:
-    """Writes the value that training wrote to a weight between two steps."""
+    """Repeats a write of training to a weight between two steps."""
     parameters = [*local_parameters(optimizer.model).values()]
     own = [local(parameter.detach()) for parameter in parameters[record.place : record.place + 1]]
     if [each.nbytes for each in own] != [len(record.content)]:

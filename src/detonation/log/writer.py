@@ -24,28 +24,28 @@ from detonation.whole_files import replaced
 
 SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16
-"""Largest step that is written without a thread: to start one takes as long."""
+"""Largest step that is written without a thread; starting one would need as long."""
 _KEPT = 4
-"""Number of last steps that a replica keeps, if it may have to continue the log of another."""
+"""Number of recent steps that a replica keeps if it may have to continue another replica's log."""
 _log = logging.getLogger("detonation")
 
 
 class UpdateLog(StepRecorder):
-    """Records each step's messages, as all replicas received them, and the options of the optimizer
-    at that step.
+    """Records each step's messages as all replicas received them, and the optimizer's options at
+    that step.
 
     A checkpoint and the log after it reproduce any later step, bit for bit: see `replay`. The first
-    replica records one file per shard; the `UpdateLog` of the others writes nothing. A step is in
-    the log completely or not at all: a killed process loses the step that it was in. A step has the
-    size of the messages of all replicas, compressed as they were sent.
+    replica writes one file per shard; on other replicas an `UpdateLog` writes nothing. A step is
+    logged completely or not at all: a killed process loses its current step. A step needs the bytes
+    of the messages of all replicas, compressed as they were sent.
 
     A thread writes a large step (of `full`, or most rounds) while the next one computes. So a
-    killed process may also lose the step before, and the messages of two steps are in host memory.
-    `close` waits for the thread.
+    killed process may also lose the previous step, and the messages of two steps are in host
+    memory. `close` waits for the thread.
 
-    If the log can no longer be written, as on a full disk, it ends after its last whole step with
-    one warning, and training continues. After training went back to an earlier state, a new file
-    begins there, and its steps replace those that were recorded before.
+    If the log becomes unwritable, as on a full disk, it ends after its last complete step with one
+    warning, and training continues. After training returned to an earlier state, a new file begins
+    there, and its steps replace the recorded ones.
 
     Args:
         directory: For the files of this run alone; made if it is missing.
@@ -79,7 +79,7 @@ class UpdateLog(StepRecorder):
         self._file = -1
         self._length = 0
         self._closing: Callable[[], object] = lambda: None
-        self._levels: object = None  # for which the file was begun
+        self._levels: object = None  # the levels for which the file was begun
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None  # the last step
         self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
@@ -87,15 +87,16 @@ class UpdateLog(StepRecorder):
         self._start: dict[str, Any] = {}  # digest of the weights before the first step
 
     def begin(self, optimizer: Replicated) -> None:
-        """Records a digest of the weights, with which a replay from the start must begin."""
+        """Records a digest of the weights from which a replay from the start must begin."""
         self._start = {"start": digest(optimizer.model.parameters())}
         self._optimizer = optimizer
         self._last = optimizer.step_count
         self.note(optimizer)
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """Weights of this optimizer and weights that nobody trains; other optimizers have their own
-        log."""
+        """The weights of this optimizer, and weights that no optimizer trains; other optimizers
+        have their own log.
+        """
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = local_parameters(optimizer.model)
         return {name for name, p in parameters.items() if id(p) in own} | optimizer.frozen.keys()
@@ -109,7 +110,7 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            # at the first step, and after a change of settings or trained parameters
+            # True at the first step, and after settings or trained parameters changed
             another = not goes_on or optimizer.build() is not self._levels
             if not first:
                 self._keep(messages, what, optimizer, another)
@@ -132,20 +133,21 @@ class UpdateLog(StepRecorder):
                 os.fsync(self._file)
 
     def _keep(self, messages: Copies, what: str, optimizer: Replicated, another: bool) -> None:
-        """Keeps the last steps, which the first replica may not have written when it is lost."""
+        """Keeps the last steps, because the first replica may be lost before writing them."""
         if another:
             self.flush()
             self._kept.clear()
             self._levels = optimizer.build()
             self._identity = _settings(optimizer)
-        self._options = []  # each kept step has all options of the groups
+        self._options = []  # each kept step contains all options of the groups
         self.add_written()
         self.add(messages, what, optimizer)
         self.note(optimizer)
 
     def _write_kept(self, optimizer: Replicated) -> None:
-        """Writes the kept steps in place of the lost first replica. Steps that it had written are
-        the same."""
+        """Writes the kept steps instead of the lost first replica. Steps that it had already
+        written are equal.
+        """
         self.flush()
         kept = list(self._kept)
         self._kept = deque(maxlen=_KEPT)
@@ -158,8 +160,9 @@ class UpdateLog(StepRecorder):
         self._close_file()
 
     def rotate(self, oldest: int = 0) -> None:
-        """Begins a new file, as after a checkpoint. Removes files that end at or before step
-        `oldest`."""
+        """Begins a new file, for example after a checkpoint. Removes files that end at or before
+        step `oldest`.
+        """
         self.close()
         if not self.records:
             return
@@ -173,7 +176,7 @@ class UpdateLog(StepRecorder):
             )
 
     def close(self) -> None:
-        """Writes all queued steps and closes the file. A later step opens a new one."""
+        """Writes all queued steps and closes the file. A later step opens a new file."""
         if self._file >= 0:
             self.take_last_writes()
         self._close_file()
@@ -184,7 +187,7 @@ class UpdateLog(StepRecorder):
                 self.flush()
                 self._finish()
                 os.fsync(self._file)
-            with suppress(OSError):  # the disk has everything, or the log has ended
+            with suppress(OSError):  # the thread has written all data, or the log has ended
                 self._closing()
         self._file = -1
         if self._thread is not None:
@@ -193,7 +196,7 @@ class UpdateLog(StepRecorder):
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
-        """Ends the log with its last whole step if the block fails to write."""
+        """Ends the log at its last complete step if the block fails to write."""
         try:
             yield
         except OSError as error:
@@ -215,7 +218,8 @@ class UpdateLog(StepRecorder):
             about |= self._start
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
-            if begun > first:  # training went back, and will repeat the steps of these files
+            # training returned to an earlier step, and will repeat the steps of these files
+            if begun > first:
                 later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = replaced(path)
@@ -225,7 +229,7 @@ class UpdateLog(StepRecorder):
         self.hand_on([noted(START, first, about)])
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Appends the records to the file, or keeps them if another replica writes it.
+        """Appends the records to the file, or keeps them if another replica writes.
 
         A thread appends a large step while the next one computes.
         """
@@ -259,7 +263,7 @@ class UpdateLog(StepRecorder):
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
-    """Settings that a run must share with a log to replay it.
+    """Settings in which a run must equal a log to replay it.
 
     Raises `ValueError` for several levels.
     """
@@ -285,8 +289,9 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
 
 
 def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Digests of a self-test with the scheme and the base optimizer, which depend on how this
-    process rounds, and on its options, or on `options`."""
+    """Digests of a self-test with the scheme and the base optimizer; they depend on this process's
+    rounding and on `options`, by default its own.
+    """
     ((_, scheme),) = optimizer.levels
     found: dict[str, str] = {}
     for replicator in optimizer.build()[:1]:
@@ -295,7 +300,7 @@ def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) 
 
 
 def rounding(optimizer: Replicated) -> dict[str, Any]:
-    """Settings and digests with which another process can round like this one."""
+    """Settings and digests from which another process can round like this one."""
     return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
 
 
@@ -311,8 +316,9 @@ def round_like(
 
 
 def padding_of(optimizer: Replicated) -> dict[str, Any]:
-    """Names the embeddings whose padding rows change: a replica without gradients cannot know
-    them."""
+    """Names of the embeddings whose padding rows change, which a replica without gradients cannot
+    know.
+    """
     used = used_rows(optimizer.model)
     if used:
         return {"padding": used}
@@ -335,7 +341,8 @@ def _settings(optimizer: Replicated) -> dict[str, Any]:
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
     """Files of a log, in order: the rank that wrote each, the number of steps before it, and its
-    path. `rank` is "" for all ranks."""
+    path. `rank` is "" for all ranks.
+    """
     found = []
     for path in directory.glob(f"*{SUFFIX}"):
         name, _, first = path.name.removesuffix(SUFFIX).rpartition("-")

@@ -1,4 +1,4 @@
-"""Models by name, from transformers; `model(**batch)` returns `logits`, and a fp32 `loss` in nats.
+"""Models from transformers by name; `model(**batch)` returns `logits`, and a fp32 `loss` in nats.
 
 The initial weights depend only on `torch.manual_seed`.
 """
@@ -21,7 +21,7 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "vit": vit,
 }
 TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images"}
-"""Kind of data for each model."""
+"""The task of each model."""
 
 
 def model_function(name: str) -> Callable[..., nn.Module]:
@@ -44,7 +44,7 @@ def model_function(name: str) -> Callable[..., nn.Module]:
 
 
 def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """`size` and `channels` of the images, if the model requires them."""
+    """`size` and `channels` of the images, if the model requires fixed ones."""
     if name.startswith(HUB_PREFIX):
         return image_size_of(name.removeprefix(HUB_PREFIX), dict(arguments))
     given = {"size": arguments.get("image_size"), "channels": arguments.get("channels")}
@@ -69,4 +69,4 @@ def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     made = make("model", {name: model_function(name)}, name, arguments)
     if not isinstance(made, nn.Module):
         raise ValueError(f"model {name} makes a {type(made).__name__}, must make a torch.nn.Module")
-    return made.train()  # pretrained models are in evaluation mode
+    return made.train()  # pretrained models are created in evaluation mode

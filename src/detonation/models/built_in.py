@@ -1,4 +1,4 @@
-"""Models of the package: language models (dense, and with experts), T5 and a vision transformer."""
+"""Built-in models: language models (dense, and mixture of experts), T5 and a vision transformer."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from detonation.choices import needs
 
 
 def checked(dropout: float, **sizes: int) -> int:
-    """Checks the `sizes` of a model, with `hidden_size` and `heads`; returns the width of a head.
+    """Checks the sizes of a model, including `hidden_size` and `heads`; returns the width of a
+    head.
 
     Raises `ValueError` for a size below 1, a `dropout` outside [0, 1), and `heads` that do not
     divide `hidden_size`.
@@ -30,7 +31,7 @@ def checked(dropout: float, **sizes: int) -> int:
 
 
 def fp32_logits(head: nn.Module) -> None:
-    """Makes `head` return fp32, so that the loss of a bf16 model is fp32, too. Changes `head`."""
+    """Makes `head` return fp32, so that the loss of a bf16 model is fp32. Changes `head`."""
     head.register_forward_hook(lambda module, inputs, logits: logits.float())
 
 
@@ -93,7 +94,7 @@ def _causal(
         "num_key_value_heads": heads,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "attention_dropout": dropout,
-        # Every byte is text: the embedding of a padding token would be zero and get no gradient.
+        # every byte is text: a padding token's embedding would be zero and get no gradient
         "pad_token_id": None,
         "eos_token_id": None,
         "use_cache": False,
@@ -115,7 +116,7 @@ def olmoe(
     """Builds a causal language model with a mixture of experts.
 
     The experts of a block are three matrices of `[experts, ...]`, which FSDP2 shards by expert. If
-    no token of a replica uses an expert, the gradient of the expert is zero on that replica.
+    a replica uses an expert for no token, the expert's gradient is zero on that replica.
 
     Args:
         vocab: Number of tokens; 256 for bytes.
@@ -169,7 +170,7 @@ def t5(
     The loss is the mean over the labels that are not -100. The model makes the decoder's input by
     shifting the labels right, starting with id 0. Embedding and output matrix are the same tensor,
     as in T5. After initialisation the loss is about one nat above ln(vocab), because a decoder with
-    tied embeddings first predicts the byte that it has read.
+    tied embeddings first predicts its own input byte.
 
     Args:
         vocab: Number of ids; ByT5 has 384: 3 special ids, 256 bytes, 125 spare.
@@ -219,7 +220,9 @@ def t5(
 
 
 def _copied_output(block: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies the tensors that a block returns: its position bias is a view, and FSDP2 warns."""
+    """Copies the tensors that a block returns, because its position bias is a view, for which FSDP2
+    warns.
+    """
     copied = []
     for output in outputs:
         if isinstance(output, Tensor):
@@ -293,7 +296,7 @@ def vit(
         intermediate_size=feed_forward,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        # By default transformers guesses the loss from the labels; one class would be regression.
+        # transformers guesses the loss from the labels: one class would mean regression
         problem_type="single_label_classification",
         attn_implementation="sdpa",
     )

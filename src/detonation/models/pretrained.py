@@ -20,13 +20,13 @@ _LOADERS = {
     "labels": ("AutoModelForSequenceClassification", "text classifier"),
 }
 CLASSIFIES = "images", "labels"
-"""Tasks with a number of classes."""
+"""Tasks whose models need a number of classes."""
 _BYTES = (256, 384)
 """Vocabulary sizes of bytes and of ByT5."""
 
 
 def transformers_model(name: str) -> Callable[..., nn.Module]:
-    """Function that builds the model `hf:NAME`, for a directory or an id of the Hugging Face hub.
+    """A function that builds the model `hf:NAME`, for a directory or an id of the Hugging Face hub.
 
     It never runs code of the directory or the hub. It raises `ValueError` if the model cannot be
     reached, is for another task, lacks a key of its configuration, or has weights that do not fit.
@@ -67,7 +67,8 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         model = _built(name, config, task, pretrained, dtype, classes)
         made: Any = model
         head = made.get_output_embeddings() or getattr(model, "classifier", None)
-        if task != "text" and isinstance(head, nn.Module):  # causal models compute fp32 logits
+        # causal models already compute fp32 logits
+        if task != "text" and isinstance(head, nn.Module):
             fp32_logits(head)
         return model
 
@@ -75,7 +76,7 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
 
 
 def image_size_of(name: str, settings: dict[str, Any]) -> dict[str, int]:
-    """`size` and `channels` of the images for `hf:NAME`, if its configuration sets them."""
+    """`size` and `channels` of the images for `hf:NAME`, if its configuration fixes them."""
     config = _configured(name, {}, {})
     sizes = {"size": getattr(config, "image_size", None)}
     if settings.get("pretrained"):
@@ -97,7 +98,7 @@ def _built(
         )
     options = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     try:
-        if not pretrained or torch.empty(0).is_meta:  # on "meta" only sizes matter
+        if not pretrained or torch.empty(0).is_meta:  # on the meta device only sizes matter
             model: nn.Module = auto.from_config(config, **options)
             return model
         options |= {"ignore_mismatched_sizes": task in CLASSIFIES, "output_loading_info": True}
@@ -118,7 +119,7 @@ def _built(
 
 
 def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) -> None:
-    """Raises `ValueError` if the ids of the data do not fit the model."""
+    """Raises `ValueError` if ids of the data exceed the model's vocabulary."""
     own = getattr(config.get_text_config(), "vocab_size", None)
     if vocab is None or own is None:
         return
@@ -134,7 +135,7 @@ def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) 
 
 
 def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> Any:
-    """Configuration of the model with `settings`, and with the `sizes` for which it has a key."""
+    """The model's configuration with `settings`, and with those `sizes` for which it has a key."""
     config = copy.deepcopy(_config(name))
     for key in settings:
         if not hasattr(config, key) or key.startswith("_"):
@@ -143,13 +144,13 @@ def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> A
     fitting = {key: size for key, size in sizes.items() if hasattr(config, key)}
     try:
         config = type(config).from_dict(config.to_dict(), **settings, **fitting)
-    except Exception as error:  # the configurations check types with errors of their own
+    except Exception as error:  # configurations check types, and raise their own errors
         *_, last = str(error).strip().splitlines()
         raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {last.strip()}") from error
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
     if isinstance(padding, int) and padding >= text.vocab_size:
-        text.pad_token_id = None  # it belongs to a larger vocabulary
+        text.pad_token_id = None  # this id belongs to a larger vocabulary
     if hasattr(text, "use_cache"):
         text.use_cache = False  # training does not reuse keys and values
     return config
@@ -160,7 +161,8 @@ def _config(name: str) -> Any:
     transformers = needs("transformers", "models")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no warning for each retry
+    # suppresses a warning for each retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not name:
         raise ValueError("'hf:' names no model: write hf:DIRECTORY or hf:ID of the hub")
     try:
@@ -168,7 +170,7 @@ def _config(name: str) -> Any:
     except (OSError, ValueError) as error:
         problem = "is no directory with a config.json, and no model that the hub gives us"
         raise ValueError(f"{HUB_PREFIX}{name} {problem}: {first_line(error)}") from error
-    except Exception as error:  # of a type, as above
+    except Exception as error:  # configurations raise errors of many types
         *_, last = str(error).strip().splitlines()
         raise ValueError(
             f"{HUB_PREFIX}{name} has a config.json that does not fit: {last.strip()}"

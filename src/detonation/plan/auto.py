@@ -20,7 +20,7 @@ from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, recipes, 
 from detonation.plan.search import BUDGET, check_budget, options, pairs, why
 
 PROBE_S = 3.0
-"""Approximate seconds of measuring the links."""
+"""Approximate duration of measuring the links in seconds."""
 
 _log = logging.getLogger("detonation")
 
@@ -38,11 +38,11 @@ def auto(
     """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
 
     Collective: call it on every rank, after sharding and before `replicate`. It measures for a few
-    seconds. Rank 0 decides, and all ranks return the same scheme: the first choice of `detonation
-    plan --optimizer`. This is full synchronisation, if it waits for the network at most `budget` of
-    a step and no other scheme is faster by more than that. Otherwise it is the scheme that reaches
-    a loss first, by losses measured with this kind of optimizer, or with AdamW if there are none.
-    The logger "detonation" gets the reason at level INFO.
+    seconds. Rank 0 decides, and all ranks return the same scheme, the first choice of `detonation
+    plan --optimizer`. It is full synchronisation if this waits for the network at most `budget` of
+    a step, and no other scheme is faster by more than that. Otherwise it is the scheme that reaches
+    a loss first, judged by losses measured with this kind of optimizer, or else with AdamW. The
+    logger "detonation" gets the reason at level INFO.
 
     Args:
         optimizer: Optimizer for `replicate`. An optimizer with momentum needs schemes of dense
@@ -122,7 +122,8 @@ def broadcast_choice(choice: Scheme, everyone: Everyone) -> Scheme:
 
 
 def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Shapes]:
-    """Gathers the local shapes of the trained parameters on each rank of the first replica's node.
+    """Gathers the local shapes of the trained parameters from each rank of the first replica's
+    node.
 
     Collective.
     """
@@ -133,7 +134,7 @@ def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Sh
     else:
         replica = axis.replica
     gathered = everyone.send_to_all([replica, shapes])
-    lowest = gathered[0][0]  # 0, unless that replica is lost
+    lowest = gathered[0][0]  # the lowest rank is 0, unless that replica is lost
     first = [shapes for number, shapes in gathered if number == lowest]
     ranks = everyone.size // axis.size()
     return [{name: tuple(shape) for name, shape in each.items()} for each in first[:ranks]]

@@ -11,7 +11,9 @@ from detonation.core.schemes import GradientScheme, ParameterScheme, Scheme, sch
 from detonation.link_speed import LinkSpeed, hops
 
 BACKWARD = 2 / 3
-"""Share of backward in the time of forward and backward; gradients become ready during it."""
+"""Share of backward in the time of forward and backward; gradients become available during
+backward.
+"""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameter shapes by name."""
@@ -21,7 +23,7 @@ _TIMER_S = 0.2
 """TCP: bytes in the window after a long silence, and seconds that its timer adds to a round trip.
 """
 _NOISE_S = 5e-3
-"""A shorter restart of TCP cannot be measured."""
+"""A restart of TCP below this time cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Network:
 
     @classmethod
     def of_axis(cls, measured: AxisProfile, shards: int) -> "Network":
-        """Network from the probe of an axis between nodes of `shards` ranks."""
+        """The network measured by `probe` on an axis, between nodes of `shards` ranks."""
         plain = cls(measured.size, shards, measured.operations)
         if not measured.silence_s:
             return plain
@@ -68,7 +70,7 @@ class Network:
 
     @property
     def rate_bits_per_s(self) -> float:
-        """Rate per node of the slower of all-reduce and all-gather."""
+        """Rate per node of all-reduce or all-gather, whichever is slower."""
         rates = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
         return self.shards * min(rates, default=float("inf"))
 
@@ -82,7 +84,7 @@ class Network:
         return replace(self, operations=operations)
 
     def seconds(self, kind: traffic.CollectiveKind, nbytes: float, silent_s: float = 0.0) -> float:
-        """Duration of an exchange of `nbytes` per rank, `silent_s` after the exchange before."""
+        """Duration of an exchange of `nbytes` per rank, `silent_s` after the previous exchange."""
         if self.replicas == 1:
             return 0.0
         restart_s = 0.0
@@ -95,17 +97,17 @@ class Network:
         return restart_s + self.operations[kind].seconds(nbytes)
 
     def restart_s(self, nbytes: float, silent_s: float) -> float:
-        """Seconds that slow start adds to an exchange of `nbytes` after a silence.
+        """Seconds that TCP's slow start adds to an exchange of `nbytes` after a silence.
 
-        TCP halves its window in each period of its timer without data, down to `_WINDOW`. Then it
-        doubles the window with each round trip, until the window holds the message or the data in
-        flight at full rate.
+        TCP halves its window in each timer period without data, down to `_WINDOW`. Then it doubles
+        the window in each round trip, until the window holds the message or the data in flight at
+        full rate.
         """
         one = self.operations["all-to-all"]
         round_trip = one.latency_s  # gloo asks the receiver before it sends
         rate = one.rate_bits_per_s / 8
         full = min(nbytes, rate * round_trip)
-        # The first period costs nothing.
+        # the first period of silence costs nothing
         periods = (silent_s + round_trip / 2) / (round_trip + _TIMER_S) - 1
         doublings = min(periods, log2(max(full, 1.0) / _WINDOW))
         if doublings <= 0:
@@ -116,7 +118,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Work:
-    """Training step without the network.
+    """A training step without the network.
 
     Args:
         shards: Local parameter shapes on each rank of a node.
@@ -204,12 +206,13 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
 
 
 _STATE_BYTES = {"SignSGD": 0, "SGD": 4, "SGD without momentum": 0, "Muon": 4}
-"""Bytes of an optimizer's fp32 state per parameter; 8 for others, such as Adam."""
+"""Bytes per parameter of an optimizer's fp32 state; 8 for unlisted ones, such as Adam."""
 
 
 def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) -> float:
-    """Bytes per step that a node sends to keep replicas close, which average a thousandth of their
-    agreed state."""
+    """Bytes per step that a node sends to keep replicas close: on average a thousandth of their
+    agreed state.
+    """
     if scheme.signal == "nothing":
         return 0.0
     if isinstance(scheme, ParameterScheme):
@@ -237,7 +240,7 @@ def _optimizer_s(scheme: Scheme, work: Work) -> float:
 
 
 def report_s(scheme: Scheme, work: Work, network: Network) -> float:
-    """Seconds per step that ranks wait for each other's losses."""
+    """Seconds per step for which ranks wait for each other's losses."""
     hidden = 0.0
     if not scheme.worth_overlapping:
         hidden = BACKWARD * work.compute_s / work.accumulate
@@ -247,7 +250,9 @@ def report_s(scheme: Scheme, work: Work, network: Network) -> float:
 def _exposed_s(
     scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network
 ) -> float:
-    """Seconds per round that a rank waits for messages; `step_s` is a step without its compute."""
+    """Seconds per round for which a rank waits for messages; `step_s` is a step without its
+    compute.
+    """
     waits = 0.0
     local_s = work.compute_s + step_s
     silent = scheme.round.every / scheme.fragments * local_s
@@ -261,10 +266,10 @@ def _exposed_s(
             latency = network.seconds(kind, 0)
             waits += _delayed_wait_s(scheme, transfer_s, latency, local_s)
         elif work.overlap and scheme.worth_overlapping:
-            # Buckets leave in the order of backward: the last layers first.
+            # buckets are sent in the order of backward: the last layers first
             buckets = reversed(traffic.buckets_of(scheme, fragment, network.replicas))
             rows = [bucket.layout.rows for bucket in buckets]
-            if kind == "owner":  # owners answer after the last message, and nothing hides this
+            if kind == "owner":  # owners reply after the last message, and nothing hides this wait
                 answer = scheme.reply_codec(network.replicas)
                 size = traffic.stage_bytes(answer, sum(rows), network.replicas)
                 waits += network.operations["all-gather"].seconds(size)
@@ -282,7 +287,7 @@ def _buckets_wait_s(
     work: Work,
     network: Network,
 ) -> float:
-    """Seconds from the end of backward until all buckets, of `rows` each, have arrived."""
+    """Seconds from the end of backward until all buckets, with `rows` rows each, have arrived."""
     if kind == "owner":
         sending = network.operations["all-to-all"]
         latency = sending.latency_s
@@ -299,7 +304,7 @@ def _buckets_wait_s(
 def _delayed_wait_s(scheme: Scheme, transfer_s: float, latency_s: float, local_s: float) -> float:
     """Seconds of waiting for a message that may arrive `delay` steps of `local_s` later.
 
-    A link cannot transfer more messages than leave: the time between two messages is a second
+    In the steady state a link transfers each message before the next one is sent, which is a second
     bound.
     """
     between = scheme.round.every / scheme.fragments * local_s
@@ -309,7 +314,7 @@ def _delayed_wait_s(scheme: Scheme, transfer_s: float, latency_s: float, local_s
 def _overlapped_wait_s(parts: Sequence[tuple[float, float]], compute_s: float) -> float:
     """Seconds from the end of backward until the last message is sent.
 
-    Each message leaves when its gradients are ready.
+    Each message is sent when its gradients are available.
 
     Args:
         parts: Messages in sending order: share of all gradients, and seconds of the transfer.
@@ -329,7 +334,7 @@ def _overlapped_wait_s(parts: Sequence[tuple[float, float]], compute_s: float) -
 
 
 def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
-    """Bytes of state that replication holds between steps, plus the messages of one step."""
+    """Bytes of replication state kept between steps, plus the messages of one step."""
     flat = 4 * layout.rows * layout.chunk
     state = 0
     if scheme.feedback:
@@ -356,7 +361,7 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
 
 
 def spelled(chosen: Scheme) -> str:
-    """Text of a scheme with the arguments that differ from its defaults.
+    """Text of a scheme with those arguments that differ from its defaults.
 
     Example:
         >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))

@@ -12,13 +12,14 @@ from typing import Any
 from detonation.core.schemes import Scheme
 
 TEXT = "quick-lm"
-"""Recipe whose losses count for a model of unknown task."""
+"""Recipe whose losses are used for a model of unknown task."""
 GOAL_STEPS = 1000
-"""Default length of a run: that of the longest measured run on text."""
+"""Default length of a run: the longest measured run on text."""
 STEPS_EXPONENT = 0.205
 """Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200
 steps (research/frontier.md). A study whose baseline was validated during training has its own
-exponent."""
+exponent.
+"""
 HALVING = math.log10(10 / 3)
 """Decades of longer training that halve a lead: Muon's lead over AdamW fell from 21.9 % at 300
 steps to 10.9 % at 1,000 steps (docs/findings.md)."""
@@ -26,18 +27,21 @@ PER_DECADE = 0.01
 """Widening of an interval at both ends for each factor of ten in parameters: the largest change of
 a mean from 0.6 to 4.3 million parameters (docs/findings.md)."""
 PER_LONGER = 0.04
-"""Widening for each factor of ten in length: the lead of `random_sign` with eight replicas fell
-from 6.4 % at 300 steps to 1.2 % at 1,000 steps (docs/findings.md)."""
+"""Widening for each factor of ten in length: with eight replicas, the lead of `random_sign` fell
+from 6.4 % at 300 steps to 1.2 % at 1,000 steps (docs/findings.md).
+"""
 PER_DOUBLING = 0.12
 """Widening for each factor of two in replicas: the largest change of a mean, for AdamW that
 exchanges every 300 steps (docs/findings.md)."""
 PER_FEWER_ROUNDS = 0.034
 """Widening for each factor of ten fewer rounds, times log2(replicas). `muloco` with an exchange
-every 30 steps has +1.0 % over 100 rounds and +4.4 % over 10 with two replicas, +6.2 % and +17.9 %
-with eight (docs/findings.md)."""
+every 30 steps has +1.0 % over 100 rounds and +4.4 % over 10 rounds with two replicas; with eight
+replicas +6.2 % and +17.9 % (docs/findings.md).
+"""
 SPREAD = 0.07
-"""Half width of the 95 % interval for a single seed: that of three seeds on text
-(docs/findings.md)."""
+"""Half width of the 95 % interval for a single seed, taken from three seeds on text
+(docs/findings.md).
+"""
 # fmt: off
 STUDENT = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
@@ -84,7 +88,7 @@ class Loss:
 
     @property
     def task(self) -> tuple[str, str, int, int]:
-        """Key of comparable losses: the training and its length."""
+        """Key for comparable losses: the training and its length."""
         return self.study, self.recipe, self.parameters, self.steps
 
     def doublings(self, replicas: int) -> float:
@@ -106,7 +110,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Goal:
-    """Training run that a plan is for. Its goal is the baseline's loss after `steps` steps.
+    """The training run that a plan is for. Its goal is the baseline's loss after `steps` steps.
 
     Args:
         recipe: Recipe with measured losses, see `task_of`.
@@ -121,7 +125,9 @@ class Goal:
 
     @property
     def baseline(self) -> str:
-        """Optimizer of the baseline: `optimizer` if full synchronisation measured it, or AdamW."""
+        """Optimizer of the baseline: `optimizer` if full synchronisation was measured with it, else
+        AdamW.
+        """
         known = any(loss.is_full and loss.optimizer == self.optimizer for loss in loss_table())
         if known and self.optimizer:
             return self.optimizer
@@ -130,7 +136,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a run from a measurement.
+    """The estimate for a run, derived from a measurement.
 
     Args:
         cost: Loss relative to the baseline at equal steps; below 0 for a lower loss.
@@ -151,7 +157,8 @@ class Estimate:
     def steps_factor(self) -> float:
         """Steps to the baseline's loss, divided by the baseline's steps.
 
-        Uses the upper end of the interval, so that few seeds or distant measurements count less.
+        Uses the upper end of the interval, so that measurements with few seeds or of distant runs
+        count less.
         """
         return float((1 + self.interval[1]) ** (1 / self.exponent))
 
@@ -165,7 +172,7 @@ class Estimate:
 
     @property
     def evidence(self) -> str:
-        """Conditions of the measurement, and how the run differs from them."""
+        """The conditions of the measurement, and how the run differs from them."""
         far = ""
         if self.far:
             far = f"; this run has {', '.join(self.far)}, for which the interval is wider"
@@ -175,8 +182,8 @@ class Estimate:
 def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
     """Estimate for `scheme` with `optimizer`; None if nothing comparable was measured.
 
-    The nearest measurement of the goal's recipe counts, never the best: nearest by replicas, then
-    by steps, then the one with most seeds, then by size, which changes least.
+    It uses the nearest measurement of the goal's recipe, never the best: nearest by replicas, then
+    by steps, then the one with most seeds, then by size, whose effect is smallest.
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
     found = [loss for loss in found if loss.recipe == goal.recipe]
@@ -189,7 +196,7 @@ def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
 
 
 def task_of(model: str) -> str:
-    """Recipe whose losses count for a model, by the model's name; text by default.
+    """Recipe whose losses are used for a model, by the model's name; text by default.
 
     >>> task_of("hf:google-t5/t5-base"), task_of("vit"), task_of("olmo2")
     ('t5-translation', 'vit-fashion', 'quick-lm')
@@ -200,7 +207,7 @@ def task_of(model: str) -> str:
 def trained_by(name: str, settings: Mapping[str, Any]) -> str:
     """Name of an optimizer in `Loss`: its class, and "without momentum" if it has none.
 
-    Under a scheme with momentum the difference is large (docs/findings.md).
+    Under a scheme with momentum this makes a large difference (docs/findings.md).
 
     >>> trained_by("AdamW", {"lr": 1e-3, "betas": (0.0, 0.95)})
     'AdamW without momentum'
@@ -296,7 +303,7 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
 
 
 def _shorter(cost: float, factor: float) -> float:
-    """Shrinks a lead by `factor`; a higher loss is assumed to stay."""
+    """Shrinks a lead by `factor`; a higher loss is assumed to remain."""
     if cost < 0:
         return cost * factor
     return cost

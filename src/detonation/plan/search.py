@@ -12,7 +12,9 @@ from detonation.plan.losses import Estimate, Goal, estimate, loss_table, optimiz
 from detonation.report.words import duration
 
 BUDGET = 0.1
-"""Default share of waiting in a step up to which full synchronisation is the first choice."""
+"""Default for the share of a step spent waiting up to which full synchronisation is the first
+choice.
+"""
 
 _VALUES = {"precision": "fp32", "error_feedback": True}
 _SIGN = {"precision": "sign", "error_feedback": False}
@@ -28,7 +30,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 FEWEST_ROUNDS = 3
 
 LONG_WAIT = 0.5
-"""Above this share of waiting in a step, the advice names remedies."""
+"""If waiting exceeds this share of a step, the advice names remedies."""
 
 Candidate = tuple[Scheme, str]
 """A scheme and its optimizer, as `trained_by` names it."""
@@ -36,14 +38,16 @@ Candidate = tuple[Scheme, str]
 
 @dataclass(frozen=True)
 class Option:
-    """A scheme with an optimizer, its predicted cost, and the estimate of its loss, if known."""
+    """A scheme with an optimizer, its predicted cost, and the estimate of its loss if there is
+    one.
+    """
 
     cost: Cost
     optimizer: str
     estimate: Estimate | None
 
     def seconds(self, goal: Goal) -> float | None:
-        """Seconds to the loss of the baseline, by a cautious estimate; None if unknown."""
+        """Seconds to the baseline's loss by a cautious estimate; None if unknown."""
         if self.estimate is None:
             return None
         return goal.steps * self.cost.total_s * self.estimate.steps_factor
@@ -60,14 +64,14 @@ class Option:
 def settings(name: str) -> list[dict[str, Any]]:
     """Candidate arguments for a scheme: its defaults, `SETTINGS`, and all measured settings.
 
-    Measured settings hold all arguments, because they may override those of a recipe.
+    Measured settings contain all arguments, because they may override those of a recipe.
     """
     measured = [dict(loss.arguments) for loss in loss_table() if loss.scheme == name]
     return [{}, *SETTINGS.get(name, []), *measured]
 
 
 def candidate_settings() -> list[Scheme]:
-    """Builds each registered scheme, including those of users, with all its `settings`."""
+    """Builds each registered scheme, including users' own, with all its `settings`."""
     found = [scheme(name, arguments) for name in known_schemes() for arguments in settings(name)]
     return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
 
@@ -75,7 +79,7 @@ def candidate_settings() -> list[Scheme]:
 def pairs(goal: Goal) -> list[Candidate]:
     """Pairs each candidate with the goal's optimizer, or with each optimizer that was measured.
 
-    A scheme without measurements appears once, with the optimizer of the baseline.
+    A scheme without measurements appears once, with the baseline's optimizer.
     """
     found: list[Candidate] = []
     for one in candidate_settings():
@@ -125,10 +129,10 @@ def _has_rounds(scheme: Scheme, steps: int) -> bool:
 def one_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[str, Estimate, float] | None:
-    """Fastest optimizer on one machine that processes all examples of a step, and its seconds.
+    """The fastest optimizer on one machine that processes all examples of a step, and its seconds.
 
-    Forward and backward take `replicas` times longer there, without a network. The optimizer is one
-    of the options. None if no loss is known.
+    Forward and backward need `replicas` times longer there, without a network. The optimizer is one
+    of those in the options. None if no loss is known.
     """
     full = next((option.cost for option in ranked if option.is_full), None)
     if network.replicas == 1 or full is None:
@@ -153,10 +157,10 @@ def check_budget(budget: float) -> float:
 
 
 def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget: float) -> Scheme:
-    """Setting of one scheme that sends most, among settings that wait at most `budget` of a step.
+    """The setting of one scheme that sends most, among those that wait at most `budget` of a step.
 
-    If all wait longer, it chooses among the settings whose step is at most `budget` longer than the
-    shortest. If latency causes the wait, fewer bytes gain nothing.
+    If all wait longer, it chooses among settings whose step is at most `budget` longer than the
+    shortest. If the wait is caused by latency, fewer bytes gain nothing.
     """
     priced = [_price(each, work, network) for each in among]
     prices = [price for price in priced if price is not None]
@@ -213,7 +217,7 @@ def advise(
     pays, machines = _second_machine(ranked, network, goal)
     reason = why(ranked, network, goal, budget)
     notes = []
-    if pays is False:  # the most important fact is first
+    if pays is False:  # print the most important fact first
         reason = f"{machines}. With them {reason}"
     elif machines:
         notes.append(machines)
@@ -247,7 +251,7 @@ def advise(
 
 
 def row(option: Option, goal: Goal) -> dict[str, Any]:
-    """An option in plain values."""
+    """An option as plain values."""
     cost = option.cost
     seconds = option.seconds(goal)
     expected: dict[str, Any] = {
@@ -321,7 +325,8 @@ def _second_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[bool | None, str]:
     """Compares with one machine at equal examples per step: True if more machines are faster, and a
-    sentence."""
+    sentence.
+    """
     alone = one_machine(ranked, network, goal)
     seconds = ranked[0].seconds(goal)
     if alone is None or seconds is None:
@@ -341,7 +346,7 @@ def _second_machine(
 
 
 def _help(ranked: Sequence[Option]) -> list[str]:
-    """Remedies if the first choice waits more than `LONG_WAIT` of a step."""
+    """Remedies if the first choice waits for more than `LONG_WAIT` of a step."""
     best = ranked[0]
     if best.cost.waiting <= LONG_WAIT:
         return []

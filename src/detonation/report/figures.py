@@ -38,11 +38,13 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "text.parse_math": False,  # a name may hold dollar signs
+    "text.parse_math": False,  # a name may contain dollar signs
 }
 _WIDTH = 4.0
 _HEIGHT = 2.9
-"""Size of a figure in inches, close to its size on a phone: its text is as large as other text."""
+"""Height of a figure in inches, close to its size on a phone, so that its text is as large as other
+text.
+"""
 _BUCKETS = 60
 _FAR = 8.0
 """Values that differ by more than this factor get a log axis."""
@@ -93,7 +95,7 @@ class Chart:
     height: float = _HEIGHT
 
     def image(self) -> str:
-        """Figure with 240 dots per inch, as a `data:` URL of a PNG."""
+        """The figure at 240 dots per inch, as a `data:` URL of a PNG."""
         import matplotlib
         from matplotlib.figure import Figure
 
@@ -112,7 +114,7 @@ class Chart:
             figure = Figure(figsize=(_WIDTH, height))
             axes = figure.add_subplot()
             self.draw(axes)
-            # Fixed margins in inches: an automatic layout takes longer than the drawing.
+            # Fixed margins in inches: an automatic layout needs longer than the drawing.
             bottom = legend + 0.32
             if axes.get_xlabel():
                 bottom = legend + 0.5
@@ -171,7 +173,7 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
 
 
 def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
-    """Validation loss of finished runs against their bytes per step, with their time."""
+    """Validation loss of finished runs over their bytes per step, labelled with their time."""
     points = [(run.summary["bytes_sent_per_step"], run.summary["val_loss"]) for run, _ in runs]
 
     def beaten(sent: float, loss: float) -> bool:
@@ -235,14 +237,14 @@ def breakdown(runs: Sequence[Run]) -> Chart:
             " as the network."
         )
     else:
-        del legend[2]  # waiting for the slowest replica was not measured
+        del legend[2]  # the time waited for the slowest replica was not measured
     return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
 
 
 def _curves(
     name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}"
 ) -> Chart:
-    """Training and validation losses of runs, each against its own series of numbers."""
+    """Training and validation losses of runs, each over its own series of numbers."""
     ends = [across[-1] for _, _, across in curves]
 
     def draw(axes: Any) -> None:
@@ -269,7 +271,7 @@ def _curves(
 def buckets(
     across: Sequence[float], loss: Sequence[float], log: bool
 ) -> tuple[list[float], list[float]]:
-    """Thins a long curve to 60 to 120 points, each a mean of neighbours.
+    """Thins a long curve to between 60 and 120 points, each a mean of neighbours.
 
     With `log` it drops points at x = 0.
     """
@@ -296,7 +298,7 @@ def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _rows(axes: Any, count: int) -> None:
-    """Sets the limits for `count` rows from the top down, each with its label above."""
+    """Sets the limits for `count` rows from top to bottom, each with its label above."""
     axes.set_ylim(count - 0.55, -0.75)
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)

@@ -82,11 +82,11 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
             host = self.headers.get("Host", "").partition(":")[0]
             content = b""
             code = 404
-            if host not in _HOSTS:  # a foreign website whose name resolves to this address
+            if host not in _HOSTS:  # another website may resolve its own name to this address
                 code = 403
             elif self.path == "/":
                 code = 200
-                with lock:  # matplotlib draws for one reader at a time
+                with lock:  # matplotlib draws for one request at a time
                     if time.monotonic() - drawn_at >= _EVERY_S:
                         page = html(directory).encode()
                         drawn_at = time.monotonic()
@@ -98,7 +98,7 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Prints nothing: the screen belongs to the run."""
+            """Prints nothing, because the terminal shows the run."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
     server.socket.close()
@@ -112,4 +112,4 @@ if __name__ == "__main__":
     os.nice(10)
     server = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.buffer.read()  # until the parent ends
+    sys.stdin.buffer.read()  # read returns when the parent process ends

@@ -104,7 +104,7 @@ def _page_html(runs: Sequence[Run]) -> str:
 
 
 def _parts_of_one(run: Run) -> dict[str, Any]:
-    """Parts that only a page about one run has."""
+    """Parts that only the page of a single run has."""
     numbers = run_rows(run.summary)
     return {
         "title": run.name,
@@ -115,7 +115,7 @@ def _parts_of_one(run: Run) -> dict[str, Any]:
 
 
 def tile(label: str, text: str) -> tuple[str, str]:
-    """Number of a tile, short enough for one line, and the words below it.
+    """The number of a tile, short enough for one line, and the caption below it.
 
     >>> tile("sent per replica", "32.5 kB per step")
     ('32.5 kB', 'sent per replica and step')
@@ -147,7 +147,7 @@ _NETWORK = re.compile(r"for the network (?P<seconds>[\d.,]+ s)")
 
 
 def rendered(**values: Any) -> str:
-    """Fills page.html with `values`; omits each part of the page without a value."""
+    """Fills page.html with `values`; omits each part of the page that has none."""
     from jinja2 import Environment
 
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -188,7 +188,7 @@ def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:
     """Seconds that each replica waited for each other replica, and for the network."""
     if not found or len(found["seconds"]) > _MOST_REPLICAS:
         return None
-    # Non-breaking spaces keep a row on one line on a phone, where the table scrolls.
+    # Non-breaking spaces keep a row on one line on a phone, whose table scrolls.
     replicas = [f"replica\xa0{number}" for number in range(len(found["seconds"]))]
     head = ["waited", *(f"for {name}" for name in replicas), "for the network"]
     rows = []

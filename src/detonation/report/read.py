@@ -13,7 +13,7 @@ from detonation.report.words import printable
 from detonation.whole_files import MOST_RECORDS, read_text
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json")
-"""Files of a run; the last may be missing."""
+"""Files of a run; the last one is optional."""
 _STEP = ("bytes_sent", "loss", "seconds", "step")
 _LOSSES = {"loss", "val_loss"}
 _SUMMARY = {
@@ -91,7 +91,9 @@ def agreeing_s(record: dict[str, Any]) -> float:
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
-    """Reads the runs in `directories`, with distinct names. Raises `ValueError` like `read_run`."""
+    """Reads the runs in `directories`, and gives them distinct names. Raises `ValueError` like
+    `read_run`.
+    """
     runs = [read_run(directory) for directory in directories]
     names = map(printable, distinct_names([run.directory for run in runs]))
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
@@ -185,7 +187,7 @@ def _is_finite(value: object) -> bool:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Names each path by as few of its last parts as make it distinct.
+    """Names each path by its last parts, as few as make the names distinct.
 
     >>> distinct_names([Path("/runs/a/full"), Path("/runs/b/full"), Path("/runs/b/demo")])
     ['a/full', 'b/full', 'demo']
@@ -241,7 +243,7 @@ def _printable_lines(text: str) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """A value of JSON or TOML, with all texts in it escaped."""
+    """A value of JSON or TOML, with all of its texts escaped."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

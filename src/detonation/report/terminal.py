@@ -35,7 +35,9 @@ HEADS = (
     "sent/step",
     "loss to the baseline",
 )
-"""Titles of a plan. The baseline is full synchronisation with AdamW, or with `--optimizer`."""
+"""Column titles of a plan. The baseline is full synchronisation with AdamW, or with the optimizer
+of `--optimizer`.
+"""
 MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
 RESULTS = (
     "scheme, optimizer",
@@ -45,7 +47,7 @@ RESULTS = (
     "step time",
     "replicas equal",
 )
-"""Titles of the table of several runs, after the title for their names."""
+"""Titles of the table of several runs, after the title of the name column."""
 _SHOWN = 5
 """Printed rows of a plan; --all and --json show all rows."""
 _WIDTH = 100
@@ -72,8 +74,9 @@ class PlainConsole(Console):
         discard(self.file)
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Called by rich around a bar. Keeps the cursor, because a killed process could not restore
-        it."""
+        """Called by rich around a bar. Keeps the cursor visible, because a killed process could not
+        restore it.
+        """
         return False
 
     def lines(self, texts: Iterable[str]) -> None:
@@ -102,7 +105,7 @@ class PlainConsole(Console):
 
 
 def _narrowest(rows: Sequence[Sequence[str]]) -> int:
-    """Least width at which a table cuts no word; only the first column may fold."""
+    """The smallest width at which a table cuts no word; only the first column may wrap."""
     columns = [*zip(*rows, strict=True)][1:]
     words = [" ".join(column).split() for column in columns]
     widths = [max(map(len, each), default=0) for each in words]
@@ -262,7 +265,8 @@ def _skipped(counts: Mapping[str, int]) -> str:
 
 
 def _waits(summary: dict[str, Any]) -> str:
-    r"""Waiting for the slowest replica and for the network since the last start; "" without any.
+    r"""Seconds of waiting for the slowest replica and for the network since the last start; "" if
+    there are none.
 
     >>> found = {"seconds": [[0.0, 5.0], [0.0, 0.0]], "network_s": [0.5, 0.5], "slowest": 1}
     >>> found["lasted_s"] = 20.0
@@ -274,12 +278,12 @@ def _waits(summary: dict[str, Any]) -> str:
     ''
     """
     waits = summary.get("waits")
-    if not waits or not waits.get("lasted_s", 1.0):  # no step since the last start
+    if not waits or not waits.get("lasted_s", 1.0):  # there was no step since the last start
         return ""
     slowest = waits["slowest"]
     mean = sum(row[slowest] for row in waits["seconds"]) / max(1, len(waits["seconds"]) - 1)
     network = sum(waits["network_s"]) / len(waits["network_s"])
-    # A summary holds only the waits since the last start.
+    # a summary contains only the waits since the last start
     lasted_s = waits.get("lasted_s", summary["seconds"])
     share = mean / lasted_s
     text = f"for the network {network:.1f} s; in {lasted_s:.1f} s of steps since the last start"
@@ -323,7 +327,7 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False
 
 
 def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Best five rows, one per pair of scheme and optimizer, including the baseline."""
+    """The five best rows, one per pair of scheme and optimizer, including the baseline."""
     best: dict[tuple[str, str], tuple[str, ...]] = {}
     every = plan_rows(plan)
     for option, row in zip(plan["options"], every, strict=True):

@@ -21,7 +21,7 @@ def size_text(count: float) -> str:
 
 
 def factor(value: float | None) -> str:
-    """Formats a reduction factor; "-" for None, which means that nothing was sent.
+    """Formats a reduction factor; "-" for None, which means that no bytes were sent.
 
     >>> factor(12.8), factor(1180.4), factor(None)
     ('x12.8', 'x1,180', '-')
@@ -47,7 +47,7 @@ def loss_text(loss: float | None) -> str:
 
 
 def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> str:
-    """Describes whether the replicas of a run were equal, or how far apart they were.
+    """Describes whether the replicas of a run were equal, or how far they were apart.
 
     >>> equality({"replicas_equal": True})
     'yes'
@@ -62,7 +62,7 @@ def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> st
 
 
 def less_text(value: float | None) -> str:
-    """Describes a reduction factor; "" if nothing was sent.
+    """Describes a reduction factor; "" if no bytes were sent.
 
     >>> less_text(12.8), less_text(1.0), less_text(None)
     ('x12.8 less', 'nothing saved', '')

@@ -1,2 +1,3 @@
-"""Training runs from recipes: a folder of recipe, output, loop, run, verbs imports from those
-before it alone."""
+"""Training runs from recipes. The folders recipe, output, loop, run and verbs each import only from
+earlier ones in this list.
+"""

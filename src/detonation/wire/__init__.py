@@ -1,2 +1,3 @@
-"""A shard axis that crosses a slow link: quantized all-gather of weights, error-fed reduce-scatter
-of gradients."""
+"""Sharding over a slow link: quantized all-gather of weights, reduce-scatter of gradients with
+error feedback.
+"""

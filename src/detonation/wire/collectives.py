@@ -1,5 +1,6 @@
-"""The collectives between nodes: quantized differences of weights to a reference that all nodes
-hold, and gradients as integers with a scale per block and error feedback, in one all-to-all."""
+"""The collectives between nodes: an all-gather of quantized weight differences to a common
+reference, and one all-to-all of quantized gradients with error feedback.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +30,13 @@ from detonation.wire.wire import BLOCK
 
 @dataclass(frozen=True)
 class BlockIntegers:
-    """4 or 8 bits per number: evenly spaced levels from minus to plus the largest magnitude of a
-    block of 128. One code more marks a number that was not sent.
+    """Encodes numbers in 4 or 8 bits: evenly spaced levels between minus and plus the largest
+    magnitude of a block of 128. One more code marks a number that was not sent.
 
-    A message is its packed integers and then the scales of its blocks in bf16; the last block is
-    filled up with zeros, and on an accelerator the message, too, to a multiple of `ALIGNMENT`
-    bytes. A block that holds a number that is not finite decodes to numbers that are not finite. It
-    is odd, as every precision: see `codec.precision`.
+    A message consists of packed integers, followed by the bf16 scales of its blocks; the last block
+    is zero-padded. On an accelerator the message is padded to a multiple of `ALIGNMENT` bytes. A
+    block with a nonfinite number decodes to nonfinite numbers. The encoding is odd, like every
+    precision: see `codec.precision`.
     """
 
     width: int
@@ -58,8 +59,8 @@ class BlockIntegers:
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # a scale that is 0 or not finite makes numbers that are not finite of some; the mask keeps
-        # them in their block
+        # A scale of 0, or a nonfinite one, makes some quotients nonfinite.
+        # The mask keeps them inside their block.
         per_step = (
             scales.float().clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_().unsqueeze(-1)
         )
@@ -106,7 +107,7 @@ class BlockIntegers:
 
 
 def _aligned(octets: Tensor) -> Tensor:
-    """Messages of the length that a gathered buffer needs; see `ALIGNMENT`."""
+    """Pads messages to the alignment of a gathered buffer; see `ALIGNMENT`."""
     # [..., bytes] -> [..., bytes or more]
     missing = -octets.shape[-1] % ALIGNMENT
     if missing and decides_on_device(octets.device):
@@ -118,20 +119,21 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
-    """The reduce-scatter of one FSDP unit, whose shards lie on several nodes.
+    """The reduce-scatter of one FSDP unit whose shards are spread over several nodes.
 
-    Gradients are summed inside the node as they are. Each rank then sends the quantized sum for
-    each other node to the rank with the same place there; its own node's sum is not quantized. The
-    rounding errors are added to the next sums.
+    Gradients are first summed inside the node, without quantization. Each rank then sends a
+    quantized sum to the rank with the same local rank on each other node; the sum for its own node
+    is not quantized. Rounding errors are added to the next sums.
 
-    A message says which parameters no rank of its node used, by a mark in the place of their first
-    number. For those that no rank of the replica used, nothing happens.
+    A message marks the parameters that no rank of its node used: instead of their first number it
+    has the code for a number that was not sent. Nothing changes for parameters that no rank of the
+    replica used.
 
-    lacks: the parameters without a gradient on this rank, whose sums of zeros come next. unused: of
-    these, the ones that no rank of the replica used, after a call. residual: `[nodes - 1, n]` fp32,
-    the rounding errors for the other nodes in their order; None until the first use. local: the
-    ranks of this node; None for one. sizes: the numbers of each trained parameter in a shard, in
-    the order of messages.
+    lacks: the parameters without a gradient on this rank, whose zeros the next call sums. unused:
+    those of them that no rank of the replica used, set by a call. residual: `[nodes - 1, n]` fp32,
+    the rounding errors for each other node, in node order; None before the first use. local: the
+    process group of this node; None if the node has one rank. sizes: the number of elements of each
+    trained parameter in a shard, in the order of messages.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         self.unused: set[str] = set()
         self.residual: Tensor | None = None
         self._places: tuple[dict[str, int], Tensor | None] = ({}, None)
-        self._laid_out: dict[str, int] = {}  # the sizes of the residual
+        self._laid_out: dict[str, int] = {}  # element count of each parameter in the residual
 
     def __call__(
         self,
@@ -173,18 +175,18 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         here = self._link.replica
         residual = self._residual_for(count, sums.device)
         before = residual.clone() if self.lacks else residual
-        # slices: an index that is a list is copied to the device, and the host waits for it
+        # slices, because indexing with a list copies to the device and blocks the host
         signal = torch.cat([sums[:here], sums[here + 1 :]]).float().add_(residual)  # [nodes - 1, n]
         encoded = self._codec.encode(signal, places, unused)
         for_itself = encoded.new_zeros(1, encoded.shape[1])
         arriving = self._link.all_to_all(torch.cat([encoded[:here], for_itself, encoded[here:]]))
         signal.sub_(self._codec.decode(encoded, count, places))
-        # a gradient that is not finite is for those who receive it to refuse: the residual stays as
-        # it was
+        # Receivers refuse nonfinite gradients; here they only leave the residual unchanged.
         torch.where(signal.isfinite().all(), signal, residual, out=residual)
         (rows,), _ = self._link.wait([arriving])
         total = torch.zeros(count, dtype=torch.float32, device=sums.device)
-        for node in range(self._link.replicas):  # in the order of nodes: the sum depends on it
+        # in node order, because the order changes the bits of the sum
+        for node in range(self._link.replicas):
             if node == here:
                 total.add_(sums[node].float())
             else:
@@ -235,8 +237,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         )
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Takes the place of the residual; parameters that are missing, or of another shape, begin
-        without one.
+        """Replaces the residual; parameters that are missing in `saved`, or have another shape,
+        start with none.
 
         Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained
         again.
@@ -249,7 +251,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             self.residual = torch.cat([*fitting.values()], 1).float()
 
     def _residual_for(self, count: int, device: torch.device) -> Tensor:
-        """The residual, laid out for the parameters that are trained now."""
+        """The residual in the layout of the currently trained parameters."""
         # -> [nodes - 1, count] fp32
         sizes = dict(self._sizes())
         if sum(sizes.values()) != count:
@@ -273,8 +275,9 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         return self.residual
 
     def _summed_in_node(self, parts: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The sums over the ranks of this node of what the ranks with this rank's place in their
-        nodes own; and which parameters none of these ranks used."""
+        """Sums over the ranks of this node, for the shards of the ranks with the same local rank on
+        all nodes; and which parameters none of the ranks of this node used.
+        """
         # [nodes, local * n], [parameters] int64 -> [nodes, n], [parameters] bool
         unused = None
         used = parts.new_ones(0)
@@ -299,28 +302,28 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
 
 
 class WeightMoves:
-    """Counts the moves of sharded weights in this process, of which every rank makes the same.
+    """Counts the changes of sharded weights in this process; every rank counts the same.
 
-    A tensor's own version would not do: a rank whose shard is empty has nothing to write to.
+    A tensor's own version counter would miss a change on a rank whose shard is empty.
     """
 
     count = 0
 
     def __call__(self) -> None:
-        """Announces a move, on all ranks alike."""
+        """Counts a change; all ranks call it."""
         self.count += 1
 
 
 WEIGHT_MOVES = WeightMoves()
-"""Of this process."""
+"""The counter of this process."""
 
 
 @cache
 def watch_optimizers() -> None:
-    """Announces each step of an optimizer of sharded weights from now on.
+    """Counts each optimizer step on sharded weights from now on.
 
-    A model that one rank alone trains beside them is none: the other ranks would not know of an
-    exchange.
+    Steps of an unsharded model that a single rank trains do not count: the other ranks would not
+    know of them.
     """
     register_optimizer_step_post_hook(_announce)
 
@@ -339,15 +342,15 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class DifferenceGather(DefaultAllocMixin, AllGather):
-    """The all-gather of one FSDP unit, whose shards lie on several nodes.
+    """The all-gather of one FSDP unit whose shards are spread over several nodes.
 
     After an optimizer step each rank sends the difference between its shard and the reference to
     the other nodes, once. All ranks add the same bytes to the same reference, so their copies stay
-    bitwise equal. The output is the reference, gathered inside the node; where no step was taken
-    nothing else is sent.
+    bitwise equal. The output is the reference, gathered inside the node; nothing else is sent if
+    there was no step.
 
-    reference: `[nodes, n]`, the shards of the ranks with this rank's place in their node, as all
-    know them; None until the first gather, which is exact.
+    reference: `[nodes, n]`, the shards of all ranks with the same local rank, equal on all nodes;
+    None until the first gather, which is exact.
 
     Args:
         codec: Of differences; None sends the weights as they are.
@@ -373,9 +376,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self._is_trained = is_trained
         self.weights = weights
         self.reference: Tensor | None = None
-        self._exchanges = 0  # since the last exact one
+        self._exchanges = 0  # exchanges since the last exact one
         self._seen = -1
-        self._was_trained = False  # at the last gather
+        self._was_trained = False  # True if training was on at the last gather
         self._warned = False
         watch_optimizers()
 
@@ -386,7 +389,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        # [S * n], [n]: the input is a part of the output, which is therefore written last
+        # [S * n], [n]: the input is a view into the output, so the output is written last
         reference = self.reference
         trained = self._is_trained()
         if (
@@ -415,20 +418,21 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         output_tensor.view(len(reference), size, -1).copy_(gathered.transpose(0, 1))
 
     def forget(self) -> None:
-        """Makes the next exchange exact: the weights were replaced."""
+        """Makes the next exchange exact, because the weights were replaced."""
         self.reference = None
 
     def counts(self) -> Tensor:
-        """The exchanges since the last exact one, and whether a step was taken since the last
-        gather."""
+        """The number of exchanges since the last exact one, and whether a step followed the last
+        gather.
+        """
         # -> [2] int64
         return torch.tensor(
             [self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu"
         )
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
-        """Continues from a saved reference, of which `own` is this rank's part. Collective."""
-        # [n], and [2] int64 as of counts
+        """Restores a saved reference, of which `own` is this rank's part. Collective."""
+        # shapes: [n], and [2] int64 in the order of `counts`
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
         self._seen = WEIGHT_MOVES.count
@@ -438,7 +442,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self.weights.note()
 
     def _exchange(self, reference: Tensor, own: Tensor, exactly: bool) -> None:
-        """Brings the reference up to date, in place."""
+        """Updates the reference in place."""
         self._exchanges += 1
         if self._codec and not own.is_floating_point() and not self._warned:
             self._warned = True
@@ -450,22 +454,23 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         if self._codec is None or exactly:
             reference.copy_(self._exact(own))
             return
-        # weights that were not finite for a while must not stay so
+        # weights recover after nonfinite ones; the reference must, too
         reference.nan_to_num_(0.0, 0.0, 0.0)
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])
         for row, message in zip(reference, arrived, strict=True):
-            # one node after another, so that the decoded numbers of one shard exist at a time
+            # one node at a time, so that only one decoded shard is in memory
             row.copy_(row.float().add_(self._codec.decode(message, len(own))))
         self._link.recycle(arrived)
 
     def _exact(self, own: Tensor) -> Tensor:
-        """The shards of all nodes as they are."""  # [n] -> [nodes, n]
+        """Gathers the unquantized shards of all nodes."""  # [n] -> [nodes, n]
         self._exchanges = 0
         (arrived,), _ = self._link.wait(
             [self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))]
         )
-        with torch.inference_mode(False):  # steps after an evaluation change it in place
+        # no inference tensors: training steps after an evaluation change them in place
+        with torch.inference_mode(False):
             exact = (
                 arrived[:, : own.nbytes]
                 .clone(memory_format=torch.contiguous_format)

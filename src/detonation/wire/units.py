@@ -1,4 +1,6 @@
-"""FSDP units of a model that is sharded over several nodes: their collectives, counts and state."""
+"""FSDP units of a model that is sharded over several nodes: their collectives, counters and
+state.
+"""
 
 import logging
 import math
@@ -30,11 +32,11 @@ _log = logging.getLogger("detonation")
 
 
 class ShardUnit:
-    """The collectives of one FSDP unit, `module`, between nodes; it becomes an attribute of the
+    """The collectives between nodes of one FSDP unit, `module`; it becomes an attribute of the
     unit.
 
-    parameters: its own by name, in the order of FSDP2, without those of the units inside. in_node:
-    the ranks of this node; None for one.
+    parameters: the unit's own parameters by name, in FSDP2's order, without those of nested units.
+    in_node: the process group of this node; None if the node has one rank.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class ShardUnit:
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
-                # since torch 2.13: equal sizes at every step
+                # since torch 2.13: makes messages equal in size at every step
                 module.set_reduce_scatter_unused_params(True, recurse=False)
             self._watch_backward(module, self.reduce)
         setattr(module, _UNIT, self)
@@ -94,10 +96,11 @@ class ShardUnit:
         group.post_backward = post_backward
 
     def _hook_loading(self, module: nn.Module) -> None:
-        """Lets `load_state_dict` of each module of the unit make the next exchange exact."""
+        """Makes the next exchange exact after `load_state_dict` of any module of the unit."""
 
         def loaded(*_: object) -> None:
-            reshard(unit)  # or the next forward pass would exchange nothing
+            # a unit that is already gathered would not exchange at the next forward pass
+            reshard(unit)
             for name, (parameters, own_name) in places.items():  # `assign` replaces them
                 if (now := parameters.get(own_name)) is not None:
                     self.parameters[name] = now
@@ -115,10 +118,10 @@ class ShardUnit:
             each.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's part of the state by `<kind>.<parameter>`: the reference of its shard, and
+        """This rank's part of the state, by `<kind>.<parameter>`: the reference of its shard, and
         its residual.
 
-        The counts of exchanges have the name of the first parameter.
+        The counters of exchanges are stored under the name of the first parameter.
 
         Shapes: -> reference: the local shape; residual: `[nodes - 1, padded]`; counts: `[2]` int64.
         """
@@ -139,7 +142,7 @@ class ShardUnit:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Continues from `state`; from exact weights and no residual where it does not fit.
+        """Restores `state`; continues from exact weights without a residual if it does not fit.
 
         Collective.
         """
@@ -169,7 +172,7 @@ class ShardUnit:
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
     def sizes(self) -> dict[str, int]:
-        """The numbers of one rank's shard of each parameter, as FSDP2 pads it."""
+        """Elements of one rank's shard of each parameter, padded as FSDP2 does."""
         return {name: padded_numel(parameter) for name, parameter in self.parameters.items()}
 
     def _trained_sizes(self) -> dict[str, int]:
@@ -195,7 +198,7 @@ def _take_back(reduce: ErrorFeedbackReduce, name: str, parameter: Tensor) -> Non
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """A unit and the modules inside it, without the units inside."""
+    """A unit and the modules inside it, without nested units."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):
@@ -203,8 +206,9 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def padded_numel(parameter: Tensor) -> int:
-    """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the
-    largest shard."""
+    """Elements that each rank's shard of `parameter` occupies in FSDP2's messages: the size of the
+    largest shard.
+    """
     return math.prod(largest_local_shape(parameter))
 
 
@@ -215,8 +219,9 @@ def join_units(
     link: Link,
     in_node: dist.ProcessGroup | None,
 ) -> None:
-    """Gives each FSDP unit of `model`, those inside of others first, its collectives between nodes;
-    see `ShardUnit`."""
+    """Attaches the collectives between nodes to each FSDP unit of `model`, inner units first; see
+    `ShardUnit`.
+    """
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     for module in modules:
         own = [
@@ -224,7 +229,7 @@ def join_units(
             for parameter in cast(nn.Module, module).parameters()
             if id(parameter) in names
         ]
-        if own:  # FSDP2 makes no messages for the others
+        if own:  # FSDP2 sends no messages for the others
             ShardUnit(
                 module,
                 {names.pop(id(parameter)): parameter for parameter in own},
@@ -235,15 +240,16 @@ def join_units(
 
 
 def resync_weights(model: nn.Module) -> None:
-    """Makes the next exchange of weights between nodes exact, after a write that no step made.
+    """Makes the next exchange of weights between nodes exact, after a write outside of an optimizer
+    step.
 
     All ranks call it. `load_checkpoint` and `load_state_dict` of the model, or of a module in it,
-    do; a model without a shard wire needs none.
+    call it; a model without a shard wire does not need it.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
     """
-    reshard(model)  # or the next forward pass would exchange nothing
+    reshard(model)  # a unit that is already gathered would not exchange at the next forward pass
     for unit in shard_units(model):
         unit.gather.forget()
 
@@ -254,10 +260,10 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def shard_bytes_sent(model: nn.Module) -> int:
-    """Bytes that this rank has sent to other nodes of its replica, as its shard wire counts them; 0
-    without one.
+    """Bytes that this rank has sent to other nodes of its replica through the shard wire; 0 without
+    one.
 
-    Gradients in fp32 go through torch's own reduce-scatter and are not counted.
+    Gradients in fp32 use torch's own reduce-scatter and are not counted.
 
     Example:
         >>> shard_bytes_sent(nn.Linear(2, 2))
@@ -272,8 +278,9 @@ def shard_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Continues from the result of `shard_state`, or exactly from the weights where it does not
-    fit. Collective."""
+    """Restores the result of `shard_state`; continues from exact weights if it does not fit.
+    Collective.
+    """
     for unit in shard_units(model):
         unit.load(
             {
@@ -286,14 +293,14 @@ def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def mend_references(model: nn.Module) -> None:
-    """Compares the references of all nodes, and makes the next exchange of those that differ exact.
-    Collective.
+    """Compares the references of all nodes, and makes the next exchange exact for those that
+    differ. Collective.
 
-    Weights lie in the shards, so a reference that memory or network damaged costs no more than an
-    exact exchange, as do weights that were written on any rank. Also announces a move of the
-    weights: who calls this may have completed rounds, or repaired weights.
+    The shards store the weights, so a reference damaged in memory or on the network costs only one
+    exact exchange; so does a write to weights on any rank. Also counts a change of the weights,
+    because its callers may have completed rounds or repaired weights.
 
-    Sends 16 bytes per unit, which do not count as sent.
+    Sends 16 bytes per unit, which are not counted as sent.
     """
     units = [unit for unit in shard_units(model) if unit.gather.reference is not None]
     if not units:

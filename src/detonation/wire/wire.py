@@ -1,5 +1,4 @@
-"""The wire between the nodes of one replica: the choice that `shard_wire` makes, its bytes and its
-memory."""
+"""The shard wire between the nodes of one replica: its settings, bytes and memory."""
 
 from dataclasses import dataclass
 from typing import get_type_hints
@@ -8,12 +7,12 @@ from detonation.choices import unknown
 from detonation.link_speed import LinkSpeed
 
 WIDTHS = {"fp32": 0, "8bit": 8, "4bit": 4}
-"""Bits per number of each precision between nodes; 0 for the numbers as they are."""
+"""Bits per number of each precision between nodes; 0 for unquantized numbers."""
 
 
 @dataclass(frozen=True)
 class ShardWire:
-    """The choice that `shard_wire` makes."""
+    """The settings of `shard_wire`."""
 
     weights: str = "4bit"
     gradients: str = "4bit"
@@ -56,35 +55,34 @@ def shard_wire(
     resync_every: int = 0,
     link: str = "",
 ) -> ShardWire:
-    """Compresses the traffic of `shard` between nodes, for a model that is larger than one node.
+    """Compresses the traffic of `shard` between nodes, for a model that does not fit into one node.
 
     Weights: each node keeps a reference copy of the gathered weights, split over its ranks. After a
-    step each rank sends the quantized difference between its shard and the reference, once; every
-    rank applies the same differences to the reference, so that gathered weights are bitwise equal
-    on all ranks. A rounding error stays in the next difference and does not grow. Gathers in
-    between (backward, evaluation, further micro-batches) stay in the node.
+    step each rank sends the quantized difference between its shard and the reference once; every
+    rank adds the same differences to the reference, so gathered weights are bitwise equal on all
+    ranks. A rounding error is part of the next difference and does not accumulate. Gathers without
+    a step in between (backward, evaluation, further micro-batches) stay inside the node.
 
-    Gradients: summed inside the node as they are, then quantized and sent to the node of their
-    owner. Each rank adds the rounding error to its next gradients (error feedback).
+    Gradients: summed inside the node without quantization, then quantized and sent to the node of
+    their owner. Each rank adds the rounding error to its next gradients (error feedback).
 
     Args:
-        weights: "4bit" or "8bit" differences in blocks of 128 with a bf16 scale, or "fp32": the
-            weights as they are.
+        weights: "4bit" or "8bit" differences in blocks of 128 with a bf16 scale, or "fp32":
+            unquantized weights.
         gradients: "4bit" or "8bit" with error feedback, or "fp32": torch's own reduce-scatter.
-        nodes: nodes that the shards of a replica lie on, at least 2; by default as the launcher
-            says.
-        resync_every: exchanges of weights after which the reference becomes exact again; 0 does so
-            at the start only.
-        link: emulated speed of the link between the nodes, such as "100mbit,5ms"; "" leaves the
-            network as it is.
+        nodes: number of nodes over which a replica is sharded, at least 2; by default from the
+            launcher.
+        resync_every: exchanges of weights after which the reference becomes exact again; 0 means
+            only at the start.
+        link: emulated speed of the link between the nodes, such as "100mbit,5ms"; "" emulates
+            nothing.
 
     Raises:
-        TypeError: an argument of another kind.
-        ValueError: a precision that is not known, a number out of range, or a setting that would be
-            ignored.
+        TypeError: an argument has another type.
+        ValueError: an unknown precision, a number out of range, or a setting that would be ignored.
 
-    Memory per rank, for P parameters in S shards on N nodes of L ranks: the reference takes P / L
-    numbers of the type that is gathered, the error feedback 4 P (N - 1) / S bytes.
+    Memory per rank, for P parameters in S shards on N nodes of L ranks: the reference needs P / L
+    numbers of the gathered dtype, the error feedback 4 P (N - 1) / S bytes.
 
     Example:
         >>> import detonation as dt
@@ -98,4 +96,4 @@ def shard_wire(
 
 
 BLOCK = 128
-"""The numbers that share a scale."""
+"""Number of values that share a scale."""

@@ -1,4 +1,6 @@
-"""All changes that saving makes to the file system, in small operations: a test can stop each."""
+"""All changes that saving makes to the file system, as small operations, so that a test can stop
+before each.
+"""
 
 import contextlib
 import hashlib
@@ -12,7 +14,9 @@ from detonation.whole_files import new_file, sync_entries
 WRITE_BLOCK = 1 << 20
 
 observer: Callable[[str, Path], None] | None = None
-"""For tests: called before each operation with its name and path. It may raise to stop it."""
+"""For tests: called before each operation with its name and path. It may raise an error to stop the
+operation.
+"""
 
 
 def make_directory(path: Path) -> None:
@@ -27,7 +31,7 @@ def touch(path: Path) -> None:
 
 
 def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
-    """Writes a new file and waits until it is on the disk. Returns its size and sha256 (hex).
+    """Writes a new file and waits until it is on disk. Returns its size and sha256 (hex).
 
     Raises `OSError` if that fails; then a part of the file may exist.
     """
@@ -52,9 +56,9 @@ def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Moves `source` to `target` and waits until that is on the disk.
+    """Moves `source` to `target` and waits until the move is on disk.
 
-    After a crash the entry is at either path, never at both.
+    After a crash the entry is at exactly one of the two paths.
     """
     _about_to("rename", source)
     source.rename(target)
@@ -70,7 +74,7 @@ def sync_directory(path: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a directory with its contents, or only the link if `path` is one.
 
-    Entries that cannot be removed stay.
+    Entries that cannot be removed remain.
     """
     if path.is_symlink():
         _about_to("unlink", path)

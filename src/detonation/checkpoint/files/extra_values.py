@@ -1,9 +1,9 @@
-"""Values of a caller as JSON, which decodes to values equal in value and type.
+"""A caller's values as JSON, which decodes to values equal in value and type.
 
-A value that would not come back equal is refused by its key. Plain JSON values are written
-unchanged: texts, booleans, whole numbers, finite floats, None, lists, and dicts whose keys are
-texts. Every other value is a table `{"$type": name, "value": ...}`, and the whole is then wrapped
-in `{"$values": 1, "extra": ...}`. Reading a file imports no module that it names.
+A value that would not decode to an equal one is refused, and the error names its key. Plain JSON
+values are written unchanged: text, booleans, integers, finite floats, None, lists, and dicts whose
+keys are text. Every other value becomes a table `{"$type": name, "value": ...}`, and the whole is
+then wrapped in `{"$values": 1, "extra": ...}`. Reading a file imports no module that it names.
 """
 
 import base64
@@ -31,7 +31,7 @@ _EXTRA = "extra"
 _TYPE = "$type"
 _VALUE = "value"
 _LARGEST_PLAIN = 2**63
-"""Whole numbers from here on are written in hexadecimal: Python limits decimal digits."""
+"""Integers from this size on are written in hexadecimal, because Python limits decimal digits."""
 _REMEDY = (
     "give numbers, texts, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, enums, dates "
     "or paths, or write it to a file of your own"
@@ -83,14 +83,14 @@ def decoded_extra(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encoded_number(value: float | None) -> Any:
-    """A number of a shard file: JSON has neither infinities nor NaN."""
+    """Encodes a number for a shard file, because JSON has neither infinity nor NaN."""
     if value is None or not _is_special_float(value):
         return value
     return _Encoder().value(float(value), "")
 
 
 def decoded_value(value: Any) -> Any:
-    """Inverse of `encoded_number`, also inside lists and tables. Raises as `decoded_extra` does."""
+    """Inverse of `encoded_number`, also inside lists and tables. Raises like `decoded_extra`."""
     if isinstance(value, list):
         return [decoded_value(each) for each in value]
     if not isinstance(value, dict):
@@ -110,7 +110,7 @@ def decoded_value(value: Any) -> Any:
 
 
 class _Encoder:
-    """Encodes one value. tagged: whether it holds values that are not plain JSON."""
+    """Encodes one value. tagged: True if it contains values other than plain JSON."""
 
     def __init__(self) -> None:
         self.tagged = False
@@ -362,7 +362,7 @@ def _read_enum(content: Any) -> enum.Enum:
 
 
 def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
-    """Class of a module that is already imported: a file must not cause imports."""
+    """Class of an already imported module, because a file must not cause imports."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)

@@ -19,7 +19,7 @@ from detonation.whole_files import reading
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 2
 MOST_BYTES = 1 << 26
-"""Largest size of a manifest, for the writer and the reader."""
+"""Largest size of a manifest, for writing and reading."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Manifest:
     """Describes a checkpoint after `step` steps of a world of `replicas` x `shards`.
 
     levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer: the class
-    of the base optimizer. alike: whether all replicas held the same weights. files: size and
+    of the base optimizer. alike: True if all replicas held the same weights. files: size and
     checksum of each file, by name. versions: of python, torch and detonation. extra: the caller's
     values, as `encoded_extra` writes them; `given` decodes them. volumes: for each file, in the
     order of `files`, the number of the directory to which it was written; empty if all files share
@@ -47,7 +47,7 @@ class Manifest:
     volumes: list[int] = field(default_factory=list)
 
     def dumps(self) -> str:
-        """JSON of the manifest. Its own checksum is the last entry.
+        """JSON of the manifest. The last entry is its own checksum.
 
         Raises `ValueError` if the text is larger than a reader accepts.
         """
@@ -70,7 +70,7 @@ class Manifest:
         return decoded_extra(self.extra)
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
-        """Names the files on other nodes: those of a directory from which no file is `present`.
+        """Names of the files on other nodes: those of a directory from which no file is `present`.
 
         If no file at all is present, all files are missing, and the result is empty.
         """
@@ -140,7 +140,7 @@ def parse_manifest(content: bytes) -> Manifest:
 def _signed(table: Mapping[str, Any]) -> str:
     """`table` as JSON, followed by the checksum of `table`.
 
-    A reader compares the text with this one, so it refuses another spelling of the same table.
+    A reader compares its text with this one, so it refuses any other spelling of the same table.
     """
     checksum = hashlib.sha256(json.dumps(table, allow_nan=False).encode()).hexdigest()
     return json.dumps({**table, "sha256": checksum}, indent=1, allow_nan=False) + "\n"
@@ -153,8 +153,9 @@ _TYPES: dict[str, type] = {
 
 
 def _checked(table: dict[str, Any]) -> Manifest:
-    """Checks types, ranges and names one by one, because anyone can write any JSON under a correct
-    checksum."""
+    """Checks types, ranges and names one by one, because anyone can write arbitrary JSON with a
+    correct checksum.
+    """
     volumes = table.pop("volumes", [])
     _check_types(table)
     _check_ranges(table)

@@ -1,4 +1,4 @@
-"""Readers of a checkpoint and of its shard files: each reads any box of a tensor on request."""
+"""Readers of a checkpoint and its shard files: each can read any box of a tensor."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from detonation.core.flat.tensors import Piece, bare_name
 
 @dataclass(frozen=True)
 class Box:
-    """Part of a tensor of shape `whole` that begins at `offset` and has the shape `shape`."""
+    """A part of a tensor of shape `whole`, with the shape `shape`, at `offset`."""
 
     whole: tuple[int, ...]
     offset: tuple[int, ...]
@@ -48,7 +48,7 @@ class Box:
 
     @classmethod
     def from_json(cls, value: Any) -> "Box":
-        """Box that a shard file spells as [whole, offset, shape].
+        """The box that a shard file stores as [whole, offset, shape].
 
         Raises `CorruptCheckpoint`.
         """
@@ -80,12 +80,12 @@ class Box:
         return [start + size for start, size in zip(self.offset, self.shape, strict=True)]
 
     def within(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """`part` of the whole in the coordinates of this box."""
+        """`part`, given in coordinates of the whole, in the coordinates of this box."""
         return tuple(slice(s.start - o, s.stop - o) for s, o in zip(part, self.offset, strict=True))
 
 
 MOVED = "moved."
-"""Prefix of the keys of the distances that tensors moved."""
+"""Prefix of keys for the distances that tensors moved."""
 _REST: dict[str, type] = {
     "boxes": dict,
     "wrapped": list,
@@ -96,7 +96,7 @@ _REST: dict[str, type] = {
 
 
 class CheckpointReader:
-    """Files of one checkpoint, each opened at its first use.
+    """The files of one checkpoint, each opened at its first use.
 
     The caller must have verified their checksums.
     """
@@ -131,12 +131,12 @@ class TensorPart:
 
 
 class ShardReader:
-    """File of one shard. Raises `CorruptCheckpoint` if it is no shard file."""
+    """File of one shard. Raises `CorruptCheckpoint` if it is not a shard file."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            # earlier versions kept the names of wrappers in the keys
+            # earlier versions kept the names of wrappers in keys
             self._saved_as = {bare_name(key): key for key in self._file.entries}
             self.keys = sorted(self._saved_as)
             rest = json.loads(bare_name(self._file.metadata.get("json", "")))

@@ -1,4 +1,4 @@
-"""Directory with the newest checkpoints of a run.
+"""A directory with the newest checkpoints of a run.
 
 Of the processes that share it, only one makes changes.
 """
@@ -22,14 +22,14 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_path(directory: Path, step: int) -> Path:
-    """Directory of the checkpoint of `step` until it is whole."""
+    """Directory for the checkpoint of `step` until it is complete."""
     return directory / f".{checkpoint_name(step)}.part"
 
 
 def saved_checkpoints(directory: Path) -> list[Path]:
     """Checkpoints of `directory` by name, newest first; their contents are not checked.
 
-    A partial directory with a manifest counts: a crash prevented its final name.
+    A partial directory with a manifest counts: a crash prevented its renaming.
     """
     found = [
         path for path in directory.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()
@@ -41,7 +41,7 @@ def saved_checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
-    """Sorts in the order in which loading tries them.
+    """Sorts checkpoints in the order in which loading tries them.
 
     If a step has a partial directory and a final one, the partial one is newer.
     """
@@ -51,7 +51,7 @@ def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
 
 
 def committed(directory: Path, name: str) -> Path:
-    """Checkpoint `name` in `directory`, under its final name if a rank has renamed it already."""
+    """Checkpoint `name` in `directory`, under its final name if a rank has already renamed it."""
     path = directory / name
     if (path / MANIFEST_NAME).is_file():
         return path
@@ -67,9 +67,9 @@ def step_of(path: Path) -> int:
 
 
 def begin(directory: Path, step: int) -> None:
-    """Makes the partial directory for the checkpoint of `step`.
+    """Creates the partial directory for the checkpoint of `step`.
 
-    Partial directories that a crash left get their final name if they are whole; the others are
+    Partial directories left by a crash get their final name if they are complete; others are
     removed.
     """
     if directory.is_dir():
@@ -92,7 +92,7 @@ def put_manifest(directory: Path, step: int, manifest: str) -> None:
 def commit(directory: Path, step: int) -> None:
     """Turns the partial directory into a checkpoint.
 
-    At any moment either the previous checkpoint or the new one is whole.
+    At any moment either the previous checkpoint or the new one is complete.
     """
     partial = partial_path(directory, step)
     disk.rename(_unfinished(directory, step), partial / MANIFEST_NAME)
@@ -100,12 +100,12 @@ def commit(directory: Path, step: int) -> None:
 
 
 def retire(directory: Path, step: int, kept: Collection[int]) -> None:
-    """Removes the checkpoints up to `step`, except those of the steps `kept`."""
+    """Removes the checkpoints up to `step`, except those of the steps in `kept`."""
     try:
         for old in [path for path in saved_checkpoints(directory) if step_of(path) <= step]:
             if step_of(old) not in kept:
                 disk.remove(_aside(old))
-    except OSError as error:  # the new checkpoint is whole nevertheless
+    except OSError as error:  # failing to remove old checkpoints leaves the new one complete
         _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
 
 
@@ -118,7 +118,9 @@ def _unfinished(directory: Path, step: int) -> Path:
 
 
 def _give_name(partial: Path, target: Path) -> None:
-    """Renames a whole checkpoint to `target`, and removes the previous checkpoint of that name."""
+    """Renames a complete checkpoint to `target`, and removes the previous checkpoint with that
+    name.
+    """
     try:
         replaced = None
         if target.is_dir():
@@ -126,7 +128,7 @@ def _give_name(partial: Path, target: Path) -> None:
         disk.rename(partial, target)
     except OSError:
         if _gone(target).is_dir() and not target.exists():
-            _gone(target).rename(target)  # restores the previous one
+            _gone(target).rename(target)  # restores the previous checkpoint
         raise
     if replaced is not None:
         disk.remove(replaced)

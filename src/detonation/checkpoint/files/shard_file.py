@@ -1,4 +1,6 @@
-"""Safetensors files, with torch alone: a reader, a writer that hashes, and a check of the hash."""
+"""Safetensors files, implemented on torch alone: a reader, a writer that hashes, and a check of the
+hash.
+"""
 
 import hashlib
 import json
@@ -39,19 +41,19 @@ DTYPES = {
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
 _MOST_ELEMENTS = 1 << 60
-_MOST_DIMENSIONS = 64  # of a tensor of torch
+_MOST_DIMENSIONS = 64  # torch's limit
 
 
 class CorruptCheckpoint(DetonationError, ValueError):
-    """A checkpoint is damaged, or was never a checkpoint.
+    """A checkpoint is damaged, or is not a checkpoint.
 
-    The message says why, without the path.
+    The message gives the reason, without the path.
     """
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file. start: offset of its bytes from the beginning of the file."""
+    """One tensor of a file. start: offset of its bytes in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,10 +61,10 @@ class Entry:
 
 
 class TensorFile:
-    """Tensors of the file at `path`, each read on request.
+    """The tensors of the file at `path`, each read on request.
 
-    metadata: texts by name. entries: the tensors by key. Raises `OSError` if the file cannot be
-    read or is a link, and `CorruptCheckpoint` if it is no safetensors file.
+    metadata: text values by name. entries: the tensors by key. Raises `OSError` if the file cannot
+    be read or is a link, and `CorruptCheckpoint` if it is no safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +138,7 @@ def tensors_in(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]
 
 
 def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
-    """Tensors in a header, which must fill the file from `begin` to `size` without gaps."""
+    """The tensors in a header, which must fill the file from `begin` to `size` without gaps."""
     found: dict[str, Entry] = {}
     ends = [(0, 0)]
     for key, value in header.items():
@@ -186,7 +188,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, An
 
 
 def shard_fault(path: Path, expected: ShardSummary) -> str | None:
-    """Fault of the file at `path`, in words; None if it is as `expected`."""
+    """The fault of the file at `path`, as text; None if the file is as `expected`."""
     try:
         file = reading(path)
     except FileNotFoundError:
@@ -207,7 +209,7 @@ def shard_fault(path: Path, expected: ShardSummary) -> str | None:
 
 
 def require_types(types: Mapping[str, torch.dtype]) -> None:
-    """Raises `ValueError` if safetensors lacks one of `types`, which are by name of the tensor."""
+    """Raises `ValueError` if safetensors lacks one of `types`, given by tensor name."""
     for name, dtype in types.items():
         if dtype not in DTYPES:
             raise ValueError(f"{name} is of type {dtype}, which safetensors does not have")
@@ -216,7 +218,7 @@ def require_types(types: Mapping[str, torch.dtype]) -> None:
 def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Iterator[memoryview]:
     """Bytes of a safetensors file: header length, header, tensors.
 
-    Wide dtypes are first, so that all tensors are aligned.
+    Tensors of wide dtypes come first, so that all tensors are aligned.
     """
     require_types({name: tensor.dtype for name, tensor in tensors.items()})
     header: dict[str, Any] = {"__metadata__": {"json": json.dumps(rest, allow_nan=False)}}

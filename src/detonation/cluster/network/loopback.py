@@ -1,4 +1,6 @@
-"""Loopback: a communicator whose peers all send this replica's own messages, without a network."""
+"""Loopback: a communicator that returns this replica's own message for each of its peers, without a
+network.
+"""
 
 from collections.abc import Callable
 

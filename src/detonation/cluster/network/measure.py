@@ -1,4 +1,6 @@
-"""Measures latency, rate and the cost of silence on a mesh axis, under the load of training."""
+"""Measures latency, rate and the cost of silence on a mesh axis, with all groups sending at
+once.
+"""
 
 import math
 import statistics
@@ -23,26 +25,29 @@ from detonation.cluster.network.profile import (
 from detonation.core.link import Axis, ElasticCommunicator, Link, mismatch_on_all
 
 Start = Callable[[int], Callable[[], object]]
-"""Starts an exchange of so many bytes, and returns a function that waits for it."""
+"""Starts an exchange of the given number of bytes, and returns a function that waits for it."""
 _SIZES = 2**10, 2**24
 """Smallest and largest message, in bytes."""
 _HINTS = 1.1
-"""Time relative to the smallest message from which sizes grow by smaller factors."""
+"""Once a message needs this multiple of the smallest message's time, sizes grow by smaller factors.
+"""
 _SHOWS = 1.5
-"""Time relative to the smallest message from which a message shows the rate of the link."""
+"""A message that needs this multiple of the smallest message's time is large enough to measure the
+link's rate.
+"""
 _REPEATS = 5
 _FEWEST = 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
 _NEAR_S = 1e-3
-"""Latency up to which silence costs nothing, because the nodes are near each other."""
+"""Largest latency at which silence is assumed to cost nothing, because the nodes are close."""
 
 
 class Everyone:
     """All ranks, to agree on measurements. Its methods are collective.
 
-    They are the ranks of the default process group, or those of the replicas along an elastic
-    `axis`, without replicas that are lost.
+    They are the ranks of the default process group, or the present ranks of the replicas along an
+    elastic `axis`.
 
     Args:
         device: Device of tensors that the groups can send.
@@ -73,7 +78,8 @@ class Everyone:
 
     def barrier(self) -> None:
         """Waits for all ranks, which then continue at about the same time, because each pair of
-        replicas sends directly."""
+        replicas exchanges directly.
+        """
         *shards, between = self._links
         for link in shards:
             link.send_to_all(None, self.device)
@@ -85,11 +91,13 @@ class Everyone:
     def over(
         self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max
     ) -> list[float]:
-        """Largest of each of `times` over all ranks, or their mean."""
+        """The maximum, or the mean, of each of `times` over all ranks."""
         return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
     def send_to_all(self, value: Any) -> list[Any]:
-        """JSON `value` of each rank, in rank order. A lost rank has the value of another one."""
+        """The JSON `value` of each rank, in rank order. For a lost rank, the value of another
+        rank.
+        """
         found = [value]
         for link in self._links:
             found = [each for theirs in link.send_to_all(found, self.device) for each in theirs]
@@ -108,9 +116,10 @@ def probe_axis(
 ) -> AxisProfile:
     """Measures `axis` with messages on `device`. Collective over `everyone`, all ranks by default.
 
-    All groups of the axis send at the same time, and each rank sends and receives at once, as in
-    training. It takes about `budget_s` seconds and skips sizes for which that is too short. But one
-    operation needs a size that shows the rate, so a link with a long latency takes longer.
+    All groups of the axis send at the same time, and each rank sends and receives simultaneously,
+    as in training. It runs for about `budget_s` seconds and skips sizes that do not fit into this
+    time. One operation must reach a size that shows the rate, so a link with a long latency needs
+    more time.
     """
     everyone = everyone or Everyone(device, axis)
     per_node = everyone.size // axis.size()
@@ -146,7 +155,7 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     latency = 0.0
     slope = 0.0
     scale = y
-    # errors are relative to the line: relative to `y`, the shortest of noisy times count most
+    # relative to the line: relative to `y`, the shortest of noisy times would dominate
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))
@@ -160,8 +169,9 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Extends each operation to the largest measured size, with the rate of the operation that
-    reached it, if it ended at a quarter of that size or less."""
+    """Extends each operation to the largest measured size: one that stopped at a quarter of it or
+    less gets the rate of the operation that reached it.
+    """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent
     found = dict(operations)
@@ -177,11 +187,13 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
 def _samples(
     link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool
 ) -> list[Sample]:
-    """Times growing sizes until the budget is used up and the rate is `shown`. All ranks agree on
-    the last size."""
+    """Measures growing sizes until the budget is used up and a size has shown the link's rate.
+
+    All ranks agree on the last size.
+    """
     samples: list[Sample] = []
     size, largest = _SIZES
-    start(size)()  # the first exchange opens connections
+    start(size)()  # the first exchange opens connections, so it is not measured
     began = time.perf_counter()
     repeats = _REPEATS
     further = 16
@@ -189,15 +201,16 @@ def _samples(
         if len(samples) > 1:
             left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
-            if shown and repeats < _FEWEST:  # exceed the budget rather than guess the rate
+            # exceed the time budget instead of guessing the link's rate
+            if shown and repeats < _FEWEST:
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
-        start(size)()  # widens the congestion window of TCP
+        start(size)()  # an unmeasured exchange widens TCP's congestion window
         sent_before = link.bytes_sent
         times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
         low, median, high = statistics.quantiles(times, n=4)
-        # the mean, because training also waits for late and repeated packets
+        # the mean, because training also waits for delayed and resent packets
         samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
         longer = samples[-1].seconds / samples[0].seconds
         shown = shown or longer > _SHOWS
@@ -211,9 +224,9 @@ def _samples(
 def _timed(
     start: Start, size: int, everyone: Everyone, repeats: int, silent_s: float = 0.0
 ) -> list[float]:
-    """Seconds of each of several exchanges, each after a silence, averaged over ranks. Collective.
+    """Seconds of each of several exchanges after a silence, averaged over ranks. Collective.
 
-    A rank that begins late waits less. The average over ranks is the time that an exchange adds to
+    A rank that starts late waits less. The average over ranks is the time that an exchange adds to
     a step.
     """
     times = []
@@ -222,14 +235,14 @@ def _timed(
         everyone.barrier()
         began = time.perf_counter()
         start(size)()
-        if everyone.device.type == "cuda":  # NCCL's wait does not block the host
+        if everyone.device.type == "cuda":  # waiting for NCCL does not block the host
             torch.cuda.synchronize(everyone.device)
         times.append(time.perf_counter() - began)
     return everyone.over(times, statistics.fmean)
 
 
 def _silence(start: Start, everyone: Everyone) -> float:
-    """Seconds that a message of `SILENT_BYTES` takes longer after `SILENT_S` without messages.
+    """Additional seconds of a message of `SILENT_BYTES` after `SILENT_S` without messages.
 
     Collective.
     """
@@ -244,7 +257,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
     """Measures each pair of replicas of the axis with a short and a long message, both ways at
     once.
 
-    In each round of `_rounds`, each replica sends to one other.
+    In each of the `_rounds`, each replica exchanges with one other.
     """
     replica = axis.get_local_rank()
     size = axis.size()
@@ -256,7 +269,8 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
             if replica in pair:
                 other = sum(pair) - replica
                 peer = ranks[other]
-        times = [0.0] * (2 * size)  # short ones, then long ones, at the lower replica of each pair
+        # times of short, then of long messages; the lower replica of a pair stores them
+        times = [0.0] * (2 * size)
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(
                 _both_ways(peer, nbytes, axis, everyone) for _ in range(_PAIR_REPEATS)
@@ -295,8 +309,9 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh, everyone: Everyone) -> float:
-    """Seconds to send `nbytes` to `peer` and to receive as many from it at the same time. A rank
-    without a peer only enters the barrier."""
+    """Seconds for sending `nbytes` to `peer` while receiving as many. A rank without a peer only
+    enters the barrier.
+    """
     device = torch.device(axis.device_type)
     if dist.get_backend(axis.get_group()) == "gloo":  # gloo sends from host memory only
         device = torch.device("cpu")

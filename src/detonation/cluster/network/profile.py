@@ -9,12 +9,12 @@ from typing import Any
 PROFILE_FORMAT = 1
 SILENT_S = 1.0
 SILENT_BYTES = 2**16
-"""Seconds of silence before a message of `probe`, and the size of the message."""
+"""Seconds of silence before a message of `probe`, and the size of that message."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Time of one message size: a rank sends `bytes_sent` in `seconds` (mean).
+    """Mean time of one message size: a rank sends `bytes_sent` in `seconds`.
 
     spread: interquartile range / median.
     """
@@ -43,7 +43,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class LinkSample:
-    """Link between two replicas, measured while both sent to each other."""
+    """Link between two replicas, measured while both sent."""
 
     first: int
     second: int
@@ -69,7 +69,8 @@ class AxisProfile:
 @dataclass(frozen=True)
 class Step:
     """Seconds of an optimizer step with an exchange (encoding and decoding, without the network),
-    and of one without an exchange."""
+    and of a step without one.
+    """
 
     exchange_s: float
     local_s: float
@@ -79,10 +80,9 @@ class Step:
 class Compute:
     """One training step of a recipe on this machine, without the network.
 
-    parameters: number of trained ones. forward_backward_s: median. spread: its interquartile range
-    / median. steps: times of the optimizer step by scheme, with the base optimizer of the recipe
-    for that scheme. examples: per rank and step, over all micro-batches; None if the profile does
-    not have it.
+    parameters: number of trained parameters. forward_backward_s: median. spread: interquartile
+    range / median. steps: times of the optimizer step by scheme, with the recipe's base optimizer
+    for that scheme. examples: per rank and step, over all micro-batches; None if not recorded.
     """
 
     recipe: str

@@ -1,9 +1,9 @@
-"""Simulated replicas: many in one process, which run the code of real replicas over communicators
-without a network.
+"""Simulated replicas: many replicas in one process, running the code of real replicas over
+communicators without a network.
 
-Each replica is a thread, because its code waits in the middle of a step. Only one thread runs at a
-time. When it waits for a message that no replica has sent yet, the next thread in replica order
-runs. So a run is deterministic.
+Each replica is a thread, because its code waits inside a step. Only one thread runs at a time. When
+it waits for a message that no replica has sent yet, the next thread in replica order runs. So a run
+is deterministic.
 """
 
 import threading
@@ -51,7 +51,7 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
             ends.put(None)
 
     def wait_for_all() -> None:
-        # not Thread.join: after Ctrl-C in a join, torch regards a running thread as ended
+        # not Thread.join: after Ctrl-C in a join, CPython regards a running thread as ended
         while not all(ended):
             ends.get()
 
@@ -62,9 +62,9 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
     for thread in threads:
         thread.start()
     try:
-        scheduler.begin()  # within try: at a Ctrl-C from here on, all threads have started
+        scheduler.begin()  # inside try: all threads have started before a Ctrl-C arrives here
         wait_for_all()
-    except BaseException as error:  # Ctrl-C: each replica ends at its next wait
+    except BaseException as error:  # after Ctrl-C each replica ends at its next wait
         scheduler.fail(error)
         wait_for_all()
     wait_until_gone(threads)
@@ -74,12 +74,11 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
 
 
 def wait_until_gone(threads: list[threading.Thread]) -> None:
-    """Waits until the system has removed `threads`, at most ten seconds. They have ended, or will
-    soon. Only Linux lists threads; other systems do not wait.
+    """Waits until the system has removed `threads`, at most ten seconds. The threads have ended or
+    are about to. Only Linux lists threads; other systems do not wait.
 
     MKL holds a lock while a thread that multiplied matrices ends, even after `Thread.join`. A
-    process that is forked at that moment inherits the lock, and its first matrix product never
-    returns.
+    process forked at that moment inherits the lock, and its first matrix product never returns.
     """
     until = time.monotonic() + 10.0
     for thread in threads:
@@ -90,7 +89,7 @@ def wait_until_gone(threads: list[threading.Thread]) -> None:
 class SimulatedCommunicator(Communicator):
     """One simulated replica's end of the axis.
 
-    On a CPU all replicas share the tensors that it returns.
+    On a CPU all replicas share the tensors that its collectives return.
     """
 
     def __init__(self, replica: int, scheduler: "_Scheduler") -> None:
@@ -112,8 +111,8 @@ class SimulatedCommunicator(Communicator):
         return lambda: gathered()[:, self.replica]
 
     def together(self, mine: _T, act: Callable[[list[_T]], object]) -> None:
-        """Calls `act` once with the values `mine` of all replicas, when all replicas have called
-        this and before any of them continues. `act` must not wait.
+        """Calls `act` once with the values `mine` of all replicas, after all replicas have called
+        `together` and before any of them continues. `act` must not wait.
         """
         self._collective(mine, lambda values: torch.tensor(act(values) is None))()
 
@@ -128,7 +127,7 @@ class SimulatedCommunicator(Communicator):
             found = self._scheduler.wait(self.replica, collective)
             if found.device.type == "cpu":
                 return found
-            return found.clone()  # kernels write into received messages
+            return found.clone()  # a copy, because kernels write into received messages
 
         return received
 
@@ -165,7 +164,7 @@ class _Scheduler:
         self._turns = [threading.Semaphore(0) for _ in range(replicas)]
         self._running = [True] * replicas
         self._open: dict[int, _Collective] = {}
-        self._idle = 0  # turns in a row in which no replica received its result
+        self._idle = 0  # consecutive turns in which no replica received its result
 
     def begin(self) -> None:
         """Gives the first replica its turn."""
@@ -188,16 +187,17 @@ class _Scheduler:
             self.failure = error
 
     def collective(self, number: int, combine: Callable[[list[Any]], Tensor]) -> _Collective:
-        """Collective `number`, in the order in which each replica starts them."""
+        """Collective `number`, counted in the order in which each replica starts collectives."""
         if number not in self._open:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
         if len(collective.inputs) == self.replicas - 1:
-            del self._open[number]  # this is the last replica; the others hold references
+            # the last replica has fetched the result; the other replicas hold references to it
+            del self._open[number]
         return collective
 
     def wait(self, replica: int, collective: _Collective) -> Tensor:
-        """Lets the others run until all have started `collective`; returns its result."""
+        """Lets the other replicas run until all have started `collective`; returns its result."""
         while not collective.complete:
             self._idle += 1
             if self._idle > self.replicas:
@@ -225,7 +225,7 @@ class _Scheduler:
 def _sum(tensors: list[Tensor]) -> Tensor:
     """Sum in replica order.
 
-    A real network may add in another order, and so round differently.
+    A real network may add in another order, and therefore round differently.
     """
     if len(tensors) > 1:
         total = tensors[0] + tensors[1]

@@ -20,16 +20,16 @@ from detonation.link_speed import LinkSpeed, hops
 from detonation.whole_files import opened
 
 _WINDOW = 4096
-"""Largest number of unfinished exchanges of one rank."""
+"""Largest number of unfinished exchanges per rank."""
 ELSEWHERE = "a link can be emulated between processes of one machine only: leave --link out"
 
 
 class NodeLink:
-    """Slow link that the ranks of `node` share: messages leave one after another, each after bytes
-    / rate.
+    """The slow link that the ranks of `node` share: messages are sent one after another, each in
+    bytes / rate seconds.
 
-    Construction is collective over the default process group, if there is one; its ranks are those
-    of `nodes` nodes. `speed` may change between two steps.
+    Construction is collective over the default process group, if there is one; its ranks are spread
+    over `nodes` nodes. `speed` may change between two steps.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class NodeLink:
         weakref.finalize(self, os.close, self._file)
 
     def leave(self, kind: str, sent: Tensor, replicas: int) -> float:
-        """Queues the bytes of a collective after the messages that this node is sending. Returns
-        the time at which the last byte has left."""
+        """Queues the bytes of a collective behind the messages that this node is sending. Returns
+        the time at which the last byte will have been sent.
+        """
         if kind == "all-to-all":
             nbytes = sent.nbytes // replicas * (replicas - 1)
         else:
@@ -63,7 +64,8 @@ class NodeLink:
         return end
 
     def arrive(self, kind: str, left: Tensor, replicas: int) -> None:
-        """Waits until the last of the messages that have `left` arrives."""  # [replicas] float64
+        """Waits until the last message arrives, given the times at which messages have `left`."""
+        # [replicas] float64
         if kind == "all-to-all":
             far = min(1, replicas - 1)
         else:
@@ -74,12 +76,13 @@ class NodeLink:
 
 
 class ThrottledCommunicator(NodeLink, Communicator):
-    """Slows the link of `axis` down to `speed`. Give it to `replicate` instead of the axis.
+    """Slows the link of `axis` down to `speed`. Pass it to `replicate` instead of the axis.
 
-    Ranks with the same coordinate on the axis are a node and share its link: their messages leave
-    one after another, each after bytes / rate. An exchange ends one latency per hop after the
-    messages of all peers have left. Ranks can compute meanwhile, so overlap works as on a real
-    link. Only the sending side is limited: in ring collectives a node receives as much as it sends.
+    Ranks with the same coordinate on the axis are a node and share its link: their messages are
+    sent one after another, each in bytes / rate seconds. An exchange ends one latency per hop after
+    the messages of all peers were sent. Ranks can compute in the meantime, so overlap works as on a
+    real link. Only the sending side is limited: in ring collectives a node receives as much as it
+    sends.
 
     Construction is collective. Raises `ValueError` unless all ranks are processes of this machine.
     """
@@ -95,10 +98,10 @@ class ThrottledCommunicator(NodeLink, Communicator):
         self._group = ProcessGroupCommunicator(axis, own=True)
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
-        # [ranks, exchanges]: when each message will have left
+        # [ranks, exchanges]: the time at which each message will have been sent
         file, left = _shared_memory(8 * world * _WINDOW, device)
         self._left = left.view(world, _WINDOW)
-        os.close(file)  # the mapped memory stays
+        os.close(file)  # the memory remains mapped after the file is closed
 
     def size(self) -> int:
         return self._group.size()
@@ -115,14 +118,14 @@ class ThrottledCommunicator(NodeLink, Communicator):
     def _throttled(
         self, kind: str, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor
     ) -> Callable[[], Tensor]:
-        exchange = self._started % _WINDOW  # the same on all ranks
+        exchange = self._started % _WINDOW  # equal on all ranks
         self._left[dist.get_rank(), exchange] = self.leave(kind, message, self.size())
         self._started += 1
         wait_for_result = start(message)
 
         def wait() -> Tensor:
             result = wait_for_result()
-            # all peers have started this exchange, so each has recorded when its message leaves
+            # all peers have started this exchange, so each has recorded the end of its sending
             self.arrive(kind, self._left[self._peers, exchange], self.size())
             return result
 
@@ -130,7 +133,9 @@ class ThrottledCommunicator(NodeLink, Communicator):
 
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
-    """An unlinked file that all ranks have open, and its memory as float64 zeros. Collective."""
+    """An unlinked file that all ranks have open, and a float64 view of its zeroed memory.
+    Collective.
+    """
     path = torch.zeros(4096, dtype=torch.uint8, device=device)
     rank = -1
     if dist.is_initialized():

@@ -1,1 +1,1 @@
-"""Start and end of a process: rendezvous, heartbeat, signals, results, failures and exit."""
+"""Processes from start to exit: rendezvous, heartbeat, signals, results and failures."""

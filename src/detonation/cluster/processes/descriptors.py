@@ -6,17 +6,19 @@ from contextlib import suppress
 LEAST_OPEN = 64
 """Number of open files that a rank needs to meet the others and to save."""
 OPEN_PER_RANK = 3
-"""More open files for each other rank: connections of the groups of all, of saving and of the
-axis."""
+"""Number of open files needed per other rank: connections of the default group, of saving and of
+the axis.
+"""
 _MOST_OPEN = 1 << 20
-"""Higher limits are useless, and slow programs that visit each number up to the limit."""
+"""Higher limits are useless, and slow down programs that visit each number up to the limit."""
 
 
 def allow_open_files(ranks: int = 1) -> None:
-    """Raises the soft limit of open files to the hard one.
+    """Raises the soft limit of open files to the hard limit.
 
-    gloo aborts when it accepts a connection without a free descriptor, and it keeps connections of
-    strangers open. Raises `ValueError` if the hard limit is too low for a run of `ranks` ranks.
+    gloo aborts if it accepts a connection without a free descriptor, and it never closes
+    connections of other programs. Raises `ValueError` if the hard limit is too low for a run of
+    `ranks` ranks.
     """
     least = LEAST_OPEN + OPEN_PER_RANK * (ranks - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -24,7 +26,7 @@ def allow_open_files(ranks: int = 1) -> None:
     if hard != resource.RLIM_INFINITY:
         most = min(hard, most)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):  # a sandbox may refuse the change
+        with suppress(OSError, ValueError):  # a sandbox may refuse to change the limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
     if soft != resource.RLIM_INFINITY and soft < least:

@@ -1,4 +1,4 @@
-"""Results and failures of ranks: files as JSON, and the root cause among several failures."""
+"""Results and failures of ranks as JSON files, and the root cause among several failures."""
 
 import json
 import signal
@@ -25,16 +25,16 @@ _NETWORK_WORDS = (
     "socket",
 )
 ROOT_CAUSE_WAIT_S = 2.0
-"""How long to wait for the root cause when a rank only lost its connection."""
+"""Seconds to wait for the root cause after a rank lost its connection."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """End of one rank.
+    """The end of one rank.
 
     kind: the class of the exception, or the name of the signal. text: the message. when:
-    `time.time()`. network: the end of a peer can cause this failure. bad_input: the user can mend
-    it. complete: the text names its subject, so that the rank need not be added.
+    `time.time()`. network: True if a peer's end can cause this failure. bad_input: True if the user
+    can fix it. complete: True if the text names its subject, so that the rank need not be added.
     """
 
     rank: int
@@ -48,11 +48,13 @@ class Failure:
 
 
 class RunError(DetonationError, RuntimeError):
-    """A failure whose message is complete without the class of the error and the rank."""
+    """A failure whose message needs neither the class of the error nor the rank."""
 
 
 class StopRequested(RunError):
-    """A signal asked for the end, and all that was done is saved. code: 128 + its number."""
+    """A signal asked this process to stop, and all work is saved. code: 128 + the signal's
+    number.
+    """
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(text)
@@ -66,7 +68,7 @@ class SecondaryFailure(RunError):
 class WorldError(DetonationError, RuntimeError):
     """A rank failed. The message is the root cause, not its effects on other ranks.
 
-    reported: another process of the same launcher has reported it already.
+    reported: another process of the same launcher has already reported it.
     """
 
     def __init__(self, failure: Failure, world_size: int, reported: bool = False) -> None:
@@ -94,7 +96,7 @@ def failure_from_exception(rank: int, error: BaseException) -> Failure:
 def failure_from_exit_code(rank: int, code: int) -> Failure:
     """Failure of a rank that ended with `code` and left no message.
 
-    A signal has the code -number, or 128 + number if it was a request; see `interrupts.end`.
+    A signal has the code -number, or 128 + number if it was a stop request; see `interrupts.end`.
     """
     if code - 128 in REQUESTS:
         code = -(code - 128)
@@ -105,21 +107,21 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
     hint = ""
     if -code == signal.SIGKILL:
         hint = " (out of memory?)"
-    # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may follow from
-    # another rank's end.
+    # gloo aborts a process if its peer ends at a bad moment, so SIGABRT may be a consequence.
     return Failure(
         rank, time.time(), name, f"ended by {name}{hint}", network=-code == signal.SIGABRT
     )
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """Earliest failure that the end of a peer cannot cause, or the earliest of all."""
+    """The earliest failure that a peer's end cannot cause; without one, the earliest of all."""
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
 
 
 def describe(error: BaseException) -> str:
-    """Describes an error in one line: its message, after its class if the message alone is
-    unclear."""
+    """Describes an error in one line: its message, prefixed by its class if the message alone is
+    unclear.
+    """
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
@@ -133,7 +135,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """True if the end of another rank may be the only cause of `error`."""
+    """True if `error` may be a mere consequence of another rank's end."""
     if isinstance(error, WorldError):
         return error.failure.network
     if isinstance(error, dist.DistError | ConnectionError | SecondaryFailure):
@@ -144,6 +146,5 @@ def is_network_error(error: BaseException) -> bool:
 
 
 def write_result(path: Path, value: Any) -> None:
-    """Writes JSON values to a file that appears whole: its presence means that the result is
-    complete."""
+    """Writes JSON values to a file atomically, so a file that exists is complete."""
     write_whole(path, json.dumps(value).encode())

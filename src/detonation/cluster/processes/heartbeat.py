@@ -1,10 +1,11 @@
 """Heartbeat: each rank shows that it is alive and watches the next rank, so that no rank waits long
-for a lost rank.
+for a lost one.
 
-A process group cannot tell a slow peer from a dead peer, and gloo cannot be interrupted: a rank
-whose peer is stopped or cut off, or which is not the neighbour of a dead rank, waits for the whole
-timeout of the collective. So a thread counts on a heartbeat board. A rank whose count stands still
-for longer than the limit is lost; the rank that notices posts it on the board, and all ranks end.
+A process group cannot distinguish a slow peer from a dead one, and gloo cannot be interrupted: a
+rank may wait for the whole timeout of the collective if its peer is stopped or cut off, or if a
+rank other than its neighbour dies. So a thread of each rank increments a counter on a shared
+heartbeat board. A rank whose counter does not change for longer than the limit is lost; the rank
+that notices this posts a notice on the board, and all ranks end.
 """
 
 import contextlib
@@ -27,16 +28,16 @@ _log = logging.getLogger(__name__)
 _BYTES = 8
 _NOTHING = "-"
 _READING_S = 2.0
-"""How long the others may take to read the last notice; lost ranks never do."""
+"""Seconds in which other ranks may read the last notice; lost ranks never do."""
 
 
 class FileBoard:
     """A board in a folder, for ranks of one machine.
 
-    Each rank counts on a board, and the first rank that knows why the world must end posts a
-    notice. Methods of boards raise `RuntimeError` or `OSError` where the board is lost.
+    Each rank counts on the board, and the first rank that knows why the world must end posts a
+    notice. Its methods raise `RuntimeError` or `OSError` if the board is lost.
 
-    where: the place that must be reachable for the board to work, in words.
+    where: what must be reachable for the board to work, as text.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,12 +56,13 @@ class FileBoard:
         ]
 
     def post_notice(self, notice: str) -> str:
-        """Posts `notice` unless there is one already; returns the notice on the board."""
+        """Posts `notice` unless the board has one; returns the notice on the board."""
         draft = self._notice.with_name(f"notice-{os.getpid()}")
         with os.fdopen(replaced(draft), "wb") as file:
             file.write(notice.encode())
         with contextlib.suppress(FileExistsError):
-            self._notice.hardlink_to(draft)  # atomic: whole or absent, and only the first succeeds
+            # atomic: only the first notice is created, and it is complete
+            self._notice.hardlink_to(draft)
         return self.read_notice()
 
     def read_notice(self) -> str:
@@ -70,14 +72,14 @@ class FileBoard:
         return ""
 
     def close(self, others: int) -> None:
-        """Ends the use of the board after a failure: the files stay for the others to read."""
+        """Ends the use of the board after a failure; the files remain for other ranks."""
 
 
 class StoreBoard:
     """A board in the store of the rendezvous, over its own connection.
 
     Any process that reaches the store can write to it. With a `token`, which only the ranks have,
-    notices of other processes are ignored. `host` says in words which process hosts the store.
+    notices of other processes are ignored. `host` describes the process that hosts the store.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class StoreBoard:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.where = f"the store, which {host} keeps"
         self._store.compare_set(_key("notice"), "", _NOTHING)
-        # drawn anew in each attempt, so that a notice of an earlier one is not signed for this one
+        # each attempt draws a new value, so that signed notices of earlier attempts are invalid
         drawn: bytes = self._store.compare_set(_key("board"), "", secrets.token_hex(8))
         self._secret = b""
         if token:
@@ -96,8 +98,9 @@ class StoreBoard:
         self.write_count(rank, 1)
 
     def require_same_token(self, rank: int, world_size: int) -> None:
-        """Raises `ValueError` on all ranks where one has another token: it could tell the others
-        nothing. Collective."""
+        """Raises `ValueError` on all ranks if one has another token, because the others would
+        ignore its notices. Collective.
+        """
         self._store.set(_key(f"token/{rank}"), self._signed("token"))
         found = self._store.multi_get([_key(f"token/{each}") for each in range(world_size)])
         for other, signed in enumerate(found):
@@ -118,7 +121,8 @@ class StoreBoard:
 
     def post_notice(self, notice: str) -> str:
         found: bytes = self._store.compare_set(_key("notice"), _NOTHING, self._signed(notice))
-        if not self._authentic(found.decode(errors="replace")):  # replace a foreign notice
+        # replaces a notice that a foreign process has written
+        if not self._authentic(found.decode(errors="replace")):
             self._store.set(_key("notice"), self._signed(notice))
         return self.read_notice()
 
@@ -143,12 +147,13 @@ class StoreBoard:
 
     def _authentic(self, found: str) -> bool:
         _, _, notice = found.partition(" ")
-        if not notice.partition(" ")[0].isdigit():  # the rank that posts it
+        # a notice without a number names no reporting rank
+        if not notice.partition(" ")[0].isdigit():
             return False
         return hmac.compare_digest(found.encode(), self._signed(notice).encode())
 
     def close(self, others: int) -> None:
-        """Waits, on the host of the store, until `others` have closed the board, too."""
+        """On the host of the store, waits until `others` have closed the board."""
         deadline = time.monotonic() + _READING_S
         closed = self._store.add(_key("closed"), int(not self._hosted_here))
         while self._hosted_here and closed < others and time.monotonic() < deadline:
@@ -162,14 +167,16 @@ def _key(name: object) -> str:
 
 BEAT_S = 0.25
 STARTUP_LIMIT_S = 120.0
-"""Limit until the run knows the size of its messages: processes start at different speeds."""
+"""Silence limit until the run knows the size of its messages, because processes start at different
+speeds.
+"""
 _MISSED = 6
-"""This many missing beats make a rank suspicious."""
+"""Number of missing beats that make a rank suspicious."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why all ranks end, and the rank that reports it. bad_input: As of `Failure`."""
+    """The reason why all ranks end, and the rank that reports it. bad_input: see `Failure`."""
 
     text: str
     rank: int
@@ -186,13 +193,13 @@ class Reason:
 
 
 EndProcess = Callable[[Reason], NoReturn]
-"""Ends this process for a reason, which this rank or another one reports."""
+"""Ends this process for a reason that this rank or another one reports."""
 
 
 class Heartbeat:
     """This rank's heartbeat, from construction until `stop`.
 
-    `end` is called in another thread when a rank is lost: the main thread may wait inside the
+    `end` is called in another thread if a rank is lost, because the main thread may wait inside the
     network library.
     """
 
@@ -210,10 +217,11 @@ class Heartbeat:
         self._answered = time.monotonic()
         self._stopped = threading.Event()
         self._leaving = self._cut_off = False
-        self._reporting = threading.Lock()  # its holder ends the process, and never releases it
+        # a thread that acquires it ends the process and never releases it
+        self._reporting = threading.Lock()
         self._board.write_count(rank, 1)
-        # A request to the board may never return once the network is cut, so two threads: one asks,
-        # one decides.
+        # A request to the board may never return after the network is cut:
+        # one thread sends requests, another decides.
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         self._watcher = threading.Thread(target=self._watch, name="heartbeat watch", daemon=True)
         self._watcher.start()
@@ -224,25 +232,26 @@ class Heartbeat:
         self._shards = shards
 
     def leave(self, barrier: Callable[[], object]) -> None:
-        """Calls `barrier`, where all ranks wait for each other, and stops the heartbeat."""
-        self._leaving = True  # the first rank to leave the barrier may take the board along
+        """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
+        # the heartbeat board may end with the first rank that leaves the barrier
+        self._leaving = True
         barrier()
         self.stop()
 
     def stop(self) -> None:
         """Stops the heartbeat.
 
-        Does not return where another thread has begun to end the process.
+        Does not return if another thread has begun to end the process.
         """
         self._stopped.set()
         self._watcher.join()
 
     def explain(self, text: str) -> Reason:
-        """Finds out why this rank lost a connection, with the error `text`, and posts it on the
-        board.
+        """Finds out why this rank lost a connection with the error `text`, and posts the reason on
+        the board.
 
-        Waits a moment for missing heartbeats, and names the silent ranks if there are any.
-        Returns the reason on the board.
+        Waits briefly for missing heartbeats, and names silent ranks, if any. Returns the reason on
+        the board.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)
@@ -262,14 +271,14 @@ class Heartbeat:
     def close(self) -> None:
         """Ends the use of the board after a failure.
 
-        On return the other ranks have read the reason, or are lost.
+        After its return the other ranks have read the reason or are lost.
         """
         if not self._cut_off:
             with contextlib.suppress(RuntimeError, OSError):
                 self._board.close(self._world_size - 1)
 
     def _beat(self) -> None:
-        """Writes this rank's count, and reads the neighbour's count and the notice."""
+        """Writes this rank's counter, and reads its neighbour's counter and the notice."""
         count = 1
         neighbour = [(self._rank + 1) % self._world_size]
         while not self._stopped.wait(BEAT_S):
@@ -289,15 +298,16 @@ class Heartbeat:
             self._answered = time.monotonic()
 
     def _watch(self) -> None:
-        """Ends the process when the neighbour, or the board, is silent for too long, or when a
-        notice is posted."""
+        """Ends the process if the neighbour or the board is silent for too long, or if a notice is
+        posted.
+        """
         neighbour = (self._rank + 1) % self._world_size
         latest = 0
         last_beat = time.monotonic()
         awake = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
-            if now - awake > _MISSED * BEAT_S:  # this process itself stood still
+            if now - awake > _MISSED * BEAT_S:  # the watching process itself was suspended
                 last_beat = self._answered = now
             awake = now
             if self._neighbour_count != latest:
@@ -317,7 +327,7 @@ class Heartbeat:
                 self._end(self._explained(self._lost_message([neighbour], silence), silence))
 
     def _explained(self, text: str, silence: float) -> Reason:
-        """`explain`, in the thread that holds `_reporting`."""
+        """Like `explain`, in the thread that holds `_reporting`."""
         try:
             lost = self._silent_ranks()
             if lost:
@@ -327,7 +337,7 @@ class Heartbeat:
             return self._board_lost(str(error).splitlines()[0])
 
     def _silent_ranks(self) -> list[int]:
-        """Other ranks whose counts do not change during several beats."""
+        """Other ranks whose counters do not change during several beats."""
         ranks = range(self._world_size)
         before = self._board.read_counts(ranks)
         time.sleep(_MISSED * BEAT_S)
@@ -335,9 +345,9 @@ class Heartbeat:
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
     def _post(self, reason: Reason) -> Reason:
-        """Posts `reason`; returns the one that is then on the board.
+        """Posts `reason`; returns the reason that is then on the board.
 
-        A rank with another token may write over it at once; then there is none that this one knows.
+        A rank with another token may overwrite it at once; then the board has no valid reason.
         """
         notice = self._board.post_notice(str(reason))
         if not notice:
@@ -364,8 +374,8 @@ class Heartbeat:
 
 
 def silence_limit_s(silence_s: float, message_bytes: float, rate_bits_per_s: float) -> float:
-    """Seconds of silence until a rank counts as lost: heartbeats wait behind a message that fills a
-    slow link.
+    """Seconds of silence after which a rank counts as lost: on a slow link, heartbeats wait behind
+    messages.
 
     >>> silence_limit_s(15, 1_000_000, 10e6)
     15.8

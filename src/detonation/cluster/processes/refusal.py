@@ -1,15 +1,15 @@
 """Refusal of a start: if the set-up of one rank or replica fails, all end, each with the reason.
 
-A rank of a launcher's world that cannot start meets the others nevertheless, and tells them.
+A rank of a launcher's world that cannot start still meets the others, and sends them the reason.
 
-A replica is *preparing* until it has checked everything that it can check by itself; then it is
-*prepared*. A replica that fails while it prepares writes the reason to the store where the others
-wait for it. Until all are prepared, the others end with that reason. They survive the loss of a
-replica that has written no reason.
+A replica is *preparing* until it has done all its own checks; then it is *prepared*. If a preparing
+replica fails, it writes the reason to the store in which the others wait for it. The others end
+with that reason unless all replicas are already prepared. They survive the loss of a replica that
+wrote no reason.
 
-Before replicas have met, their store may hold reasons of an earlier start. So a reason that a rank
-finds there is valid for `FRESH_S`, once for each rank, and until its replica starts again. One that
-comes while the rank waits is always valid: the clocks of machines may differ.
+Before replicas have met, their store may contain reasons of an earlier start. So a reason that a
+rank finds there is valid for `FRESH_S`, once for each rank, and until its replica starts again. A
+reason that arrives while the rank waits is always valid, because clocks of machines may differ.
 """
 
 import json
@@ -32,7 +32,7 @@ from detonation.cluster.processes.failure import SecondaryFailure, describe
 from detonation.cluster.processes.rendezvous import rendezvous_store, wait_until_read
 
 FRESH_S = 60.0
-"""Time within which ranks or replicas that are started together meet, or refuse."""
+"""Seconds in which ranks or replicas that are started together meet or refuse."""
 _CONNECT_S = 3.0
 _LOOK_S = 0.25
 _KEY = "detonation/refused"
@@ -40,19 +40,19 @@ _REFUSED = "refused"
 
 
 class RefusedStart(SecondaryFailure, ValueError):
-    """Another rank or replica cannot start, so this one must not start, either.
+    """Another rank or replica cannot start, so this one must not start either.
 
-    rank: the first rank of a launcher's world that cannot start.
+    rank: First rank of a launcher's world that cannot start.
     """
 
     rank = 0
 
 
 def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
-    """Tells the other ranks of a launcher's world why this one cannot start; waits for them at most
-    `FRESH_S`.
+    """Sends the other ranks of a launcher's world the reason why this one cannot start; waits for
+    them at most `FRESH_S`.
 
-    Returns the error of this rank: a `RefusedStart` if a lower rank cannot start, either.
+    Returns the error of this rank: a `RefusedStart` if a lower rank cannot start either.
     """
     if position.world_size == 1:
         return error
@@ -62,14 +62,14 @@ def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
     except RefusedStart as refused:
         if refused.rank < position.rank:
             return refused
-    except (RuntimeError, OSError, ValueError):  # the others did not come
+    except (RuntimeError, OSError, ValueError):  # the others did not connect
         return error
     return error
 
 
 def require_start(store: Store, position: LaunchPosition, device: torch.device) -> None:
-    """Raises an error on all ranks if one of them cannot start, if two share a GPU, or if only some
-    have one.
+    """Raises an error on all ranks if one of them cannot start, if two share a GPU, or if GPU and
+    CPU ranks are mixed.
 
     Collective with `refuse_world` on ranks that cannot start.
     """
@@ -97,9 +97,10 @@ def _compare(store: Store, position: LaunchPosition, own: Sequence[str]) -> None
 
 
 class Preparation:
-    """Start of one rank of replicas that have met. Its methods are called in several threads.
+    """The start of one rank, after the replicas have met. Its methods are called in several
+    threads.
 
-    store: where the replicas agree; its keys belong to this start only.
+    store: the store in which the replicas agree; its keys belong to this start only.
     """
 
     def __init__(self, store: Store, replica: int, rank: int) -> None:
@@ -109,15 +110,15 @@ class Preparation:
         self._announces = self._all_prepared = False
 
     def begin(self) -> None:
-        """Lets others refuse until all are `prepared`, even after steps."""
+        """Allows other replicas to refuse until all are `prepared`, even after training steps."""
         self._announces = True
 
     def prepared(self) -> None:
-        """Announces that the set-up of this rank is over. The others then survive its loss."""
+        """Announces that this rank's set-up has ended. The others then survive its loss."""
         self._store.set(_prepared(self._rank), "1")
 
     def refuse(self, reason: str) -> None:
-        """Ends the start of all replicas with `reason`, because the set-up of this one failed.
+        """Ends the start of all replicas with `reason`, because this replica's set-up failed.
 
         Later reasons are ignored.
         """
@@ -127,10 +128,10 @@ class Preparation:
             )
 
     def refused(self, store: Store, ranks: Sequence[int], under_way: bool) -> RefusedStart | None:
-        """Error of another replica that did not start; None after all `ranks` are prepared.
+        """The error of another replica that did not start; None after all `ranks` are prepared.
 
-        store: another connection. under_way: whether training has begun; ranks that do not announce
-        the end of their set-up are then prepared.
+        store: a separate connection. under_way: True if training has begun; ranks that do not
+        announce the end of their set-up then count as prepared.
         """
         if self._all_prepared or (under_way and not self._announces):
             return None
@@ -141,13 +142,14 @@ class Preparation:
 
 
 def is_prepared(store: Store, rank: int) -> bool:
-    """True if the set-up of `rank` is over. `store` is that of its axis."""
+    """True if the set-up of `rank` has ended. `store` is the store of its axis."""
     return bool(store.check([_prepared(rank)]))
 
 
 def refuse_start(host: str, port: int, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to the store where the others wait, if it can
-    be reached."""
+    """Writes the `reason` why `replica` cannot start to the store in which the others wait, if the
+    store is reachable.
+    """
     with suppress(DistError, TimeoutError, RuntimeError, OSError):
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
         store = TCPStore(host, port, timeout=timedelta(seconds=_CONNECT_S))
@@ -165,7 +167,8 @@ def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
     cannot start."""
     store = store.clone()  # type: ignore[attr-defined]  # one for each thread
     earlier = _said(store)
-    if earlier.get("replica") == replica:  # an earlier start of this one
+    # a refusal from an earlier start of this replica
+    if earlier.get("replica") == replica:
         store.compare_set(_KEY, json.dumps(earlier), "")
     looked = time.monotonic() - _LOOK_S
 
@@ -190,7 +193,8 @@ def _prepared(rank: int) -> str:
 
 
 def _said(store: Store) -> dict[str, Any]:
-    """Newest refusal; empty for none. One request, so that no other rank can remove it
-    meanwhile."""
+    """The newest refusal; empty for none. It uses one request, so that no rank can remove the
+    refusal in between.
+    """
     said: dict[str, Any] = json.loads(store.compare_set(_KEY, "", "").decode() or "{}")
     return said

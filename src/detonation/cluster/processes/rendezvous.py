@@ -1,4 +1,6 @@
-"""Store through which processes meet, and the network interface on which their sockets listen."""
+"""The store through which processes meet, and the network interface on which their sockets
+listen.
+"""
 
 import contextlib
 import errno
@@ -47,17 +49,17 @@ def rendezvous_store(
     folder: Path | None = None,
     timeout_s: float | None = None,
 ) -> Store:
-    """Opens the store where all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of
-    the environment, which are set to those of `position` if they are missing.
+    """Opens the store of all ranks: a file in `folder`, else MASTER_ADDR:MASTER_PORT of the
+    environment, which are set to those of `position` if they are missing.
 
-    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it,
-    on one address alone (see `_listen`). Keys that an earlier attempt left in a store of the agent
-    are out of sight.
+    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it
+    on a single address (see `_listen`). Keys that an earlier attempt left in the agent's store have
+    another prefix.
 
-    timeout_s: Time to meet; None for 300 s.
+    timeout_s: Seconds in which the ranks must meet; None for 300.
 
-    Raises `ValueError` if another process has the port, or MASTER_ADDR or MASTER_PORT is missing
-    or wrong, and `RunError` where the ranks did not meet within `timeout_s`.
+    Raises `ValueError` if another process has the port, or MASTER_ADDR or MASTER_PORT is missing or
+    wrong, and `RunError` if the ranks did not meet within `timeout_s`.
     """
     rank = position.rank
     world_size = position.world_size
@@ -90,8 +92,7 @@ def rendezvous_store(
             if not _agent_hosts_store(os.environ):
                 store.set(_key("came", rank), "")
                 return store
-            # of this attempt: after a restart the store still holds the addresses of ranks that are
-            # gone
+            # a prefix per attempt: after a restart the store still has addresses of dead ranks
             name = name_of_first(store, rank, world_size, secrets.token_hex(8), timeout_s)
             return PrefixStore(name, store)
         host, listener = _listen(address, int(port), position.one_machine)
@@ -118,7 +119,7 @@ def rendezvous_store(
 
 
 def reached_store(host: str, port: int) -> TCPStore:
-    """Connects to the store at `host` and `port`. Waits for it up to 300 s, and logs that it waits.
+    """Connects to the store at `host` and `port`. Waits up to 300 s for it, and logs that it waits.
 
     Raises `ValueError` if nothing answers, or the host is unknown.
     """
@@ -142,7 +143,7 @@ def reached_store(host: str, port: int) -> TCPStore:
 
 
 def _cannot_connect(host: str, port: int) -> str:
-    """Why nobody takes a connection at `host` and `port`; "" where somebody does."""
+    """Why connections to `host` and `port` fail; "" if a connection succeeds."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -151,7 +152,7 @@ def _cannot_connect(host: str, port: int) -> str:
 
 
 def _wait_for_all(store: Store, world_size: int, timeout_s: float) -> None:
-    """Waits on rank 0 until all ranks have connected, and logs which ranks have not.
+    """On rank 0, waits until all ranks have connected, and logs which have not.
 
     Raises `TimeoutError` after `timeout_s`.
     """
@@ -171,9 +172,9 @@ def name_of_first(
     """Returns the `name` of rank 0 on all ranks. Collective.
 
     Launchers count restarts differently, so the ranks greet each other. Rank 0 answers each
-    greeting with its name until each rank has confirmed the name. No other start in this store had
-    that name. A rank believes only an answer to its own greeting, because the store may hold keys
-    of ranks that have ended.
+    greeting with its name until each rank has confirmed the name. No other start in this store used
+    that name. A rank accepts only an answer to its own greeting, because the store may hold keys of
+    ended ranks.
 
     Args:
         look: As in `Awaited`.
@@ -188,7 +189,7 @@ def name_of_first(
 
 
 def _give_name(store: Store, world_size: int, name: str, awaited: Awaited) -> str:
-    """Answers greetings on rank 0 with `name` until all other ranks have confirmed it."""
+    """On rank 0, answers greetings with `name` until all other ranks have confirmed it."""
     others = range(1, world_size)
     for other in others:
         _create_name_keys(store, other)
@@ -217,7 +218,7 @@ def _ask_for_name(store: Store, rank: int, awaited: Awaited) -> str:
 
 
 def _create_name_keys(store: Store, rank: int) -> None:
-    """Creates the keys of `rank` that do not exist yet, because `get` waits for a missing key."""
+    """Creates missing keys of `rank`, because `get` waits for a missing key."""
     for kind in ("greeting", "answer", "name"):
         store.compare_set(_key(kind, rank), "", "-")
 
@@ -227,7 +228,7 @@ def _key(kind: str, rank: int) -> str:
 
 
 def describe_store_host(env: Mapping[str, str]) -> str:
-    """Names the process that hosts the store of a launched world, in words."""
+    """Describes the process that hosts the store of a launched world."""
     where = joined_address(env.get("MASTER_ADDR", "?"), env.get("MASTER_PORT", "?"))
     if _agent_hosts_store(env):
         return f"the launcher at {where}"
@@ -235,7 +236,7 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 
 
 def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
-    """Writes the `interface` that the user asks for to `env`; without one, checks that of `env`.
+    """Writes the user's `interface` to `env`; if it is "", checks the interface in `env`.
 
     Raises `ValueError` if this machine does not have the interface.
     """
@@ -251,7 +252,7 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
 
 
 def asked_interface(env: Mapping[str, str]) -> str:
-    """Interface that the user asked for; "" if this process has chosen the one in `env`."""
+    """The interface that the user chose; "" if this process chose the one in `env`."""
     name = env.get(GLOO_INTERFACE, "").partition(",")[0]
     if name == _found:
         return ""
@@ -259,7 +260,7 @@ def asked_interface(env: Mapping[str, str]) -> str:
 
 
 def keep_to_loopback(env: MutableMapping[str, str]) -> None:
-    """Lets torch's network libraries listen on loopback alone, unless `env` names an interface."""
+    """Makes torch's network libraries listen on loopback only, unless `env` names an interface."""
     for name in INTERFACES:
         env.setdefault(name, LOOPBACK)
 
@@ -270,10 +271,10 @@ def keep_to_one_interface(
     """Sets the interface of torch's network libraries in `env`. Collective over the ranks of
     `store`.
 
-    If all ranks share a loopback interface, they use that. Otherwise gloo gets the interface that
+    If all ranks share a loopback interface, they use it. Otherwise gloo gets the interface that
     leads to MASTER_ADDR: by default it listens on the address of the machine's name, which may be
     loopback. NCCL never chooses loopback, and may use several interfaces. An interface that the
-    user asked for always takes precedence.
+    user chose always takes precedence.
 
     Returns:
         In words, where the ranks listen; "" if that is loopback.
@@ -312,13 +313,13 @@ def wait_until_read(store: Store, rank: int, world_size: int) -> None:
 
 
 def describe_ways(ways: Sequence[str], store: str) -> str:
-    """Describes in one line where the ranks of several machines listen."""
+    """Describes in one line the addresses on which the ranks of several machines listen."""
     machines = dict.fromkeys(way or "an interface of gloo's choice" for way in ways)
     return f"listening on {first_names(machines, _MOST_WAYS)}, towards {store}"
 
 
 def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
-    """Way of this rank to other machines, or the reason why it has none."""
+    """The route of this rank to other machines, or the reason why it has none."""
     if asked == LOOPBACK:
         return None, f"{GLOO_INTERFACE} is {asked!r}, must be one that the others reach, or unset"
     try:
@@ -334,11 +335,11 @@ def _agent_hosts_store(env: Mapping[str, str]) -> bool:
 
 
 def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.socket]:
-    """Listens on `address`; returns the address to connect to from here, and the socket.
+    """Listens on `address`; returns the address for local connections, and the socket.
 
-    Behind a service or a router, `address` is not one of this machine; or it may lead to loopback
-    although other machines must reach it. The socket then listens on the interface of gloo, or on
-    all interfaces if there is none.
+    `address` may belong to a service or a router instead of this machine; or it may be loopback
+    although other machines must reach it. The socket then listens on gloo's interface, or on all
+    interfaces if there is none.
 
     Raises `ValueError` if another process has the port.
     """

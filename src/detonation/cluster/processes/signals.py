@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and the end of a rank without waiting for the network library."""
+"""Signals that ask a run to stop, and exiting without waiting for the network library."""
 
 import contextlib
 import ctypes
@@ -13,12 +13,13 @@ from typing import NoReturn
 from detonation.interrupts import SIGNALS, begin_end, end, watched
 
 SAME_REQUEST_S = 1.0
-"""A further signal within this time is the same request: a signal to all processes also comes from
-the launcher."""
+"""A further signal within this time repeats the same request: launchers forward signals that all
+processes already received.
+"""
 
 
 class Stop:
-    """Number of the signal that has asked this process to stop; 0 before there was a signal."""
+    """Number of the signal that asked this process to stop; 0 if there was none."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -41,13 +42,16 @@ class Stop:
             self.number = number
 
     def repeats(self, number: int) -> bool:
-        """True if this signal repeats the first request: `timeout` sends it to the command, and
-        then to the process group that the command is in."""
+        """True if this signal repeats the first request: `timeout` signals the command, and then
+        its whole process group.
+        """
         return number == self.number and time.monotonic() - self._since <= SAME_REQUEST_S
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside the block the first request ends the process, too: nothing is there to save."""
+        """Context manager in which the first request also ends the process, because there is
+        nothing to save.
+        """
         if self:
             end(self.number)
         self._at_once = True
@@ -62,11 +66,11 @@ _stop: Stop | None = None
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Records SIGTERM and SIGUSR1 in the `Stop` that it yields; a second signal ends the process
-    with 128 + its number.
+    """Records SIGTERM and SIGUSR1 in the yielded `Stop`; a second signal ends the process with 128
+    + its number.
 
-    Ctrl-C ends the process too, unless it was ignored. Only the main thread may enter. Nested, it
-    is the outer `Stop`.
+    Ctrl-C also ends the process, unless it was ignored. Only the main thread may enter. A nested
+    call yields the outer `Stop`.
     """
     global _stop
     if _stop is not None:
@@ -89,7 +93,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes the kernel end this process as soon as its parent, process `parent`, ends.
+    """Makes the kernel end this process as soon as its parent process `parent` ends.
 
     Linux only.
     """
@@ -100,11 +104,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_with_agent(env: Mapping[str, str]) -> None:
-    """Applies `die_with_parent` to a rank of torchrun, whose agent leaves its ranks behind when it
-    is killed.
+    """Applies `die_with_parent` to a rank of torchrun, whose agent leaves ranks running when it is
+    killed.
 
-    Not for srun: Linux watches the thread that started a process, and only torchrun is known to
-    start ranks from its main thread.
+    Not for srun: Linux watches the thread that started a process, and only torchrun certainly
+    starts ranks from its main thread.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         die_with_parent(os.getppid())
@@ -113,8 +117,8 @@ def die_with_agent(env: Mapping[str, str]) -> None:
 def end_now(code: int) -> NoReturn:
     """Flushes the output and ends this process with `code` at once, from any thread.
 
-    The network libraries have threads of their own, which may hold Python objects or wait for a
-    peer that is gone. An interpreter that shuts down around them may hang or abort.
+    The network libraries have own threads, which may hold Python objects or wait for a lost peer.
+    Shutting down the interpreter while they run may hang or abort.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -124,7 +128,8 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_if_asked() -> None:
-    """Ends this process, as `end`, if a signal has asked it to stop and there is nothing to save
-    yet."""
+    """Ends this process like `end` if a signal asked it to stop and there is nothing to save
+    yet.
+    """
     if _stop:
         end(_stop.number)

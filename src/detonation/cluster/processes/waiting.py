@@ -1,9 +1,9 @@
-"""Logs which ranks a rank waits for, if it makes no progress in a step that others have not begun.
+"""Logs which ranks a rank waits for if it makes no progress in a step that others have not begun.
 
 A collective cannot distinguish a slow network from a rank that never calls it. So each rank
-publishes its progress in the store of its process group, a few bytes whenever it changes; a step
-does no extra work. A rank that waits for ranks that have left ends its process, because network
-libraries cannot stop waiting.
+publishes its progress in the store of its process group: a few bytes per change, and no work in a
+step. A rank that waits for ranks that have left ends its process, because network libraries cannot
+stop waiting.
 """
 
 import atexit
@@ -24,10 +24,13 @@ from detonation.cluster.processes.signals import end_if_asked
 from detonation.core.runtime import PROGRESS
 
 MEET_LINE_S = 5.0
-"""Seconds of waiting at the start before a rank logs which ranks are missing; doubles each time."""
+"""Seconds of waiting at the start before a rank logs which ranks are missing; doubled after each
+log line.
+"""
 WAIT_LINE_S = 30.0
-"""Seconds without progress before a rank logs it; doubles each time. After twice this time it ends
-if the ranks that it waits for have left."""
+"""Seconds without progress before a rank logs it; doubled after each log line. After twice this
+time the rank ends if the ranks that it waits for have left.
+"""
 _INSIDE = "inside"
 _OUTSIDE = "outside"
 _LEFT = "left"
@@ -44,8 +47,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Standing:
-    """Progress of a rank. steps: number of steps that it has begun. where: inside or outside the
-    last one, saving, or left."""
+    """Progress of a rank: number of steps begun, and its activity. steps: number of steps that it
+    has begun. where: "inside" or "outside" of the last step, saving, or "left".
+    """
 
     steps: int
     where: str = _OUTSIDE
@@ -63,15 +67,15 @@ class Standing:
 
     @property
     def where_in_words(self) -> str:
-        """Preposition before the number of the step."""
+        """The preposition before the number of the step."""
         if self.where == _INSIDE:
             return "in"
         return "after"
 
 
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
-    """Line to log if `rank` has made no progress for `seconds`; "" if it waits for nobody, or a
-    lower rank logs it.
+    """The line to log if `rank` has made no progress for `seconds`; "" if it waits for nobody, or
+    if a lower rank logs it.
 
     >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30).partition(": ")[2]
     'rank 1 is between steps 20 and 21'
@@ -82,7 +86,7 @@ def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 
 
 def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
-    """True if `rank` is in a step, and all of its partners that have not begun it have left.
+    """True if `rank` is inside a step, and all partners that have not begun that step have left.
 
     >>> waits_in_vain(0, [Standing(21, "inside"), Standing(20, "left"), Standing(20)], {1})
     True
@@ -93,8 +97,9 @@ def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection
 
 
 def partners_of(rank: int) -> set[int]:
-    """Ranks of all groups of `rank`. The group of the whole world counts only if there is no
-    other."""
+    """All ranks that share a group with `rank`. The world's group counts only if there is no
+    other.
+    """
     world = distributed_c10d._world
     mine = [
         (group, {*ranks} - {rank})
@@ -126,7 +131,7 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 
 
 def standing_in_words(rank: int, standing: Standing) -> str:
-    """Progress of `rank`, in words."""
+    """Progress of `rank` as text."""
     said = _SAID[standing.where]
     if standing == Standing(0):
         said = "has not begun its first step"
@@ -135,9 +140,10 @@ def standing_in_words(rank: int, standing: Standing) -> str:
 
 @contextlib.contextmanager
 def says_meanwhile(who: str, whom: str) -> Iterator[None]:
-    """Another thread logs after 5, 10, 20 ... s in the block that `who` waits for `whom`.
+    """Context manager: while its block runs, another thread logs after 5, 10, 20 ... s that `who`
+    waits for `whom`.
 
-    For blocks that wait in a library without log.
+    Use it for libraries that wait without logging.
     """
     over = threading.Event()
 
@@ -159,12 +165,12 @@ def says_meanwhile(who: str, whom: str) -> Iterator[None]:
 
 
 class Awaited:
-    """Waits for ranks or for anybody else, logs who is missing, and raises `TimeoutError` after
+    """Waits for ranks or other processes, logs who is missing, and raises `TimeoutError` after
     `limit_s`.
 
-    who: the waiting rank, in words. line_s: seconds until the first line. look: called at each
-    poll; it raises if waiting is useless. ends: False for waits in training, where a request to
-    stop saves first.
+    who: name of the waiting rank. line_s: seconds until the first line. look: called at each poll;
+    it raises if waiting is useless. ends: False in training, where a stop request is saved before
+    the process ends.
     """
 
     def __init__(
@@ -185,8 +191,9 @@ class Awaited:
             self._due = line_s
 
     def wait(self, away: Callable[[], Collection[int] | str], poll_s: float = _POLL_S) -> None:
-        """Waits for `poll_s`. `away` finds the missing ranks, or names in words who is missing.
-        Raises `TimeoutError` after the limit."""
+        """Waits, polling every `poll_s` seconds. `away` returns the missing ranks, or a description
+        of what is missing. Raises `TimeoutError` after the limit.
+        """
         seconds = time.monotonic() - self._began
         self._look()
         if self._ends:
@@ -208,10 +215,10 @@ def _named(ranks: Collection[int] | str) -> str:
 
 
 class Watch:
-    """Publishes the progress of this rank in `store`, and logs if it waits, until `stop`.
+    """Publishes this rank's progress in `store`, and logs if it waits, until `stop`.
 
     It logs the first line after `line_s` seconds without progress. `end` ends this process with a
-    reason, from another thread, because the main thread waits inside the network library.
+    reason from another thread, because the main thread waits inside the network library.
     """
 
     def __init__(
@@ -253,7 +260,7 @@ class Watch:
         atexit.unregister(self.stop)
 
     def explain(self, error: BaseException) -> None:
-        """Prefixes an error of the network with the ranks that this rank waits for."""
+        """Prefixes a network error with the ranks that this rank waits for."""
         if self._text and is_network_error(error):
             error.args = (f"{self._text}: {error}",)
 
@@ -272,7 +279,8 @@ class Watch:
                     due = self._line_s
                     self._text = ""
                     continue
-                if not self._store.check(self._keys):  # a rank has not published its standing yet
+                # at least one rank has not published its progress yet
+                if not self._store.check(self._keys):
                     continue
                 standings = [
                     Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)
@@ -283,7 +291,7 @@ class Watch:
                     partners = partners_of(self._rank)
                     in_vain = waits_in_vain(self._rank, standings, partners)
             except (RuntimeError, OSError, ValueError):
-                continue  # the heartbeat reports a store that is lost or damaged
+                continue  # the heartbeat reports a lost or damaged store, so ignore the error here
             if in_vain:
                 text = _waiting(self._rank, standings, now - since)
                 self._end(

@@ -1,4 +1,4 @@
-"""Records with which ranks agree on the members: reports, agreements, and the keys of the store."""
+"""Records with which ranks agree on the members: reports, agreements and keys of the store."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from detonation.cluster.processes.waiting import Awaited, Standing
 from detonation.core.base_error import DetonationError
 
 SIZE = "size"
-"""Key of the numbers of replicas and shards at the start."""
+"""Key of the numbers of replicas and shards at the start of the run."""
 EPOCH = "epoch"
 """Key of the number of the latest agreement."""
 GONE = b"gone"
@@ -21,9 +21,9 @@ GONE = b"gone"
 
 
 def beat_of(count: int, pace_s: float, started: int = 0, standing: Standing | None = None) -> str:
-    """Beat number `count` of a rank that beats every `pace_s` seconds.
+    """Heartbeat number `count` of a rank that beats every `pace_s` seconds.
 
-    started: number of the last exchange that it has started. standing: its progress.
+    started: number of the last exchange that the rank has started. standing: the rank's progress.
     """
     return f"{count} {pace_s:.3f} {started} {standing or Standing(0)}"
 
@@ -38,7 +38,8 @@ def pace_of(beat: bytes) -> float:
 
 
 def progress_of(beat: bytes) -> tuple[int, Standing]:
-    """Number of the last exchange that a rank has started, and its progress, in its `beat`.
+    """The number of the last exchange that a rank has started, and the rank's progress, from its
+    `beat`.
 
     >>> progress_of(beat_of(12, 0.25, 40, Standing(21, "inside")).encode())
     (40, Standing(steps=21, where='inside'))
@@ -50,25 +51,25 @@ def progress_of(beat: bytes) -> tuple[int, Standing]:
 
 
 class ReplicaLost(DetonationError, RuntimeError):
-    """The others continue without this replica, or too few replicas are left to continue."""
+    """This replica is no longer a member, or too few replicas remain to continue."""
 
 
 class ReplicaLeft(ReplicaLost):
-    """This replica was asked to leave, and has given the others everything that it had not sent."""
+    """This replica was asked to leave, and has handed over its unsent state."""
 
 
 @dataclass(frozen=True)
 class RankReport:
     """Progress of a rank.
 
-    floor: it has finished all collectives up to this number. beyond: later ones that it has
-    finished. absent: the replicas that are absent from finished collectives that it still holds.
-    begun: number of steps that it has begun, for messages. guest: the replica that it expects to
+    floor: the rank has finished all collectives up to this number. beyond: later collectives that
+    it has finished. absent: replicas absent from finished collectives that the rank still holds.
+    begun: number of steps begun, used in messages. guest: the replica that the rank expects to
     join; -1 for none. users: the turns (see `Turns`) that each optimizer on the axis has begun.
-    entered: turns before which it has settled who leaves and who joins. leaves: its replica was
-    asked to leave. departing: replicas that leave, each with the turn of each optimizer before
-    which it leaves, and the optimizers that were `gone` then. coming: the turn before which a
-    replica joins, and that replica. alive: the optimizers that exist. apart: replicas that this
+    entered: turns before which the rank has settled who leaves and who joins. leaves: True if its
+    replica was asked to leave. departing: replicas that leave, each with the turn of each optimizer
+    before which it leaves, and the optimizers that were `gone` then. coming: the turn before which
+    a replica joins, and that replica. alive: the existing optimizers. apart: replicas that this
     rank cannot reach. late: replicas that have not begun the exchange in which this rank waits.
     """
 
@@ -93,7 +94,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Members of an epoch, by their numbers at the start, and the progress of each of their ranks.
+    """Members of an epoch, by their numbers at the start, and the progress of each rank.
 
     guest: a replica that may join before the next step; -1 for none. apart: pairs of replicas that
     could not reach each other. late: replicas that did not begin an exchange in time.
@@ -108,7 +109,9 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """First step that no rank has begun, for messages only, because training may go back."""
+        """First step that no rank has begun; used only in messages, because training may return to
+        an earlier step.
+        """
         return max((report.begun for report in self.reports.values()), default=0)
 
     @property
@@ -125,7 +128,7 @@ class Agreement:
 
     @property
     def gone(self) -> set[int]:
-        """Optimizers on the axis that some rank has dropped."""
+        """Optimizers on the axis that at least one rank has dropped."""
         return {
             user
             for report in self.reports.values()
@@ -135,8 +138,9 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """Replica for which all ranks waited; -1 for none. If it is no member now, it will never
-        be."""
+        """The replica for which all ranks waited; -1 for none. If it is not a member now, it never
+        will be.
+        """
         guests = {report.guest for report in self.reports.values()}
         if len(guests) == 1:
             return guests.pop()
@@ -147,7 +151,7 @@ class Agreement:
         return {rank // shards for rank, report in self.reports.items() if report.leaves}
 
     def leaves_out(self, replica: int) -> str:
-        """Reason why `replica` is no member and must end, in words."""
+        """The reason why `replica` is no member and must end, as text."""
         verb = "goes"
         if len(self.members) > 1:
             verb = "go"
@@ -162,7 +166,7 @@ class Agreement:
 
 
 def in_words(replicas: Sequence[int]) -> str:
-    """Names `replicas` in words.
+    """The names of `replicas` as text.
 
     >>> in_words([1]), in_words([0, 2])
     ('replica 1', 'replicas 0, 2')
@@ -185,7 +189,8 @@ class GuestEntry:
 
 
 def turn_of(turns: Sequence[int], user: int) -> int:
-    """Turn of the optimizer `user` in a list of all; 0 for one that was made later.
+    """The turn of the optimizer `user` in a list of all turns; 0 for an optimizer that was created
+    later.
 
     >>> turn_of([3, 5], 1), turn_of([3, 5], 2)
     (5, 0)
@@ -196,7 +201,7 @@ def turn_of(turns: Sequence[int], user: int) -> int:
 
 
 def _largest(lists: Iterable[Sequence[int]]) -> list[int]:
-    """Largest number at each index of lists of different lengths."""
+    """The largest number at each index of lists of different lengths."""
     return [max(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
@@ -220,9 +225,9 @@ def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
 def agreement_record(
     replicas: Sequence[int], shards: int, reports: Mapping[int, Mapping[str, Any]], guest: int
 ) -> dict[str, Any]:
-    """Record of an agreement among those of `replicas` that can continue together.
+    """The record of an agreement between those of `replicas` that can continue together.
 
-    reports: of all their ranks, by rank. guest: as in `Agreement`.
+    reports: of all their ranks, by rank. guest: see `Agreement`.
     """
     pairs = pairs_apart((rank // shards, report["apart"]) for rank, report in reports.items())
     late = sorted({each for report in reports.values() for each in report["late"]})
@@ -241,7 +246,7 @@ def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, An
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
-    """Pairs of replicas, one of which reports that it cannot reach the other.
+    """Pairs of replicas of which one reports that it cannot reach the other.
 
     >>> pairs_apart([(0, [1]), (1, [0, 2]), (2, [])])
     [[0, 1], [1, 2]]
@@ -253,11 +258,11 @@ def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int
 def those_that_go_on(
     members: Sequence[int], pairs: Sequence[Sequence[int]], late: Collection[int]
 ) -> list[int]:
-    """Members that continue if `pairs` of them cannot reach each other, and others are `late`.
+    """The members that continue if `pairs` of them cannot reach each other and others are `late`.
 
-    Late replicas are removed first. Then, while two remaining ones cannot reach each other, the one
-    in most such pairs is removed; of several, the one with the highest number. So a replica that
-    few can reach is removed, and of two parts the larger one continues.
+    Late replicas are removed first. Then, as long as a pair remains, the replica in most pairs is
+    removed; among equals, the one with the highest number. So a replica that few others can reach
+    is removed, and of two partitions the larger one continues.
 
     >>> those_that_go_on([0, 1, 2], [[0, 1], [1, 2]], [])  # one against the rest
     [0, 2]
@@ -276,30 +281,32 @@ _AXES = "detonation/elastic"
 
 
 def axis_store(base: Store, number: int) -> Store:
-    """Part of a store where the ranks of its elastic axis `number` agree."""
+    """The part of a store in which the ranks of elastic axis `number` agree."""
     return PrefixStore(f"{_AXES}/{number}", base)
 
 
 def serve_one_axis(base: Store) -> None:
-    """Reserves `base` for one axis. Its ranks then need not meet to agree on a part of it, so any
-    of them may end before."""
+    """Reserves `base` for one axis. Its ranks then need not agree on a part of the store, so any of
+    them may end earlier.
+    """
     base.set(f"{_AXES}/latest", "0")
 
 
 def next_axis_store(
     base: Store, rank: int, world_size: int, look: Callable[[], object] = lambda: None
 ) -> Store:
-    """Part of `base` for a new axis of all ranks. Collective.
+    """The part of `base` for a new axis of all ranks. Collective.
 
-    look: as in `Awaited`. Raises `TimeoutError` if a rank is missing. The store may also have parts
-    of earlier starts.
+    look: see `Awaited`. Raises `TimeoutError` if a rank is missing. The store may also contain
+    parts of earlier starts.
     """
-    if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):  # by `serve_one_axis`
+    # `serve_one_axis` has reserved this store
+    if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):
         return axis_store(base, 0)
     mine = ""
     if rank == 0:
         mine = str(base.add(f"{_AXES}/made", 1) - 1)
-        # the other ranks watch for this heartbeat
+        # the other ranks wait for a heartbeat of rank 0
         axis_store(base, int(mine)).set(axis_key("beat", 0), beat_of(0, 1.0))
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     meeting = PrefixStore(f"{_AXES}/meet", base)
@@ -310,8 +317,9 @@ def next_axis_store(
 
 
 def latest_axis_store(base: Store) -> Store:
-    """Part of `base` for the axis that was made last. Waits for one; raises `ReplicaLost` if none
-    comes."""
+    """The part of `base` for the newest axis. Waits for an axis; raises `ReplicaLost` if none is
+    created.
+    """
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     awaited = Awaited("this replica", timeout_s)
     try:
@@ -324,7 +332,7 @@ def latest_axis_store(base: Store) -> Store:
 
 
 def latest_members(store: Store, replicas: int) -> list[int]:
-    """Members in the latest epoch; before the first epoch, all `replicas` of the start."""
+    """Members of the latest epoch; before the first epoch, all `replicas` of the start."""
     epoch = 0
     if store.check([EPOCH]):
         epoch = int(store.get(EPOCH))
@@ -334,7 +342,7 @@ def latest_members(store: Store, replicas: int) -> list[int]:
 
 
 def note_gone(store: Store, rank: int) -> None:
-    """Announces that `rank` has ended. Its launcher calls this."""
+    """Announces that `rank` has ended. Called by its launcher."""
     store.set(axis_key("beat", rank), GONE.decode())
 
 
@@ -358,15 +366,16 @@ def axis_key(
     ],
     *numbers: int,
 ) -> str:
-    """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards
-    or another rank.
+    """A key of the store, built from the numbers of a rank, of a guest, or of a guest and one of
+    its shards or another rank.
 
-    Of a rank: `beat`; `port`; `loopback`, the identity of that interface; `end`, if it has taken
-    its last step; `left`, if it has left together with the others; `asked`, if it was asked to. Of
-    a guest: `ask`, its request to join; `door`, the optimizer that lets it in; `copy`, the turn
-    after which it gets a copy of the state; `admit`, the turn before which it joins; `entry`, the
-    step of that turn after all have reached it. Of a shard of a guest: `feed`, the address of its
-    feed; `coming`, if it waits for a copy; `ready`, if it has one. Of a guest and a rank: `at`, if
-    the rank has reached the turn of the guest.
+    Keys of a rank: `beat`; `port`; `loopback`, the identity of that interface; `end`, set after its
+    last step; `left`, set after it left together with the others; `asked`, set if it was asked to
+    leave. Keys of a guest: `ask`, its request to join; `door`, the optimizer that lets it in;
+    `copy`, the turn after which it gets a copy of the state; `admit`, the turn before which it
+    joins; `entry`, the step of that turn, set after all have reached it. Keys of a guest's shard:
+    `feed`, the address of its feed; `coming`, set while it waits for a copy; `ready`, set once it
+    has the copy. Key of a guest and a rank: `at`, set when the rank has reached the guest's
+    turn.
     """
     return "/".join((kind, *map(str, numbers)))

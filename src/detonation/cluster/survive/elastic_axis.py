@@ -1,4 +1,6 @@
-"""Axis between replicas that survive the loss of others: its store, `elastic`, and its guests."""
+"""The axis between replicas that survive the loss of others: its store, `elastic`, and joining
+replicas.
+"""
 
 import json
 import platform
@@ -51,10 +53,10 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """Request of a launcher to continue after the loss of replicas of `shards` ranks, as long as
-    `min_replicas` are left.
+    """A launcher's request to continue after the loss of replicas with `shards` ranks, while at
+    least `min_replicas` remain.
 
-    address: "HOST:PORT" of the store; "" for a free port, for this machine only.
+    address: "HOST:PORT" of the store; "" for a free port on this machine only.
     """
 
     shards: int
@@ -64,7 +66,7 @@ class Survival:
 
 @dataclass(frozen=True)
 class Place:
-    """Position of this replica in a run: the store where all meet, and its number there."""
+    """This replica's position in a run: the store in which all replicas meet, and its number."""
 
     store: Store
     replica: int
@@ -75,14 +77,14 @@ _place: Place | None = None
 
 
 def place() -> Place | None:
-    """Position of this process among replicas that may be lost, if it has one."""
+    """The position of this process among replicas that may be lost; None if there is none."""
     return _place
 
 
 class MeetingPoint:
-    """Store of a launcher.
+    """The store of a launcher.
 
-    It listens at once, but answers only after `serve`, because a process that forks must not have
+    It listens at once but answers only after `serve`, because a process that forks must have no
     threads.
     """
 
@@ -112,7 +114,7 @@ class MeetingPoint:
             serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
-        """Ranks of the replica that is lost by `failure`; none if the others cannot continue.
+        """The ranks of the replica that is lost by `failure`; empty if the others cannot continue.
 
         If the set-up of a replica fails, no replica continues.
         """
@@ -135,18 +137,18 @@ class MeetingPoint:
         return self._store is not None and is_prepared(axis_store(self._store, 0), rank)
 
     def _members(self) -> set[int]:
-        """Replicas in the latest agreement, which may have joined since the start."""
+        """Replicas in the latest agreement, including those that joined since the start."""
         assert self._store is not None
         return {*latest_members(axis_store(self._store, 0), self._replicas)}
 
     def has_left(self, rank: int) -> bool:
-        """True if `rank` was asked to leave before the others, and has left."""
+        """True if `rank` was asked to leave before the others and has left."""
         return self._store is not None and axis_store(self._store, 0).check(
             [axis_key("asked", rank)]
         )
 
     def left_out(self) -> list[int]:
-        """Ranks of replicas that are no members any more, although they were not asked to leave."""
+        """Ranks of replicas that are no longer members, although they were not asked to leave."""
         members = {*range(self._replicas)}
         if self._store:
             members = self._members()
@@ -162,11 +164,12 @@ class MeetingPoint:
 
 def serve_meeting(address: str, tell: Callable[[str], None]) -> NoReturn:
     """Serves a store at `address` until a signal ends this process. Calls `tell` with the address
-    when it answers."""
+    once the store answers.
+    """
     point = MeetingPoint(Survival(1, 1, address), 0)
     point.serve()
     tell(joined_address(point.host, point.port))
-    while True:  # a signal handler may return before another thread ends this process
+    while True:  # loops because a signal handler may return before another thread ends this process
         signal.pause()
 
 
@@ -183,7 +186,7 @@ def meet_replicas(address: str, replica: int, replicas: int) -> None:
 
 
 def take_place(store: Store, replica: int, replicas: int) -> None:
-    """Sets the position of this process, for `place`."""
+    """Sets the position of this process that `place` returns."""
     global _place
     _place = Place(store, replica, replicas)
 
@@ -200,13 +203,13 @@ def elastic(
     end: Callable[[str], object] | None = None,
     link: str = "",
 ) -> SurvivingCommunicator:
-    """Makes an axis between replicas for `replicate`: training continues after some of them are
-    lost. Collective.
+    """Creates an axis between replicas for `replicate`, on which training continues after replicas
+    are lost. Collective.
 
     A replica is lost if one of its ranks is killed, stopped, or cut off from the store. The others
-    notice it, agree on the remaining replicas, complete the interrupted exchange and continue in
-    the same process, bitwise equal. From the next step on, means, votes and owners are those of the
-    remaining replicas. A replica that wakes up after it was removed raises `ReplicaLost`.
+    notice the loss, agree on the remaining replicas, complete the interrupted exchange and continue
+    in the same process, bitwise equal. From the next step on, means, votes and owners involve only
+    the remaining replicas. A removed replica that wakes up again raises `ReplicaLost`.
 
     Args:
         mesh: ("replicate", "shard"), as from `init_mesh`; or the mesh of this replica alone, with
@@ -284,7 +287,7 @@ def elastic(
     try:
         link_here = _node_link(speed, membership, mesh)
         return SurvivingCommunicator(membership, timeout_s, link=link_here)
-    except ValueError:  # stop beating before the others rely on this rank
+    except ValueError:  # stop sending heartbeats before the other ranks rely on this one
         membership.stop()
         raise
 
@@ -314,14 +317,14 @@ def _node_link(
 
 _POLL_S = 0.005
 _ALL = 2**62
-"""Floor of a guest's first report: it needs no earlier collective."""
+"""Floor of a guest's first report: the guest needs no earlier collective."""
 
 
 class Guest:
-    """A replica that joins while others train, for `admitted`. All ranks of the replica construct
+    """A replica that joins while others train; see `admitted`. All ranks of the replica construct
     it together.
 
-    number: of the replica; numbers are never reused. hosts: the replicas that train.
+    number: the number of the replica; numbers are never reused. hosts: the replicas that train.
 
     Args:
         store: Where the replicas meet; see `elastic`.
@@ -366,7 +369,7 @@ class Guest:
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
             raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
-        # before it counts as a guest
+        # check that replicas exist before this replica registers as a guest
         Presence(own, replicas, shards, silence_s).require()
         number = torch.tensor(0)
         if self._shard == 0:
@@ -391,12 +394,13 @@ class Guest:
         self._link = _node_link(speed, self.membership, mesh)
         self._store = self.membership.store
         self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
-        # at once, because the others look for one number after another
+        # register at once, because the others look for consecutive guest numbers
         self._store.set(axis_key("ask", self.number), "1")
 
     def addresses(self, timeout_s: float) -> str:
         """Addresses of the feeds of all shards, separated by commas. Waits until the others have
-        opened them."""
+        opened them.
+        """
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         who = f"replica {self.number}"
         awaited = Awaited(who, timeout_s, WAIT_LINE_S, self.hosts.require)
@@ -409,11 +413,13 @@ class Guest:
         return ",".join(self._store.get(key).decode() for key in keys)
 
     def ready(self) -> None:
-        """Announces that this rank has the state of training."""
+        """Announces that this rank has a copy of the training state."""
         self._store.set(axis_key("ready", self.number, self._shard), "1")
 
     def entry(self) -> GuestEntry | None:
-        """Turn and step before which this replica joins; None until the others have reached it."""
+        """The turn and step before which this replica joins; None until the others have reached
+        them.
+        """
         key = axis_key("entry", self.number)
         if self._store.check([key]):
             return GuestEntry(*map(int, self._store.get(key).split()))
@@ -447,21 +453,21 @@ class Guest:
                 return SurvivingCommunicator(
                     self.membership, self._timeout_s, floor, entry, agreed, self._link
                 )
-            except RuntimeError:  # another replica was lost meanwhile
+            except RuntimeError:  # another replica was lost in the meantime
                 agreement = self.membership.agree(replace(report, floor=floor, guest=-1))
-                # the others may have begun the turn with the lost one
+                # the others may have begun the turn together with the lost replica
                 if turn_of(agreement.next_turns, entry.user) <= entry.turn:
                     agreed = []
                 agreed.append(agreement)
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
-        """Agreement that lets this guest in, if there is one; `report` asks for it.
+        """The agreement that lets this guest in, if there is one; requested by `report`.
 
         Raises `ReplicaLost` if there is an agreement without this guest.
         """
         latest = int(self._store.get(EPOCH))
-        # the others may have agreed on the next epoch already
+        # the other replicas may already have agreed on the next epoch
         for epoch in (latest, latest + 1):
             if not self._store.check([f"{epoch}/record"]):
                 continue
@@ -474,7 +480,7 @@ class Guest:
                 if entry is not None:
                     at = f"before step {entry.step}"
                 raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
-        # not after the agreement that lets it in: the report would count as that of a member
+        # report only before the agreement that admits this guest; later it would count as a member
         if report:
             self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
             time.sleep(_POLL_S)

@@ -1,5 +1,6 @@
-"""Process groups of gloo outside of torch's registry: they are made in milliseconds, and abandoned
-when a peer is lost. Also numbered collectives, and the record of a loss."""
+"""gloo process groups outside of torch's registry: they are created in milliseconds, and abandoned
+when a peer is lost. The module also has numbered collectives and the record of a loss.
+"""
 
 import threading
 import time
@@ -17,7 +18,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 from detonation.cluster.survive.agreement import RankReport, in_words
 
 FORM_S = 10.0
-"""Seconds in which the members of a group must meet, after all have agreed on it."""
+"""Seconds in which the members of a group must connect after all have agreed on it."""
 _POLL_S = 0.5
 _LOOK_S = 0.05
 
@@ -26,8 +27,8 @@ class Flight:
     """A running collective. A thread of the network library sets `ended`, and `good` if it
     succeeded.
 
-    That thread then waits for the lock of `notify`, and the work is unfinished until it returns. So
-    do not wait for the work while you hold that lock.
+    That thread then waits for the lock of `notify`, and the work is unfinished until `notify`
+    returns. So do not wait for the work while you hold that lock.
     """
 
     def __init__(self, work: dist.Work, notify: Callable[[], None]) -> None:
@@ -39,7 +40,7 @@ class Flight:
         try:
             future.value()
             self.good = True
-        except RuntimeError:  # the membership finds out which rank is lost
+        except RuntimeError:  # the membership finds out which rank was lost
             pass
         self.ended = True
         self._notify()
@@ -48,8 +49,8 @@ class Flight:
 class Group:
     """A process group of the remaining replicas.
 
-    A collective waits at most `timeout_s` for a peer. The sockets listen at `address` of this
-    machine; "" if gloo chooses one.
+    A collective waits at most `timeout_s` for a peer. The sockets listen on `address` of this
+    machine; with "" gloo chooses.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Group:
 
     @staticmethod
     def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
-        """Calls `make` in another thread, because members have `FORM_S` to meet.
+        """Calls `make` in another thread, because members have only `FORM_S` to connect.
 
         Raises `RuntimeError` if it fails, or as soon as `in_vain` returns True.
         """
@@ -104,7 +105,7 @@ class Group:
     def abandon(self) -> None:
         """Ends the group without waiting for its running collectives.
 
-        `abort` and `shutdown` of gloo do nothing, and its destructor waits for running collectives
+        gloo's `abort` and `shutdown` do nothing, and its destructor waits for running collectives
         up to their timeout. So another thread keeps the group until they have ended. If none is
         running, the sockets close at once, which wakes peers that still wait.
         """
@@ -136,8 +137,8 @@ NumberedKind = Literal["all_reduce", "all_gather", "all_to_all"]
 class SurvivedLoss:
     """A loss that the other replicas survived.
 
-    replicas: the lost ones. recovered_s: seconds from the notice of the loss until all collectives
-    continued. came: a replica that joined. left: whether the lost ones were asked to leave.
+    replicas: the lost ones. recovered_s: seconds from noticing the loss until all collectives
+    continued. came: the replica that joined. left: True if the lost replicas were asked to leave.
     """
 
     replicas: tuple[int, ...]
@@ -147,7 +148,7 @@ class SurvivedLoss:
     left: bool = False
 
     def text(self, left: int, before: int) -> str:
-        """Describes the loss, if `left` of `before` replicas continue."""
+        """Describes the loss: `left` of `before` replicas continue."""
         names = in_words(self.replicas)
         end = (
             f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after"
@@ -174,7 +175,7 @@ class NumberedCollective:
     floor: int
     members: list[int]
     target: Tensor
-    flight: Flight | None = None  # None: the group refused it
+    flight: Flight | None = None  # None if the process group refused the collective
     result: Tensor | None = None
     absent: frozenset[int] = frozenset()
 

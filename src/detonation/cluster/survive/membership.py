@@ -1,8 +1,9 @@
-"""Membership: which replicas are left. Ranks beat in a store, and agree in it on the members and
-on what each has finished.
+"""Membership: which replicas remain. Ranks send beats to a store, and agree in it on the members
+and on the collectives that each has finished.
 
 The store is the arbiter: of several proposals for an epoch it keeps the first (`compare_set`). So a
-rank that cannot reach the store takes no part, and two halves of a network never go on apart.
+rank that cannot reach the store is excluded, and two partitions of a network never continue
+separately.
 """
 
 import atexit
@@ -45,26 +46,28 @@ CONFIRM_S = 3.0
 """Seconds of silence after which another rank is lost, too, once a loss is noticed. A busy machine
 or a long call under the interpreter's lock delays beats for a second or two."""
 STARTUP_S = 120.0
-"""Least limit of silence until a rank has taken its first steps: kernels are built and
-libraries are loaded."""
+"""Smallest silence limit until a rank has run its first steps, in which kernels are compiled and
+libraries loaded.
+"""
 ARRIVE_S = 10.0
-"""How long all wait for a replica that joins, once they have reached its first step."""
+"""Seconds for which all wait for a joining replica after they have reached its first step."""
 REPORT_S = 60.0
-"""How long all wait for the report of a rank that beats."""
+"""Seconds for which all wait for the report of a rank that still beats."""
 _POLL_S = 0.005
 _log = logging.getLogger("detonation")
 
 
 class Membership:
-    """One rank's view of the replicas that are left. Collective: all ranks construct it together.
+    """One rank's view of the remaining replicas. Collective: all ranks construct it together.
 
-    members: replicas, by the numbers with which they began. called: this rank has noticed a loss,
-    so `agree` is due. under_way: the first steps are over, so silence counts. guest: the next
-    replica that may join. guest_asks: it has asked. leaves: this replica was asked to leave, and
-    not all know yet. waits_in: the number of the exchange for which the main thread waits; 0 for
-    none. started: the last exchange that it has started. apart, late: replicas that this rank
-    reports; see `PartitionWatch`. failure: why this rank cannot go on. told: its main thread knows.
-    start: the set-up of all.
+    members: replicas, by their numbers at the start. called: True if this rank has noticed a loss,
+    so that it must call `agree`. under_way: True if the first steps are over, so that silence
+    counts. guest: the next replica that may join. guest_asks: True if that replica has asked.
+    leaves: True if this replica was asked to leave, and not all others know yet. waits_in: the
+    number of the exchange for which the main thread waits; 0 for none. started: the last exchange
+    that this rank has started. apart, late: replicas that this rank reports; see `PartitionWatch`.
+    failure: why this rank cannot continue. told: True if its main thread knows the failure. start:
+    the set-up of all replicas.
 
     Args:
         store: All ranks reach it; it must outlive each of them.
@@ -125,10 +128,11 @@ class Membership:
         self._awake = time.monotonic()
         self._seen = dict.fromkeys(self._ranks(), (b"", self._awake))
         self._port = Port(store)
-        self.ports: dict[int, str] = {}  # of others, "" for one that refused
+        # ports of other ranks; "" for one that refused a connection
+        self.ports: dict[int, str] = {}
         self._beats.set(axis_key("port", self.rank), self._port.name)
         self.ways = Ways(self.store, self.rank)
-        # seconds between two beats, until they are measured: a store may be far away
+        # seconds between two beats, until measured: the store may be far away
         self._pace = 1.0
         self._beats.set(axis_key("beat", self.rank), beat_of(0, self._pace))
         if not is_guest:
@@ -145,17 +149,17 @@ class Membership:
         atexit.register(self.stop)
 
     def first_text(self, name: str, text: str) -> str:
-        """Returns the `text` of the first rank that calls this with `name`, on all ranks."""
+        """Returns, on all ranks, the `text` of the first rank that calls it with `name`."""
         return str(self.store.compare_set(f"text/{name}", "", text).decode())
 
     def call(self) -> None:
-        """Notices a loss: all ranks that are left come to `agree`."""
+        """Notices a loss, so that all remaining ranks call `agree`."""
         if not self.called:
             self.store.set(self._key("call"), "1")
             self._notice()
 
     def call_if_left(self) -> None:
-        """Notices a rank that has ended while no collective runs that would fail.
+        """Notices a rank that ended while no running collective can fail.
 
         Raises as `agree`.
         """
@@ -164,11 +168,11 @@ class Membership:
             self.call()
 
     def some_left(self) -> bool:
-        """True if a member is known to have ended."""
+        """True if a member has certainly ended."""
         return any(self._seen[rank][0] == GONE or self._has_left(rank) for rank in self._ranks())
 
     def agree(self, report: RankReport) -> Agreement:
-        """Waits until all ranks that are left have reported; returns one agreement on all ranks.
+        """Waits until all remaining ranks have reported; returns the same agreement on all ranks.
         Collective.
 
         Raises `ReplicaLost` if this replica is no longer a member, or too few are left.
@@ -194,7 +198,9 @@ class Membership:
         return agreement
 
     def _propose_if_all_came(self, wanted: Sequence[int], guest: int, began: float) -> bool:
-        """Proposes a record if each rank in `wanted` has reported or is lost; True if it did."""
+        """Proposes a record if each rank in `wanted` has reported or is lost; returns True if it
+        did.
+        """
         away = [rank for rank in wanted if not self.store.check([self._key(f"report/{rank}")])]
         lost = self._lost_replicas(away, guest, began)
         if any(rank // self.shards not in lost for rank in away):
@@ -204,7 +210,7 @@ class Membership:
         return True
 
     def _lost_replicas(self, away: Sequence[int], guest: int, began: float) -> set[int]:
-        """Replicas of the ranks `away`, which have not reported, that are lost or too late."""
+        """Replicas of the unreported ranks `away` that are lost or too late."""
         gone = [rank for rank in away if self._is_silent(rank) or self._has_left(rank)]
         lost = {rank // self.shards for rank in gone}
         missing = {rank // self.shards for rank in away}
@@ -216,7 +222,7 @@ class Membership:
         return lost
 
     def _adopt(self, agreement: Agreement) -> None:
-        """Begins the epoch of `agreement`. Raises `ReplicaLost` if too few replicas are left."""
+        """Starts the epoch of `agreement`. Raises `ReplicaLost` if too few replicas remain."""
         missing = [member for member in self.members if member not in agreement.members]
         with self.changed:
             self.members = agreement.members
@@ -236,7 +242,7 @@ class Membership:
             raise ReplicaLost(f"{lost}: {left}")
 
     def breaks_up(self) -> bool:
-        """True if a member is lost, so that all have to agree again."""
+        """True if a member is lost, so that all must agree again."""
         return any(self._is_silent(rank) for rank in self._ranks())
 
     def await_end(self, deadline: float, is_over: Callable[[], bool]) -> None:
@@ -252,11 +258,11 @@ class Membership:
     def leave(self, limit_s: float) -> None:
         """Waits until all members leave or are lost, at most `limit_s`, and stops beating."""
         deadline = time.monotonic() + limit_s
-        if self.failure is not None:  # the others do not wait for this rank
+        if self.failure is not None:  # after a failure the other ranks do not wait for this one
             self.stop()
             return
         try:
-            # the process of the store saw that all had left, or gave up, and ended
+            # the process that hosts the store ended after all ranks had left
             with suppress(DistNetworkError):
                 self.store.set(axis_key("left", self.rank), "1")
                 for rank in self._ranks():
@@ -268,8 +274,9 @@ class Membership:
             self.stop()
 
     def await_shards(self, limit_s: float) -> None:
-        """Waits, at most `limit_s`, until all ranks of this replica are about to leave: each hands
-        over by itself."""
+        """Waits, at most `limit_s`, until all ranks of this replica are about to leave, because
+        each hands over separately.
+        """
         deadline = time.monotonic() + limit_s
         ranks = ranks_of_replicas([self.replica], self.shards)
         while not self.store.check([axis_key("asked", rank) for rank in ranks]):
@@ -279,7 +286,7 @@ class Membership:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """Stops beating; the others count this rank as lost."""
+        """Stops beating; the other ranks then count this rank as lost."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
         self._watch.stop()
@@ -287,7 +294,7 @@ class Membership:
         atexit.unregister(self.stop)
 
     def join(self, agreement: Agreement) -> None:
-        """Becomes the member that `agreement` makes of this guest."""
+        """Makes this guest a member as `agreement` says."""
         with self.changed:
             self.members = agreement.members
             self.epoch = agreement.epoch
@@ -296,7 +303,7 @@ class Membership:
             self.is_guest = False
 
     def _ranks(self, guest: int = -1) -> list[int]:
-        """Ranks of the members, and of `guest` if it is none yet; -1 for no guest."""
+        """Ranks of the members, and of `guest` if it is not a member; -1 means no guest."""
         if guest < 0 or guest in self.members:
             return ranks_of_replicas(self.members, self.shards)
         return ranks_of_replicas([*self.members, guest], self.shards)
@@ -310,7 +317,7 @@ class Membership:
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
-        """True if `rank` is lost. After a notice, it has `confirm_s` to report."""
+        """True if `rank` is lost. After a loss was noticed, a rank has `confirm_s` to report."""
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
         if had_time:
             limit_s = self._confirm_s
@@ -319,7 +326,9 @@ class Membership:
         return self._lost(rank, limit_s) or self._has_ended(rank)
 
     def _has_ended(self, rank: int) -> bool:
-        """True if `rank` missed a beat and its host, which answered before, refuses its port."""
+        """True if `rank` missed a beat and its host, which answered before, refuses connections to
+        its port.
+        """
         return self._is_late(rank) and refuses(self.ports.get(rank, ""))
 
     def _is_late(self, rank: int) -> bool:
@@ -352,13 +361,15 @@ class Membership:
         return bool(store.check(keys))
 
     def _look_for_guest(self) -> None:
-        """Notes that a replica asks to join; once it is ready, calls all to agree on its step."""
+        """Checks whether a replica asks to join; once the replica is ready, makes all ranks agree
+        on its step.
+        """
         guest = self.guest
         ranks = ranks_of_replicas([guest], self.shards)
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
-                # all may have agreed meanwhile, and look for the next one
+                # all ranks may have agreed in the meantime, and now look for the next guest
                 self.guest_asks = guest == self.guest
         if not self.guest_asks or self._beats.check([axis_key("admit", guest)]):
             return
@@ -376,7 +387,7 @@ class Membership:
         count = 0
         while not self._stopped.wait(TICK_S):
             count += 1
-            # any error: the others drop this rank, so its main thread must learn of it
+            # on any error the other ranks drop this one, so its main thread must learn of the error
             try:
                 self._beat(count)
             except Exception as error:
@@ -385,7 +396,7 @@ class Membership:
                 return
 
     def _beat(self, count: int) -> None:
-        """Beats, reads all beats, and notices a loss.
+        """Beats, reads all beats, and looks for a loss.
 
         `agree` and `join` change the members in another thread.
         """
@@ -415,13 +426,14 @@ class Membership:
         self._hear(dict(zip(watched, found, strict=True)), count)
         lost = self._finds_loss(members, count)
         if lost:
-            self._beats.set(call, "1")  # all may have agreed meanwhile, and have left it out
+            # all ranks may have agreed in the meantime to continue without that one
+            self._beats.set(call, "1")
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
                 self._notice()
 
     def _hear(self, beats: Mapping[int, bytes], count: int) -> None:
-        """Notes the `beats` of others, and the pace of this rank, which has sent beat `count`."""
+        """Records the `beats` of others, and the pace of this rank, which has sent beat `count`."""
         now = time.monotonic()
         took = now - self._awake
         pace = self._pace
@@ -439,7 +451,7 @@ class Membership:
             self._awake = now
 
     def _finds_loss(self, members: Sequence[int], count: int) -> bool:
-        """True if a rank in `members` is lost and nobody has noticed a loss yet."""
+        """True if a rank in `members` is lost and no rank has noticed a loss yet."""
         limit_s = self.limit_s()
         with self.changed:
             if self.called:
@@ -447,11 +459,13 @@ class Membership:
             if any(self._lost(rank, limit_s) for rank in members):
                 return True
             late = [rank for rank in members if self._is_late(rank)]
-        # one after another: the store may be far away
+        # ask one late rank per beat, because the store may be far away
         return bool(late) and self._has_ended(late[count % len(late)])
 
     def _knock(self, ranks: Iterable[int]) -> None:
-        """Notes the ports of `ranks` that answer: only a process that has ended refuses later."""
+        """Records the ports of `ranks` that accept connections: later, only an ended process
+        refuses them.
+        """
         for rank in ranks:
             key = axis_key("port", rank)
             if self._beats.check([key]):
@@ -462,7 +476,7 @@ class Membership:
 
     def _watch_record(self) -> None:
         """Ends this process if it was left out and its main thread waits for something else."""
-        # all may agree meanwhile, and the next record does not exist yet
+        # the ranks may be agreeing right now, before the next record exists
         epoch = self.epoch + 1
         key = f"{epoch}/record"
         if not self.called or not self._beats.check([key]):
@@ -480,17 +494,18 @@ class Membership:
             self.changed.notify_all()
 
     def fail(self, failure: Exception) -> None:
-        """Notes why this rank cannot go on. Works without the store."""
+        """Records why this rank cannot continue. It works without the store."""
         if self.failure is None:
             self.failure = failure
-        if self.changed.acquire(timeout=1.0):  # another thread may hold it and wait for the store
+        # another thread may hold the lock while it waits for the store
+        if self.changed.acquire(timeout=1.0):
             try:
                 self._notice()
             finally:
                 self.changed.release()
 
     def limit_s(self) -> float:
-        """Seconds of silence after which a rank, or the store, is lost."""
+        """Seconds of silence after which a rank or the store counts as lost."""
         least = self.silence_s
         if not self.under_way:
             least = max(least, STARTUP_S)
@@ -501,15 +516,19 @@ class Membership:
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:
-        """A wait in training for ranks that are alive, at most `patience_s`."""
+        """Makes an `Awaited` for live ranks in training, with the limit `patience_s`."""
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S, ends=False)
 
     def doubt(self) -> None:
-        """Notes for the next report which replicas this rank cannot reach: no group was formed."""
+        """Records, for the next report, which replicas this rank cannot reach after forming a group
+        failed.
+        """
         self.apart = self._watch.ask_all()
 
     def require_store(self) -> None:
-        """Raises if this rank cannot go on, such as without the store; for the main thread."""
+        """Raises if this rank cannot continue, for example without the store; called in the main
+        thread.
+        """
         if self.failure is not None:
             self.told = True
         self._require()

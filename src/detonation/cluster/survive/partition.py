@@ -1,15 +1,15 @@
-"""Partitions of the network: a thread that detects silence without requests to the store.
+"""Network partitions: a thread that detects silence without sending requests to the store.
 
-Each rank of a membership has a `PartitionWatch`. Three things may become silent, and each has a
+Each rank of a membership has a `PartitionWatch`. Three things may become silent, each with its own
 limit:
 
 1. *The store.* A request to it may never return if packets are dropped. A rank that gets no answer
    for as long as the others wait for its beats ends, at about the time when they continue without
    it.
 2. *The network between two replicas*, while both beat. A rank that makes no progress in an exchange
-   asks the kernels of the others. One that does not answer for `silence_s` is reported as
-   unreachable. All ranks apply the same rule to the reports (`those_that_go_on`), which removes one
-   replica of each such pair.
+   asks the kernels of the other ranks. A rank whose kernel does not answer for `silence_s` is
+   reported as unreachable. All ranks apply the same rule to the reports (`those_that_go_on`), which
+   removes one replica of each such pair.
 3. *A replica that does not begin an exchange*, although it beats, is late after `patience_s`, and
    is removed.
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from detonation.cluster.survive.membership import Membership
 
 LEAVE_S = 5.0
-"""Seconds in which the main thread of a failed rank must raise its error; then the process ends."""
+"""Seconds in which the main thread of a failed rank must raise its error before the process is
+ended.
+"""
 KNOCK_PATIENCE_S = 5.0
 """Seconds in which a kernel must answer on a slow and busy link."""
 _TICK_S = 0.1
@@ -48,7 +50,7 @@ class PartitionWatch:
         self._awake = self._since = self._noted = time.monotonic()
         self._waits: tuple[int, int] = (0, 0)
         self._due = WAIT_LINE_S
-        self._reached: dict[int, float] = {}  # time of the last answer of each rank
+        self._reached: dict[int, float] = {}  # time of each rank's last answer
         self._asking: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="partition", daemon=True)
         self._thread.start()
@@ -61,8 +63,9 @@ class PartitionWatch:
 
     @property
     def judges(self) -> bool:
-        """True while this rank does not know whether it can reach a replica, so it must not report
-        yet."""
+        """True while this rank does not yet know whether it can reach a replica, and must not
+        report.
+        """
         now = time.monotonic()
         if not self._waits[0] or now - self._since < WAIT_LINE_S:
             return False
@@ -71,8 +74,9 @@ class PartitionWatch:
         return KNOCK_PATIENCE_S + 1 < longest < self._membership.silence_s
 
     def ask_all(self) -> list[int]:
-        """Replicas whose rank of this shard does not answer now. Asks all ranks that have answered
-        before, at the same time."""
+        """Replicas whose rank of this shard does not answer now. It asks all ranks that answered
+        before, at the same time.
+        """
         peers = [rank for rank in self._peers() if rank in self._reached]
         before = time.monotonic()
         threads = [
@@ -88,7 +92,8 @@ class PartitionWatch:
     def _run(self) -> None:
         while not self._stopped.wait(_TICK_S):
             now = time.monotonic()
-            if now - self._awake > _AWAKE_S:  # this process was suspended
+            # this process was suspended, so measured silence means nothing
+            if now - self._awake > _AWAKE_S:
                 self._membership.answered = self._since = self._noted = now
             self._awake = now
             self._watch_store(now)
@@ -129,7 +134,7 @@ class PartitionWatch:
             self._judge(now, waited)
 
     def _judge(self, now: float, waited: float) -> None:
-        """Reports unreachable and late replicas. The thread that beats then calls all to agree."""
+        """Records unreachable and late replicas. The beating thread then makes all ranks agree."""
         membership = self._membership
         silent = [
             rank
@@ -156,7 +161,7 @@ class PartitionWatch:
         return max(self._reached[rank], self._since + WAIT_LINE_S)
 
     def _ask(self, now: float, every_s: float) -> None:
-        """Asks the ranks that have not answered for `every_s`, each in a thread."""
+        """Asks the ranks that have not answered for `every_s` seconds, each in its own thread."""
         for rank in self._peers():
             name = self._membership.ports.get(rank, "")
             fresh = rank in self._reached and now - self._reached[rank] < every_s
@@ -170,7 +175,7 @@ class PartitionWatch:
             if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
                 self._reached[rank] = time.monotonic()
             else:
-                self._stopped.wait(1.0)  # a refusal comes at once, so pause
+                self._stopped.wait(1.0)  # a refused connection returns at once, so pause
         finally:
             self._asking.discard(rank)
 
@@ -183,7 +188,7 @@ class PartitionWatch:
             self._stopped.wait(0.2)
 
     def _peers(self) -> list[int]:
-        """Ranks of the other members with which this one exchanges."""
+        """Ranks of the other members with which this rank exchanges."""
         membership = self._membership
         ranks = [
             member * membership.shards + membership.shard for member in list(membership.members)
@@ -199,7 +204,7 @@ class PartitionWatch:
         return [rank for rank in self._peers() if rank in progress and progress[rank][0] < mine]
 
     def _progress(self) -> dict[int, tuple[int, Standing]]:
-        """Last exchange that each rank has started, and its progress, from the latest beats."""
+        """The last exchange that each rank has started, and its progress, from the latest beats."""
         membership = self._membership
         beats = {rank: membership.beat(rank) for rank in self._peers()}
         found = {rank: progress_of(beat) for rank, beat in beats.items() if beat != GONE}
@@ -212,16 +217,16 @@ class PartitionWatch:
 
 
 def store_lost(rank: int, why: str) -> str:
-    """Says in words that `rank` has lost the store."""
+    """The message that `rank` has lost the store."""
     return f"rank {rank} has lost the store (ended or out of reach): {why}"
 
 
 def who_waits_for_whom(
     rank: int, exchange: int, progress: Mapping[int, tuple[int, Standing]], seconds: float
 ) -> str:
-    """Line to log after `rank` has waited for `seconds` in the exchange of that number.
+    """The line to log after `rank` has waited for `seconds` in exchange number `exchange`.
 
-    progress: the last exchange that each rank has started, and its progress in its loop.
+    progress: the last exchange that each rank has started, and its progress in its training loop.
 
     >>> progress = {0: (40, Standing(21, "inside")), 1: (39, Standing(20)), 2: (40, Standing(21))}
     >>> who_waits_for_whom(0, 40, progress, 30)[:69]

@@ -1,5 +1,6 @@
-"""Addresses at which a process of an elastic axis listens, a port that shows whether the process is
-alive and can be reached, and whether replicas are still there."""
+"""Addresses on which a process of an elastic axis listens, and a port that shows whether a process
+is alive and reachable.
+"""
 
 import contextlib
 import math
@@ -35,22 +36,22 @@ from detonation.cluster.survive.agreement import (
 _MEET_S = 10.0
 _PRESENT_S = 1.0
 KNOCK_S = 0.2
-"""Seconds in which a kernel must answer. A later answer means nothing."""
+"""Seconds in which a kernel must answer. Later answers are ignored."""
 
 
 class Port:
     """A listening port. The kernel answers on it as long as the process exists, even if it is busy.
 
-    It listens where the messages between replicas arrive: on gloo's interface, or else on the one
-    that leads to the store.
+    It listens on the interface for messages between replicas: gloo's, or else the one that leads to
+    the store.
 
-    name: "HOST PORT" for the others; empty if the store is not reached over a network.
+    name: "HOST PORT" for other ranks; empty if the store is not reached over a network.
     """
 
     def __init__(self, store: Store) -> None:
         self.name = ""
         self._listener: socket.socket | None = None
-        # workers of a data loader may outlive this process if it is killed
+        # data loader workers may outlive this process if it is killed
         os.register_at_fork(after_in_child=self.close)
         host, _ = store_host(store)
         with contextlib.suppress(OSError):
@@ -74,7 +75,7 @@ class Port:
 
 
 def _address_towards(host: str) -> str:
-    """Address at which messages between replicas arrive, if the store is at `host`."""
+    """The local address that receives messages between replicas if the store is at `host`."""
     asked = asked_interface(os.environ)
     if asked and asked != LOOPBACK:
         return way_over(asked, host).address
@@ -84,7 +85,9 @@ def _address_towards(host: str) -> str:
 
 
 def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
-    """True if a process has the port `name`, False if its host refuses; None without an answer."""
+    """True if a process accepts connections at the port `name`, False if its host refuses them,
+    None without an answer.
+    """
     host, _, port = name.partition(" ")
     if not port:
         return None
@@ -98,15 +101,15 @@ def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
 
 
 def refuses(name: str) -> bool:
-    """True if the host answers that no process has the port `name` any more."""
+    """True if the host refuses connections to the port `name`, so its process has ended."""
     return knock(name) is False
 
 
 class Presence:
-    """Finds out if the replicas of a run are still there, for a process that is no member.
+    """Finds out whether the replicas of a run still exist, for a process that is no member.
 
-    A replica is gone if one of its ranks has left, has ended by its launcher or kernel, or has not
-    beaten for `silence_s`. replicas, shards: as the run began.
+    A replica is gone if one of its ranks has left, has ended according to its launcher or kernel,
+    or has not beaten for `silence_s`. replicas, shards: their numbers at the start of the run.
     """
 
     def __init__(self, store: Store, replicas: int, shards: int, silence_s: float) -> None:
@@ -115,7 +118,7 @@ class Presence:
         self._beats: dict[int, tuple[bytes, float]] = {}
 
     def require(self) -> None:
-        """Raises `ReplicaLost` where no replica is there. Asks the network once in a while."""
+        """Raises `ReplicaLost` if no replica exists. It asks the network only at intervals."""
         now = time.monotonic()
         if now - self._asked < _PRESENT_S:
             return
@@ -133,7 +136,7 @@ class Presence:
     def _is_gone(self, rank: int) -> bool:
         if self._store.check([axis_key("left", rank)]):
             return True
-        if not self._store.check([axis_key("beat", rank)]):  # it is about to come
+        if not self._store.check([axis_key("beat", rank)]):  # it is about to start
             return False
         now, beat = time.monotonic(), self._store.get(axis_key("beat", rank))
         seen, since = self._beats.get(rank, (b"", now))
@@ -147,11 +150,11 @@ class Presence:
 
 
 class Ways:
-    """Addresses at which other ranks reach this one: loopback if they share it, or else the
-    interface that leads to the store.
+    """Addresses at which other ranks reach this one: loopback if they share it, else the interface
+    that leads to the store.
 
-    An interface that the user asked for takes precedence. But loopback in the environment is
-    ignored for ranks on other machines, because the world inside a replica sets it.
+    An interface that the user chose takes precedence. But loopback in the environment is ignored
+    for ranks on other machines, because the world inside a replica sets it.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -164,7 +167,7 @@ class Ways:
         store.set(axis_key("loopback", rank), self._own)
 
     def to(self, ranks: Iterable[int]) -> Way | None:
-        """Way on which `ranks` reach this rank; None if the network library has to choose.
+        """The route on which `ranks` reach this rank; None if the network library has to choose.
 
         Raises `ValueError` if no interface leads to the store.
         """
@@ -178,7 +181,7 @@ class Ways:
         return find_way(self._host)
 
     def line(self, way: Way) -> str:
-        """Describes in words where this rank listens; "" if that is loopback."""
+        """Describes on which interface this rank listens; "" if it is loopback."""
         if way.interface != LOOPBACK:
             return describe_ways([str(way)], self._name)
         return ""
@@ -186,10 +189,11 @@ class Ways:
     def _loopback_of(self, rank: int) -> str:
         if rank not in self._others:
             key = axis_key("loopback", rank)
-            try:  # rank 0 may send its first beat before it has written this
+            try:  # rank 0 may send its first beat before it has written its loopback id
                 self._store.wait([key], timedelta(seconds=_MEET_S))
                 self._others[rank] = self._store.get(key).decode()
-            except DistError:  # it ended before it wrote this, and the group will fail without it
+            except DistError:
+                # the rank ended before writing its loopback id; the group will fail without it
                 return self._own
         return self._others[rank]
 

@@ -1,5 +1,6 @@
 """A communicator that continues without lost replicas: it repeats or copies interrupted
-collectives."""
+collectives.
+"""
 
 import logging
 import threading
@@ -47,24 +48,25 @@ from detonation.core.link import Axis, HandOver
 from detonation.core.schemes import Scheme
 
 MOST_TRIES = 5
-"""Largest number of agreements in a row after which no group could be made."""
+"""Largest number of consecutive agreements without a new group."""
 OVER_S = 30.0
-"""Seconds by which the limit of the network library is longer than that of the membership, which
-finds out which rank is late."""
+"""Seconds by which the network library's timeout exceeds the membership's, which finds out which
+rank is late.
+"""
 _log = logging.getLogger("detonation")
 
 
 class SurvivingCommunicator(AxisEnd):
     """One shard's end of the axis between replicas.
 
-    losses: those that it survived. host: lets new replicas in. listening: in words, where this rank
-    listens; "" if that is loopback.
+    losses: the losses that it survived. host: lets new replicas in. listening: a description of the
+    interface on which this rank listens; "" if it is loopback.
 
     All ranks start the same collectives in the same order, so each has a number. After a loss the
-    ranks compare which ones they have finished. A collective that only some have finished is copied
-    to the others, so that all continue with the same bytes. One that nobody has finished is
-    repeated without the lost replica. In an all-to-all each replica receives different bytes, so it
-    is always repeated.
+    ranks compare which collectives they have finished. A collective that only a part of the ranks
+    has finished is copied to the others, so that all continue with the same bytes. A collective
+    that no rank has finished is repeated without the lost replica. In an all-to-all each replica
+    receives different bytes, so it is always repeated.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class SurvivingCommunicator(AxisEnd):
         self._kept: dict[int, NumberedCollective] = {}
         self._started = self._floor = floor
         self._entry = entry
-        # the turn before which a replica joins, of the optimizer that lets it in, and its number
+        # the next guest: its turn (of the optimizer that lets it in) and its number
         self.guest: tuple[int, int] | None = None
         self.axis = self
         self.awaits = -1
@@ -100,11 +102,11 @@ class SurvivingCommunicator(AxisEnd):
             self.adopted = entry.turn
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
-        """Optimizer in whose step replicas leave now."""
+        """The optimizer in whose step replicas currently leave."""
         self.handed: Sequence[int] = ()  # these replicas
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
-        self._own: AxisUser | None = None  # for calls of this end without an optimizer
-        for agreement in let_in:  # the reports of the others say who leaves and who joins next
+        self._own: AxisUser | None = None  # for calls of this communicator without an optimizer
+        for agreement in let_in:  # other ranks' reports say who leaves and who joins next
             for report in agreement.reports.values():
                 leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
                 self.departing |= leaving
@@ -114,14 +116,15 @@ class SurvivingCommunicator(AxisEnd):
         self.pending = [
             after for before, after in pairwise(let_in) if after.members != before.members
         ]
-        self._changed = membership.changed  # guards all state here, and is notified of each change
+        # guards all state of this class, and is notified of each change
+        self._changed = membership.changed
         self._recovering = self._broken = self._closed = False
         try:
             self._group = self._formed()
         except RuntimeError:
             if let_in:
                 raise
-            self._broken = True  # all then agree on the members
+            self._broken = True  # after a broken collective, all ranks agree on the members
             self._group = Group(
                 PrefixStore(f"alone/{membership.rank}", membership.store), 0, 1, timeout_s
             )
@@ -164,23 +167,23 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def least(self) -> int:
-        """Smallest number of replicas that may continue."""
+        """Smallest number of replicas with which training may continue."""
         return self._membership.least
 
     def depart(self) -> None:
-        """Asks that this replica leave before one of the next steps, such as in a handler of
+        """Asks that this replica leave before one of the next steps, for example in a handler of
         SIGTERM.
 
-        All agree on the step. At that step open rounds end, another replica gets the unsent state
-        of this one, for all optimizers on the axis, and the step of this replica raises
-        `ReplicaLeft`; the others continue. It is enough to call this on one rank of the replica. It
-        has no effect if fewer than `min_replicas` would be left.
+        All replicas agree on the step. At that step open rounds end, another replica receives this
+        replica's unsent state for all optimizers on the axis, and this replica's step raises
+        `ReplicaLeft`; the others continue. It is enough to call it on one rank of the replica. It
+        has no effect if fewer than `min_replicas` would remain.
         """
         self._membership.leaves = True
 
     @property
     def is_first(self) -> bool:
-        """True for the first replica of those that stay."""
+        """True on the first replica of those that stay."""
         stay = [member for member in self.layout if member not in self.departing]
         return stay[:1] == [self._membership.replica] and not self._membership.leaves
 
@@ -205,13 +208,15 @@ class SurvivingCommunicator(AxisEnd):
         self.listening = line
 
     def way_to(self, replica: int) -> Way | None:
-        """Way on which the ranks of `replica` reach this rank; None if the environment decides."""
+        """The route on which the ranks of `replica` reach this rank; None if the environment
+        decides.
+        """
         membership = self._membership
         first = replica * membership.shards
         return membership.ways.to(range(first, first + membership.shards))
 
     def close(self, limit_s: float = 5.0) -> None:
-        """Leaves together with the remaining replicas, for which it waits at most `limit_s`.
+        """Leaves together with the remaining replicas; waits for them at most `limit_s`.
 
         Until they have come to their end, this replica takes part in recoveries: one of them may
         need a result that only this one has. Collective.
@@ -222,13 +227,15 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            # else the recovery makes a group after the last one
+            # without this wait the recovery would create a group after the last one
             self._changed.wait_for(lambda: not self._recovering, limit_s)
         self._membership.leave(limit_s)
         self._group.abandon()
 
     def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
-        """Starts a collective among the members of `user`; returns a function that waits for it."""
+        """Starts a collective between the members of `user`; returns a function that waits for
+        it.
+        """
         link = self._link
         name = kind.replace("_", "-")
         size = user.size()
@@ -236,7 +243,7 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        # this collective also continues without a lost replica
+        # collecting the departures also continues without a lost replica
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
@@ -273,13 +280,14 @@ class SurvivingCommunicator(AxisEnd):
         return self._recovering or self._broken
 
     def _launch(self, each: NumberedCollective) -> None:
-        """Starts a collective among the present members."""
+        """Starts a collective between the present members."""
         each.members = [member for member in self._membership.members if member in each.layout]
         work = None
         each.flight = None
         try:
             if each.kind == "all_reduce":
-                each.target = each.sent.clone()  # the network library sums into it
+                # a copy, because the network library overwrites it with the sum
+                each.target = each.sent.clone()
                 work = self._group.all_reduce(each.target)
             elif each.kind == "all_gather":
                 each.target = each.sent.new_empty(len(each.members), each.sent.numel())
@@ -290,7 +298,7 @@ class SurvivingCommunicator(AxisEnd):
                     rows = rows[[each.layout.index(member) for member in each.members]]
                 each.target = torch.empty_like(rows)
                 work = self._group.all_to_all(each.target, rows)
-        except RuntimeError:  # the connection is closed already
+        except RuntimeError:  # the peer's connection is already closed
             return
         each.flight = Flight(work, self._notify)
 
@@ -338,7 +346,7 @@ class SurvivingCommunicator(AxisEnd):
         self._floor = floor_after(self._floor, self._kept)
 
     def _watch(self) -> None:
-        """Recovers from one loss after the other, until the end."""
+        """Recovers from losses, one after the other, until the end."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -348,7 +356,7 @@ class SurvivingCommunicator(AxisEnd):
                     return
                 self._recovering = True
                 self._broken = False
-            # the main thread, which waits, raises the error
+            # the waiting main thread raises the error
             try:
                 self._recover()
             except ReplicaLost as error:
@@ -370,14 +378,15 @@ class SurvivingCommunicator(AxisEnd):
             noticed = min(noticed, membership.noticed_at)
         agreement = self._regroup()
         if before != membership.members:
-            with self._changed:  # a new optimizer must have it, too
+            with self._changed:  # locked, because a new optimizer must also get the new members
                 for end in (self, *self.users.present):
                     end.pending.append(agreement)
         self._log_change(before, agreement, time.monotonic() - noticed)
 
     def _regroup(self) -> Agreement:
-        """Agrees and forms a process group, and repeats both when another replica is lost
-        meanwhile."""
+        """Agrees on members and forms a process group; repeats both if another replica is lost in
+        between.
+        """
         membership = self._membership
         why = ""
         for _ in range(MOST_TRIES):
@@ -390,7 +399,7 @@ class SurvivingCommunicator(AxisEnd):
             self._group.abandon()
             try:
                 self._group = self._formed()
-            # one more replica is lost; the others learn of it from the next agreement
+            # another replica is lost; the others learn of it from the next agreement
             except RuntimeError as error:
                 why = f": {error}".partition("\n")[0]
                 membership.doubt()
@@ -412,13 +421,13 @@ class SurvivingCommunicator(AxisEnd):
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _note(self, agreement: Agreement) -> None:
-        """Records which replicas leave, if enough stay, and which one joins: before a turn that no
-        rank has reached. A replica that is recorded already keeps its turn.
+        """Records which replicas leave, if enough remain, and which one joins: before a turn that
+        no rank has reached. A replica that is already recorded keeps its turn.
         """
         membership = self._membership
         shards = membership.shards
         if membership.replica in agreement.asked(shards):
-            membership.leaves = False  # all have the request now
+            membership.leaves = False  # all ranks have now received the request to leave
         self.departing |= new_departures(agreement, self.departing, shards, membership.least)
         if agreement.guest >= 0 and agreement.guest != (self.guest or (0, -1))[1]:
             door = self.host.door_of(agreement.guest)
@@ -428,7 +437,7 @@ class SurvivingCommunicator(AxisEnd):
             self.users.let_go()
 
     def _expect(self, turn: int, guest: int) -> None:
-        """Records that `guest` joins before `turn` of the optimizer that let it in."""
+        """Records that `guest` joins before `turn` of the optimizer that lets it in."""
         self.guest = turn, guest
         self.host.door = self.host.door_of(guest)
 
@@ -437,13 +446,13 @@ class SurvivingCommunicator(AxisEnd):
             ended = each.flight is not None and each.flight.ended
             if each.result is None and each.kind != "all_to_all" and ended:
                 floor = each.floor
-                each.floor = 0  # `_take` must not change what this loop runs over
+                each.floor = 0  # `_take` must not change the list during this loop
                 self._take(each)
                 each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        with self._changed:  # a new optimizer must be in both lists, or in neither
+        with self._changed:  # a new optimizer must be in both lists or in neither
             turns = list(self.users.turns)
             alive = self.users.hold()
         return RankReport(
@@ -482,8 +491,9 @@ class SurvivingCommunicator(AxisEnd):
         return Group.formed(make, in_vain)
 
     def _catch_up(self, agreement: Agreement) -> bool:
-        """Copies collectives that only some have finished, and repeats the others; False if another
-        replica is lost."""
+        """Copies collectives that only a part of the ranks has finished, and repeats the others;
+        False if another replica is lost.
+        """
         membership = self._membership
         ranks = [member * membership.shards + membership.shard for member in agreement.members]
         reports = [agreement.reports[rank] for rank in ranks]
@@ -496,8 +506,9 @@ class SurvivingCommunicator(AxisEnd):
         return True
 
     def _copied(self, each: NumberedCollective, holder: int, report: RankReport) -> bool:
-        """Copies the result of a collective from the member `holder`, which made `report`, to those
-        that have none."""
+        """Copies the result of a collective from member `holder`, which made `report`, to those
+        without it.
+        """
         held = each.result
         if held is None:
             shape = [*each.sent.shape]

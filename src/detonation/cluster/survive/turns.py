@@ -19,14 +19,14 @@ class Turns:
     """Progress of one optimizer on the axis.
 
     A *turn* is a step that an optimizer begins, or its part in the departure of a replica. Turns
-    count from 0 and never fall, unlike steps, which fall if training goes back to an earlier state.
-    All ranks count turns alike, so agreements refer to turns.
+    count from 0 and only grow, while step numbers fall if training returns to an earlier state. All
+    ranks count turns alike, so agreements refer to turns.
 
-    begun: number of turns that it has begun. entered: number of turns before which it has settled
-    who leaves and who joins. first: the first turn. steps: number of steps that it has begun, for
-    messages. ahead: a turn less its step. over: whether some rank has dropped it, or a later
-    optimizer trains one of its parameters; its next step resets that. trained: the parameters that
-    it trains, by id.
+    begun: number of turns begun. entered: number of turns before which it has settled who leaves
+    and who joins. first: the first turn. steps: number of steps begun, used in messages. ahead:
+    offset between the turn and the step of the optimizer. over: True if a rank has dropped the
+    optimizer, or a later optimizer trains one of its parameters; its next step resets it. trained:
+    ids of the parameters that it trains.
     """
 
     begun: int = 0
@@ -46,7 +46,7 @@ class Turns:
         self.ahead = self.begun - step
 
     def begin(self, step: int) -> None:
-        """Begins the turn of `step`. It may have begun already."""
+        """Begins the turn of `step`. The turn may have begun already."""
         turn = self.of(step)
         self.begun = max(self.begun, turn + 1)
         self.first = min(self.first, turn)
@@ -60,24 +60,24 @@ class Turns:
 
 
 class AxisUsers:
-    """Optimizers on an axis, numbered in the order in which all ranks make them.
+    """Optimizers on an axis, numbered in the order in which all ranks create them.
 
-    Ranks drop an optimizer at the same line of their program, but notice that at different times,
+    Ranks drop an optimizer at the same line of their program, but notice it at different times,
     because a reference cycle may keep it alive. So common decisions depend only on agreements and
     on the order of calls.
 
-    turns: of all optimizers, also dropped ones, by number.
+    turns: of all optimizers, including dropped ones, by number.
     """
 
     def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
-        self._entry = entry  # of a new replica: its first optimizer is the one that lets it in
+        self._entry = entry  # for a new replica: its first optimizer is the one that lets it in
         self._users: dict[int, weakref.ref[AxisUser]] = {}
         self._held: list[object] = []  # optimizers kept alive until a replica has left
 
     def next_number(self) -> int:
-        """Number for a new optimizer, whose `turns` then exist."""
+        """The number of a new optimizer; its `turns` exist from then on."""
         entry = self._entry
         self._entry = None
         if entry is None:
@@ -102,7 +102,7 @@ class AxisUsers:
 
     @property
     def several(self) -> bool:
-        """True if several optimizers use the axis; the same on all ranks between two steps."""
+        """True if several optimizers use the axis; equal on all ranks between two steps."""
         return sum(not turns.over for turns in self.turns) > 1
 
     def hold(self) -> list[int]:
@@ -116,18 +116,20 @@ class AxisUsers:
         self._held = []
 
     def company(self, of: "AxisUser", gone: Collection[int]) -> list["AxisUser"]:
-        """Optimizers that take part in a departure with `of`; the same on all ranks."""
+        """The optimizers that leave together with `of`; equal on all ranks."""
         present = self.present
         numbers = company(self.turns, [user.number for user in present], of.number, gone)
         return [user for user in present if user.number in numbers]
 
     def end_others(self, gone: Collection[int]) -> None:
-        """Marks the optimizers `gone`, which some rank has dropped, as over."""
+        """Marks the optimizers `gone`, which a rank has dropped, as over."""
         for number in gone:
             self.turns[number].over = True
 
     def note_trained(self, number: int, tensors: Collection[Tensor]) -> None:
-        """Records what optimizer `number` trains. Others that trained one of `tensors` are over."""
+        """Records the parameters that optimizer `number` trains. Other optimizers that trained one
+        of `tensors` are over.
+        """
         for other, turns in enumerate(self.turns):
             turns.over |= other != number and turns.trains(tensors)
         self.turns[number].trained = {id(tensor): weakref.ref(tensor) for tensor in tensors}
@@ -137,7 +139,7 @@ class AxisUsers:
 class Departure:
     """A replica leaves before these turns of the optimizers.
 
-    gone: the optimizers that some rank had dropped when all agreed on the departure.
+    gone: the optimizers that a rank had dropped when all agreed on the departure.
     """
 
     turns: list[int]
@@ -145,12 +147,12 @@ class Departure:
 
     @classmethod
     def by(cls, agreement: Agreement) -> "Departure":
-        """Departure that follows from `agreement`."""
+        """The departure that follows from `agreement`."""
         return cls(agreement.next_changes, sorted(agreement.gone))
 
 
 def told_departures(departing: Mapping[int, Departure]) -> list[tuple[int, list[int], list[int]]]:
-    """Departures by replica, for a report."""
+    """Departures by replica, in the format of a report."""
     return [(member, each.turns, each.gone) for member, each in departing.items()]
 
 

@@ -1,5 +1,6 @@
-"""Users of an elastic axis on a rank: the optimizers, and the host of a new replica. Also the texts
-between ranks."""
+"""Users of an elastic axis on a rank: its optimizers, the host of a new replica, and texts between
+ranks.
+"""
 
 import math
 import time
@@ -28,17 +29,17 @@ _LOST = b"-"
 
 
 class StoreTexts:
-    """Gathers texts of the ranks of `members`. One thread at a time may use it.
+    """Gathers texts of the ranks of `members`. Only one thread may use it at a time.
 
     The store keeps the first value of a key. So if a rank is lost, either all others have its text
-    or none has. The name `channel` must be unique.
+    or none has it. The name `channel` must be unique.
     """
 
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
         self._membership = membership
         self._channel = channel
         self._count = 0
-        # one connection for each thread
+        # each thread needs its own connection
         self._store: Store = membership.store.clone()  # type: ignore[attr-defined]
         self._ranks = ranks_of_replicas(members, membership.shards)
         self.rank = self._ranks.index(membership.rank)
@@ -60,7 +61,7 @@ class StoreTexts:
             self._membership.call_if_left()
             awaited.wait(partial(self._away, keys), _TEXT_POLL_S)
         values = self._store.multi_get(keys)
-        if self._count > 1:  # all have read the texts before
+        if self._count > 1:  # all ranks have read the texts of the previous exchange
             self._store.delete_key(self._key(self._count - 1, self._ranks[self.rank]))
         if any(value[:1] == _LOST for value in values):
             raise PeerLost("a replica was lost meanwhile")
@@ -90,30 +91,32 @@ _POLL_S = 0.005
 
 
 class Host:
-    """Exchanges between one rank and a replica that joins, over the store."""
+    """One rank's exchange with a joining replica, through the store."""
 
     door = -1
-    """Optimizer that lets in the replica on which all have agreed."""
+    """The optimizer that lets in the replica on which all have agreed."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
 
     @property
     def guest(self) -> int | None:
-        """Replica that asks to join, or waits for its step; None if there is none."""
+        """The replica that asks to join or waits for its step; None if there is none."""
         if self.membership.guest_asks:
             return self.membership.guest
         return None
 
     def offer(self, guest: int, address: str, user: int) -> None:
-        """Gives a guest the address of the feed of this shard; `user` is the optimizer that lets it
-        in."""
+        """Gives a guest the address of this shard's feed; `user` is the optimizer that lets it
+        in.
+        """
         store = self.membership.store
-        store.set(axis_key("door", guest), str(user))  # before the address, on which the guest acts
+        # publish the optimizer before the address, because the guest acts on the address
+        store.set(axis_key("door", guest), str(user))
         store.set(axis_key("feed", guest, self.membership.shard), address)
 
     def door_of(self, guest: int) -> int:
-        """Optimizer that lets a guest in."""
+        """The optimizer that lets a guest in."""
         store = self.membership.store
         key = axis_key("door", guest)
         if store.check([key]):
@@ -126,8 +129,9 @@ class Host:
         self.membership.store.set(axis_key("entry", guest), told)
 
     def awaits(self, guest: int) -> bool:
-        """Announces that this rank has reached the step at which `guest` joins; True after all
-        members have."""
+        """Announces that this rank has reached the step at which `guest` joins; returns True after
+        all members have.
+        """
         self.membership.store.set(axis_key("at", guest, self.membership.rank), "1")
         return not self.not_at(guest)
 
@@ -140,17 +144,17 @@ class Host:
         return [rank for rank in ranks if not store.check([axis_key("at", guest, rank)])]
 
     def copy_turn(self, guest: int, turn: int) -> float:
-        """Turn after which all shards give their guest a copy; infinity until each shard has a
+        """The turn after which all shards give their guest a copy; infinity until each shard has a
         guest.
 
-        The shards of a replica are in the same turn, or one turn apart.
+        The shards of a replica are in the same turn or one turn apart.
         """
         store = self.membership.store
         shard = self.membership.shard
         shards = self.membership.shards
         first = self.membership.rank - shard
         copy = axis_key("copy", guest, self.membership.replica)
-        # by rank, because another replica gives the copy if this one is lost
+        # keys by rank, because another replica gives the copy if this one is lost
         coming = [axis_key("coming", guest, first + each) for each in range(shards)]
         store.set(coming[shard], "1")
         if shard == 0 and store.check(coming):
@@ -162,10 +166,10 @@ class Host:
 
 
 class AxisEnd(ElasticCommunicator):
-    """An end of an elastic axis, for an optimizer or another user.
+    """One end of an elastic axis, for an optimizer or another user.
 
     layout: its members, by their numbers at the start. adopted: the turn before which it adopted
-    them. pending: agreements on members that it has not adopted yet. name: of its texts.
+    them. pending: agreements on members that it has not adopted yet. name: the name of its texts.
     """
 
     axis: "SurvivingCommunicator"
@@ -197,19 +201,20 @@ class AxisEnd(ElasticCommunicator):
         return StoreTexts(self.axis.host.membership, self.layout, channel)
 
     def take(self, due: Sequence[Agreement], members: list[int], turn: int) -> None:
-        """Adopts `members` from `turn` on, by the agreements `due`."""
+        """Adopts `members` from `turn` on, according to the agreements `due`."""
         self.pending = [each for each in self.pending if each not in due]
         self.layout = members
         self.replica = members.index(self.axis.host.membership.replica)
         self.channels = 0
-        self.adopted = turn  # part of the names of channels, because members may repeat
+        self.adopted = turn  # makes channel names unique, because the same members may return
 
 
 class AxisUser(AxisEnd):
-    """End of an elastic axis for one optimizer, which adopts new members before its own next step.
+    """The end of an elastic axis for one optimizer, which adopts new members before its own next
+    step.
 
-    Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make
-    them in the same order.
+    Until then a lost replica counts as absent for it. Optimizers may be in different steps. All
+    ranks make them in the same order.
 
     turns: its progress. optimizer: its method that hands over unsent state; None if it has none.
     """
@@ -249,7 +254,9 @@ class AxisUser(AxisEnd):
         return self.turns.ahead
 
     def step_of(self, turn: float) -> float:
-        """Step of the optimizer at `turn`, if training does not go back before."""
+        """The step of the optimizer at `turn`, provided that training does not go back before
+        it.
+        """
         return turn - self.turns.ahead
 
     def resume_at(self, step: int) -> None:
@@ -291,7 +298,7 @@ class AxisUser(AxisEnd):
             self._let_all_hand_over(leaving)
         self._await_departure(leaving, step)
         self._await_guest(step)
-        # one block, because another agreement needs to know who has begun this step, and with whom
+        # a single lock, because an agreement needs to know who has begun this step, and with whom
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(leaving)
@@ -302,7 +309,7 @@ class AxisUser(AxisEnd):
                 members = due[-1].members
             kept = [number for number, member in enumerate(self.layout) if member in members]
             if not due or due[-1] in self.axis.pending:
-                # the first optimizer that adopts them does so for users that are no optimizers
+                # the first optimizer that adopts members also adopts them for all other users
                 self.axis.take(due, members, turn)
             self.take(due, members, turn)
             self._end_others(due, grown=len(members) > len(kept))
@@ -310,7 +317,7 @@ class AxisUser(AxisEnd):
         return kept
 
     def _let_all_hand_over(self, leaving: Sequence[int]) -> None:
-        """Lets the other optimizers hand over the unsent state of the replicas `leaving`.
+        """Makes the other optimizers hand over the unsent state of the replicas `leaving`.
         Collective.
 
         All ranks are in the same step of this optimizer, so the others are between two steps.
@@ -327,9 +334,9 @@ class AxisUser(AxisEnd):
             axis.handed = ()
 
     def hand_over(self) -> None:
-        """Lets its optimizer hand over, in the step of another one.
+        """Makes its optimizer hand over unsent state, in the step of another optimizer.
 
-        This counts as a turn. It adopts the new members in the next one.
+        It counts as a turn. The new members are adopted in the next turn.
         """
         if (optimizer := self.optimizer) is not None:
             optimizer()
@@ -368,7 +375,8 @@ class AxisUser(AxisEnd):
                         axis.guest[1], GuestEntry(self.number, axis.guest[0], step)
                     )
                 axis.awaits = axis.guest[1]
-            if axis.host.awaits(axis.awaits):  # then no collective is running anywhere
+            # after this check no collective is running on any rank
+            if axis.host.awaits(axis.awaits):
                 membership.call()
                 with membership.changed:
                     membership.changed.wait_for(lambda: axis.guest is None or axis.error, 1.0)
@@ -380,9 +388,9 @@ class AxisUser(AxisEnd):
         return due_before(self.pending, self.number, turn)
 
     def _end_others(self, due: Sequence[Agreement], grown: bool) -> None:
-        """Marks optimizers that some rank does not have as over.
+        """Marks optimizers as over that at least one rank does not have.
 
-        A new replica has only the one that let it in.
+        A new replica has only the optimizer that let it in.
         """
         users = self.axis.users
         for agreement in due:

@@ -1,7 +1,7 @@
-"""Agreement of the world: whether to stop, whether replicas are equal, and whether they decode
+"""Agreement of all ranks: whether to stop, whether replicas are equal, and whether they decode
 alike.
 
-Its calls are collective. Only optimizer calls it, except for `Safety`, which users create.
+Its calls are collective. Only `core.optimizer` calls it, except for `Safety`, which users create.
 """
 
 from detonation.core.agreement.buffers import BufferSync, persistent_buffers

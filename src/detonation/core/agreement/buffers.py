@@ -1,4 +1,4 @@
-"""Buffers: state of a model that no optimizer changes, such as running statistics of BatchNorm."""
+"""Buffers: model state that no optimizer changes, such as the running statistics of BatchNorm."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 class BufferSync:
-    """Makes the persistent buffers of a model equal on all replicas: the mean of finite numbers.
+    """Makes the persistent buffers of a model equal on all replicas: each becomes the mean of the
+    finite values.
 
-    The running statistics of BatchNorm differ between replicas, which see different data. Training
-    does not use them, evaluation does. Integer buffers take the value of the majority.
+    Replicas have different running statistics of BatchNorm, because they see different data.
+    Evaluation uses these statistics, training does not. Integer buffers get the value of the
+    majority.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,11 +50,12 @@ class BufferSync:
         """Compares the buffers over the link of each level, one after the other, and averages those
         that differ. Collective.
 
-        Sends 8 bytes per buffer, which do not count as sent, and the differing buffers, which do.
+        Sends 8 bytes per buffer, which are not counted as sent, and the differing buffers, which
+        are.
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
-        if not buffers:  # the same model on all replicas, so the same decision
+        if not buffers:  # all replicas decide alike, because they have the same model
             return
         links = {replicator.link: replicator.channel.runtime.device for replicator in replicators}
         for link, device in links.items():
@@ -93,10 +96,10 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
 
 
 def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
-    """The mean of each number over the replicas on which it is finite; their sum if it is finite on
+    """The mean of each number over the replicas on which it is finite; the sum if it is finite on
     none.
 
-    So one non-finite batch does not spoil the statistics of all replicas, and a number that is
+    So one nonfinite batch does not spoil the statistics of all replicas, and a number that is
     infinite on all of them, such as the maximum of an empty set, stays infinite.
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
@@ -106,7 +109,7 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     total = link.all_reduce(torch.cat([own, whole]))()
     sums = total[:-1]
     counts = total[-1:]
-    if int(counts) < link.replicas:  # rare, and the same on all replicas
+    if int(counts) < link.replicas:  # rare, and all replicas decide alike
         counts = link.all_reduce(finite.to(values.dtype))()
         nowhere = counts == 0
         others = link.all_reduce(values.where(nowhere, values.new_zeros(())))()

@@ -14,22 +14,23 @@ from detonation.core.optim import SignSGD
 
 Normed = tuple[list[Communicator], dict[str, Tensor]]
 """Communicators between the ranks that hold different parts of parameters, and the local parts by
-name."""
+name.
+"""
 
 
 class Clip:
     """Scales all gradients down to a global norm of at most `max_norm`, as torch's
     `clip_grad_norm_` does.
 
-    It runs between the exchange and the step of the base optimizer. Under a scheme of gradients it
-    clips the update on which the replicas agreed, as hybrid sharding does; all replicas scale by
-    the same bits. Under a scheme of parameters, and under `none`, it clips the gradient of each
+    It runs between the exchange and the step of the base optimizer. Schemes that exchange
+    gradients: it clips the agreed update, as hybrid sharding does; all replicas multiply by the
+    same number. Schemes that exchange parameters, and `none`: it clips the gradient of each
     replica.
 
     The shards of a replica gather the norms of their gradients: one collective of 4 bytes per
-    tensor for each mesh axis over which parameters are sharded. Each rank adds them itself, so that
-    the result does not depend on the network's order. SignSGD without momentum moves by signs,
-    which clipping does not change; then nothing is computed.
+    tensor for each mesh axis over which parameters are sharded. Each rank adds the norms itself, so
+    the result does not depend on the network's order of summation. SignSGD without momentum uses
+    only signs, which clipping does not change; then nothing is computed.
 
     Attributes:
         norm: Norm before clipping at the last step, `[]` fp32; None if none was computed.
@@ -70,7 +71,7 @@ class Clip:
         for shards, part in self._parts:
             local = local_gradients(part)
             found = norms_of(local, next(iter(part.values())).device)
-            for communicator in shards:  # the norms over all shards, the same bits on each
+            for communicator in shards:  # norms over all shards, bitwise equal on each shard
                 octets = found.square().view(torch.uint8)
                 everyone = communicator.all_gather(octets)()  # [shards, 4 * n]
                 squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found))
@@ -84,8 +85,8 @@ class Clip:
 
 
 def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The norm of each tensor in fp32, 0 for None. Torch's order of summation does not depend on
-    processor and threads.
+    """The fp32 norm of each tensor; 0 for None. torch's order of this sum is the same for all
+    processors and thread counts.
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
@@ -93,7 +94,7 @@ def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     numbers = [number for number, tensor in enumerate(tensors) if tensor is not None]
     present = [tensor for tensor in tensors if tensor is not None]
     for at, tensor in enumerate(present):
-        if tensor.dtype == torch.float64:  # torch has no norm in fp32 for it
+        if tensor.dtype == torch.float64:  # torch cannot compute an fp32 norm of fp64
             present[at] = tensor.float()
     if present:
         norms = torch._foreach_norm(present, 2.0, dtype=torch.float32)

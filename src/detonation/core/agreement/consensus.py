@@ -1,5 +1,6 @@
-"""The stop consensus: one rank's reason to stop ends all ranks at the same step, with the same
-error."""
+"""The stop consensus: a reason to stop on one rank ends all ranks at the same step, with the same
+error.
+"""
 
 import logging
 import math
@@ -31,19 +32,21 @@ _log = logging.getLogger("detonation")
 
 
 class HalfStep(DetonationError, RuntimeError):
-    """A step of this replica failed after its messages and before its weights, so the other
-    replicas are a step ahead."""
+    """A step of this replica failed after its messages were sent and before its weights moved, so
+    the other replicas are a step ahead.
+    """
 
 
 class StopConsensus:
-    """The fault counts of all levels, and the links that send a reason to stop to ranks that do not
-    see it themselves.
+    """Holds the fault counts of all levels, and the links that send a reason to stop to ranks that
+    cannot see it themselves.
 
-    Such ranks are the other shards of a replica. With several levels, or with messages that only
-    their owner receives, they are also the replicas of each level.
+    The other shards of a replica are such ranks. With several levels, or with messages that only
+    their owner receives, the replicas of each level are such ranks, too.
 
-    On an accelerator the host does not wait for a reason. It reads the counts of a step when the
-    next step begins, and one step later if the reason must first be sent to such ranks.
+    On an accelerator the host does not wait for faults of the current step. It reads a step's
+    counts when the next step begins, and one step later if the reason must first be sent to such
+    ranks.
     """
 
     def __init__(
@@ -56,23 +59,23 @@ class StopConsensus:
         if safety.verify_every:
             compared = base
         self._numbers = numbers_of(compared)
-        # called before the options of the base optimizer are compared
+        # called before the base optimizer's options are compared between replicas
         self.look: Callable[[], object] = lambda: None
-        self.compare = differences  # by which `verify` finds tensors that differ
+        self.compare = differences  # the function with which `verify` finds tensors that differ
         self.runtime = runtime
         self.decides_on_device = runtime.decides_on_device
-        self.half_step = ""  # why the last step ended half-way
+        self.half_step = ""  # the reason why the last step ended half-way
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
-        self.gates: list[StepGate] = []  # in the order in which they run
-        # the gravest reason of all ranks, and its step
+        self.gates: list[StepGate] = []  # called in this order
+        # the most serious reason of all ranks, and its step
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
         self, names: Sequence[str], link: Link, gradients: bool, level: int = 0
     ) -> FaultCounts:
-        """Adds a link of a level, and returns its fault counts.
+        """Adds a level's link, and returns the link's fault counts.
 
         Args:
             names: Names of all parameters of the model.
@@ -95,16 +98,16 @@ class StopConsensus:
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # shards last: a lost replica may have reached only some of them
+        # shards last: messages of a lost replica may have reached only a part of the shards
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
         self._asks = bool(self._others) or in_pieces
 
     def enter_step(self, step: int) -> None:
-        """Begins a step, before its first message, in backward or in `step`.
+        """Begins a step before its first message, in backward or in `step`.
 
-        Its messages carry a digest of the current numbers among the options of parameter groups.
+        The step's messages contain a digest of the current numeric options of parameter groups.
 
         Raises:
             HalfStep: The last step ended half-way.
@@ -113,7 +116,7 @@ class StopConsensus:
             raise HalfStep(
                 f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all"
             )
-        for group in self._base.param_groups:  # no call of Python for usual options
+        for group in self._base.param_groups:  # plain types need no Python call
             kinds = {*map(type, group.values())}
             for value in group.values():
                 if type(value) is tuple:
@@ -127,11 +130,11 @@ class StopConsensus:
             self.begin(step)
 
     def idle(self, step: int) -> bool:
-        """True if a gate lets this replica sit the step out."""
+        """True if a gate makes this replica skip the step."""
         return any(gate.idle(step) for gate in self.gates)
 
     def step_through_gates(self, take: Callable[[], object], step: int) -> None:
-        """Takes the step of the base optimizer, unless this replica sits it out. Collective."""
+        """Runs the step of the base optimizer, unless this replica skips it. Collective."""
         idle = self.idle(step)
         if not idle:
             take()
@@ -139,14 +142,14 @@ class StopConsensus:
             gate.moved(step, idle)
 
     def forget(self) -> None:
-        """Forgets earlier faults and half steps, because the state of all replicas was replaced."""
+        """Forgets earlier faults and half steps, because all replicas replaced their state."""
         self.half_step = ""
         self._asked = None
         for counts in self.counts:
             counts.forget()
 
     def begin(self, step: int) -> None:
-        """Raises on all ranks for a fault of earlier steps, on a device that decides by itself.
+        """Raises on all ranks for a fault of earlier steps, on a device that decides itself.
 
         Collective.
         """
@@ -158,7 +161,7 @@ class StopConsensus:
             self._raise(fatal, step - 1)
 
     def end(self, step: int) -> None:
-        """Raises on all ranks for a fault of any rank, if that needs no wait for a device.
+        """Raises on all ranks for a fault of any rank, if no wait for a device is needed.
 
         Collective.
         """
@@ -169,19 +172,21 @@ class StopConsensus:
             gate.end(step)
 
     def conclude(self, step: int) -> None:
-        """Raises as `end` does, after `step` steps and with no message in flight; waits for a
-        device. Collective."""
+        """Like `end`, but waits for the device; called after `step` steps with no message in
+        flight. Collective.
+        """
         self._decide(step, math.inf)
 
     def announce(
         self, replicators: Sequence[Replicator], step: int, name: str, in_buckets: bool
     ) -> None:
-        """Raises on all ranks unless all start or stop training `name` before `step`. Collective.
+        """Raises on all ranks unless all start or stop training `name` before `step`. Steps without
+        such a change exchange nothing about the trained parameters.
 
-        Ordinary steps exchange nothing about the trained parameters. A rank that changes them sends
-        an empty message instead of its next one, at this step or at the end of the round. A rank
-        that changes nothing sends its ordinary message of the same size, and both detect the
-        difference. If all ranks announce the change, the step has not begun.
+        A rank that changes its trained parameters sends an empty message instead of its next one,
+        at this step or at the end of the round. A rank without a change sends its message, which
+        has the same size, and both detect the difference. If all ranks announce the change, the
+        step has not begun yet. If all ranks announce the change, the step has not begun.
 
         Args:
             in_buckets: True if the messages of this step are sent in buckets.
@@ -209,8 +214,9 @@ class StopConsensus:
             counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
-        """Replaces `end` of `step`, or `begin` of the next, on a rank that announces a change of
-        `name`."""
+        """Replaces `end` of `step`, or `begin` of the next step, on a rank that announces a change
+        of `name`.
+        """
         fatal = self._gravest_here(step)
         if fatal is None:
             return
@@ -238,8 +244,9 @@ class StopConsensus:
         self._decide(step, step - 1)
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
-        """Waits for messages in flight. Raises if only some replicas announced a change, because
-        these take no part in further collectives."""
+        """Waits for messages in flight. Raises if only a part of the replicas announced a change,
+        because these skip all further collectives.
+        """
         for replicator in replicators:
             replicator.drain()
         for counts in self.counts:
@@ -254,7 +261,7 @@ class StopConsensus:
         options: Mapping[str, str],
         frozen: Mapping[str, Tensor],
     ) -> None:
-        """Compares the tensors that must be equal on all replicas after `step` steps; repairs them,
+        """Compares the tensors that must be equal on all replicas after `step` steps; repairs them
         or raises `Desync`. Collective.
 
         Args:
@@ -289,7 +296,7 @@ class StopConsensus:
         """Compares `tensors` and `texts` over the link of `replicator`. Returns the repaired values
         of tensors that differ. Collective.
 
-        Counts announcements of a change, and differences that are not repaired.
+        Counts announced changes, and differences that were not repaired.
         """
         link = replicator.link
         counts = replicator.counts
@@ -317,7 +324,7 @@ class StopConsensus:
             self._settle(step)
 
     def _settle(self, step: int) -> None:
-        """Raises for the gravest reason of all ranks, at `step`. Collective."""
+        """Raises for the most serious reason of all ranks, at `step`. Collective."""
         fatal = self._gravest_known()
         if self._others:
             fatal = int(self._gravest_anywhere(fatal))
@@ -325,15 +332,17 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _gravest_here(self, until: float) -> int | None:
-        """The gravest reason in this rank's counts; None if no message was due at steps up to
-        `until`."""
+        """The most serious reason in this rank's counts; None if no message was due at steps up to
+        `until`.
+        """
         if not self._arrived(until):
             return None
         return self._gravest_known()
 
     def _arrived(self, until: float) -> bool:
-        """True if a message was due at steps up to `until` since the last call; the same on all
-        ranks."""
+        """True if a message was due since the last call, at steps up to `until`; all ranks get the
+        same answer.
+        """
         found = False
         for counts in self.counts:
             if counts.reports:
@@ -349,7 +358,7 @@ class StopConsensus:
         return max(counts.fatal << 4 | counts.number for counts in self.counts)
 
     def _gravest_anywhere(self, fatal: int) -> Tensor:
-        """The gravest reason of all ranks. Collective.
+        """The most serious reason of all ranks. Collective.
 
         Shapes: -> `[1]` int64.
         """
@@ -359,7 +368,7 @@ class StopConsensus:
         return gravest
 
     def _raise_asked(self) -> None:
-        """Raises for the reason of an earlier step that the ranks exchanged, if there is one."""
+        """Raises for the reason of an earlier step, if the ranks have exchanged one."""
         asked = self._asked
         self._asked = None
         if asked:

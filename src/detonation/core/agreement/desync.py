@@ -21,9 +21,9 @@ CHANGE = "a change of the trained parameters"
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same on all replicas.
+    """A tensor that differs between replicas.
 
-    With the name `CHANGE`, the replicas `odd` announced a change of parameter number `source`.
+    If its name is `CHANGE`, the replicas `odd` announced a change of parameter number `source`.
 
     Args:
         odd: Replicas that differ.
@@ -51,7 +51,7 @@ def differences(
     """Finds the `tensors` that are not bitwise equal on all replicas. All replicas get the same
     list. Collective.
 
-    Reads every tensor once and sends 8 bytes for each, which do not count as sent.
+    Reads every tensor once and sends 8 bytes for each, which are not counted as sent.
 
     Args:
         options: Texts that must also be equal, by name.
@@ -62,23 +62,24 @@ def differences(
     everyone = link.collect(digest).view(-1).tolist()
     if changing := _announced(link, everyone):
         return [Difference(CHANGE, tuple(changing), min(changing.values()))]
-    if len(set(everyone)) > 1:  # messages of different sizes would end the receiver
+    if len(set(everyone)) > 1:  # messages of different sizes would end the receiving process
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum(tensor).to(device) for tensor in tensors.values()]
     hashes = [hash63(text) for text in options.values()]
     sums += torch.tensor(hashes, dtype=torch.int64, device=device).unbind()
     if not sums:
         return []
-    table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors and options]
+    table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors, followed by options]
     columns = zip(names, zip(*table, strict=True), strict=True)
     found = [_difference(name, column) for name, column in columns]
     return [difference for difference in found if difference]
 
 
 def options_of(optimizer: Optimizer) -> dict[str, str]:
-    """Options of parameter groups (lr, betas, weight_decay, ...) as texts, to compare replicas.
+    """Options of parameter groups (lr, betas, weight_decay, ...) as texts for comparison between
+    replicas.
 
-    Reads the value of an lr that is a tensor.
+    Waits for the device if an lr is a tensor.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -99,11 +100,11 @@ def options_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str]:
-    """Returns a function from a parameter group to the text of the optimizer's own options that are
-    numbers in all groups (lr, betas, ...).
+    """Returns a function that converts a parameter group to text: all options of the optimizer that
+    are numbers in every group (lr, betas, ...).
 
-    Leaves out an lr that is a tensor, because a step would wait for its device; `options_of` reads
-    it. Also leaves out entries of other owners, such as the initial lr of a scheduler, which a
+    It omits an lr that is a tensor, because a step would wait for its device; `options_of` reads
+    it. It also omits entries that other code added, such as a scheduler's initial lr, which a
     joining replica may lack.
 
     Example:
@@ -122,8 +123,9 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
 
 
 def _private(optimizer: Optimizer) -> set[str]:
-    """Defaults that no argument of the constructor sets. They are state, such as the estimate of
-    Prodigy."""
+    """Defaults that are no arguments of the constructor. They are state, such as Prodigy's
+    estimate.
+    """
     arguments = signature(type(optimizer).__init__).parameters
     takes_others = any(each.kind == each.VAR_KEYWORD for each in arguments.values())
     if takes_others or "params" not in arguments:
@@ -148,17 +150,18 @@ def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
 
 
 def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
-    """The parameter number of each replica that announced a change. `Link.collect` has added up the
-    words of the ranks of a node."""
+    """The parameter number that each replica announced, by replica. `Link.collect` added up the
+    words of a node's ranks.
+    """
     numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
 
 
 def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the source's tensor on every replica; the own tensor if the source was lost
+    """Returns the source's tensor on every replica, or the local tensor if the source was lost
     meanwhile. Collective.
 
-    The other replicas add zeros to its bytes, so that all get the same bits.
+    The other replicas add zeros to its bytes, so all replicas get the same bits.
 
     Args:
         device: Device of the tensors that the link sends.

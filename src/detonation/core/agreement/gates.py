@@ -1,4 +1,4 @@
-"""Gates: conditions of a step that attach where they are in use."""
+"""Gates: optional parts of a step, which are attached only if they are used."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,24 +7,24 @@ from detonation.core.replicator import Replicator
 
 
 class StepGate:
-    """Takes part in each step of a replica, in `StopConsensus.gates`.
+    """Attached through `StopConsensus.gates`, and called in each step of a replica.
 
     All replicas have the same gates. Each method does nothing unless a gate overrides it.
     """
 
     def idle(self, step: int) -> bool:
-        """True if this replica sits the step out: it computes no gradient, and its weights stay."""
+        """True if this replica skips the step: it computes no gradient and keeps its weights."""
         return False
 
     def moved(self, step: int, idle: bool) -> None:
-        """Runs once the base optimizer has stepped, or where the replica was idle. Collective."""
+        """Called after the base optimizer's step, or after this replica skipped it. Collective."""
 
     def end(self, step: int) -> None:
-        """Runs when the replicas have agreed on the step. Collective."""
+        """Called after the replicas agreed on the step. Collective."""
 
 
 class ClosenessGate(Protocol):
     """Keeps replicas that round differently close to each other."""
 
     def attach(self, consensus: Any, replicators: Sequence[Replicator], step: int) -> None:
-        """Takes part from `step` on, and compares distances in the place of bits."""
+        """Attaches the gate from `step` on; `verify` then compares distances instead of bits."""

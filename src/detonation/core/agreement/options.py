@@ -1,4 +1,6 @@
-"""Options of parameter groups as numbers of Python, and as JSON that gives equal ones back."""
+"""Options of parameter groups as Python numbers, and as JSON from which equal options are
+restored.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -10,21 +12,23 @@ from torch import Tensor
 _TENSORS = "$tensors"
 """Key of the names and dtypes of options that are tensors."""
 USUAL = {bool, int, float, str, type(None), tuple, list, Tensor}
-"""Types of options that need no replacement, and of the numbers in tuples."""
+"""Types of options that need no conversion, also inside tuples."""
 
 
 def use_python_numbers(group: dict[str, Any]) -> None:
-    """Replaces NumPy scalars in a parameter group by numbers of Python.
+    """Replaces NumPy scalars in a parameter group by Python numbers.
 
-    NumPy would compute with a `float32` lr in its own precision, and only some replicas or
-    followers may have it.
+    NumPy would compute with a `float32` lr in its own precision, and a replica or follower may lack
+    NumPy.
     """
     group.update({key: python_number(value) for key, value in group.items()})
 
 
 def python_number(value: Any) -> Any:
-    """The number of Python for a NumPy scalar, also in a tuple; any other value as it is."""
-    numpy = sys.modules.get("numpy")  # nobody has its numbers without it
+    """Converts a NumPy scalar, also one in a tuple, to a Python number; returns other values
+    unchanged.
+    """
+    numpy = sys.modules.get("numpy")  # without an imported numpy there are no numpy numbers
     if type(value) is tuple:
         return tuple(map(python_number, value))
     if numpy is None:
@@ -35,8 +39,9 @@ def python_number(value: Any) -> Any:
 
 
 def recorded_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a group that JSON can hold. A tensor of one element becomes a number, and its
-    dtype is recorded."""
+    """The options of a group that JSON can represent. A tensor of one element becomes a number, and
+    its dtype is recorded.
+    """
     found: dict[str, Any] = {}
     kinds = {}
     for key, option in group.items():
@@ -51,11 +56,12 @@ def recorded_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_recorded(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Gives a group the options of `recorded_options`; an option becomes a tensor, or a number,
-    where it was one."""
+    """Restores options of `recorded_options` in a group: as a tensor if the option was one, else as
+    a number.
+    """
     options = dict(recorded)
     kinds = options.pop(_TENSORS, None)
-    if isinstance(kinds, dict):  # older records have none
+    if isinstance(kinds, dict):  # older records have no dtypes
         _take_kinds(group, kinds)
     group.update({key: _like(group.get(key), value) for key, value in options.items()})
 
@@ -73,7 +79,7 @@ def _take_kinds(group: dict[str, Any], kinds: Mapping[str, Any]) -> None:
 
 
 def _like(current: object, value: Any) -> Any:
-    """An option as JSON has it, in the type that the group has."""
+    """An option read from JSON, converted to the type that the group has."""
     if isinstance(current, Tensor):
         return current.fill_(value)
     if isinstance(current, tuple):

@@ -1,4 +1,4 @@
-"""Safety: the reaction to gradients that are not finite, and to replicas that are out of sync."""
+"""Safety: the reaction to nonfinite gradients, and to replicas that are out of sync."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,20 +14,19 @@ EQUAL: tuple[str, ...] = get_args(Equal)
 
 @dataclass(frozen=True)
 class Safety:
-    """The reaction of `replicate` to gradients that are not finite, and to replicas that are out of
-    sync.
+    """How `replicate` reacts to nonfinite gradients, and to replicas that are out of sync.
 
     Args:
         non_finite: If a replica's gradient is not finite: "stop", or "skip" its contribution. On an
-            accelerator "stop" skips it too, and stops one or two steps later.
+            accelerator "stop" also skips it, and stops one or two steps later.
         verify_every: Steps between two comparisons of the tensors and parameter-group options that
             must be equal on all replicas; 0 for never.
         on_desync: If these tensors differ: "stop", or "repair" them from the majority.
         equal: How equal replicas must be. "bits" refuses replicas that round differently, at the
             first step. "close" lets replicas differ by rounding: each step makes a thousandth of
             the agreed state equal, and comparisons measure distances. "auto" chooses by the
-            self-test of the first step: "bits" if all processes round alike, or do so when each
-            operation of the optimizer is rounded by itself; else "close", with a warning.
+            self-test of the first step: "bits" if all processes round alike, possibly with each
+            operation of the optimizer rounded separately; else "close", with a warning.
 
     Raises:
         TypeError: verify_every is not an int.

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class Aggregation(Protocol):
-    """Makes one update of the coefficients of all replicas. Pure, with the same bits on every
-    replica.
+    """Combines the coefficients of all replicas to one update. It is a pure function with bitwise
+    equal results on every replica.
 
     Indices within a row are unique, so two writes of one replica never collide. Replicas are added
-    in their order.
+    in rank order.
     """
 
     @property
@@ -57,15 +57,14 @@ class Mean(_Rowwise):
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
-        if len(values) == 1:  # the sum may share memory with the message
+        if len(values) == 1:  # the result may share memory with the message
             return total
         return total.div_(len(values))
 
 
 @dataclass(frozen=True)
 class MeanNonzero(_Rowwise):
-    """Mean over the replicas that sent a coefficient other than 0, as in the code published with
-    DeMo."""
+    """Mean over the replicas that sent a nonzero coefficient, as in the published code of DeMo."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         senders = scatter_sum((values != 0).to(values.dtype), indices, chunk)
@@ -83,10 +82,11 @@ class MajorityVote(_Rowwise):
 
 @dataclass(frozen=True)
 class RescaledMean(_Rowwise):
-    """Mean over all replicas, each row scaled to the mean length of the replicas' rows.
+    """Mean over all replicas, each row rescaled to the mean norm of the replicas' rows.
 
-    The mean of messages that point in different directions is shorter than each of them: by the
-    square root of their number if they are orthogonal. A row is scaled up by that factor at most.
+    Messages that point in different directions have a mean with a smaller norm: by the square root
+    of their number if they are orthogonal. That square root is the largest factor by which a row is
+    scaled up.
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -100,8 +100,9 @@ class RescaledMean(_Rowwise):
 
 
 class NormWeighing(Aggregation, Protocol):
-    """An aggregation that weighs messages by their norms, which takes one pass over all messages
-    first."""
+    """An aggregation that weighs messages by their norms, which needs one pass over all messages
+    first.
+    """
 
     def weights(self, norms: Tensor) -> Tensor:
         """The weight of each replica.
@@ -125,7 +126,8 @@ class ClippedMean:
         return WeightedMean(self.weights(norms))(values, indices, chunk)
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
-        empty = norms <= 0  # torch.nanmedian makes the host wait for the device in some versions
+        # torch.nanmedian synchronises the host with the device in several versions of torch
+        empty = norms <= 0
         rising = norms.masked_fill(empty, torch.inf).sort().values
         last = empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0)
         median = rising.gather(0, last // 2)
@@ -156,7 +158,7 @@ def message_norms(blocks: Iterable[Tensor], rows: int) -> Tensor:
     for block in blocks:
         sums = sums or SumOfSquares(len(block), rows * block.shape[-1], block.device)
         sums.add(block.flatten(1))
-        del block  # free the block before the next one is read
+        del block  # free the block before reading the next one
     assert sums is not None
     return square_root(sums.total())
 
@@ -173,7 +175,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 @dataclass(frozen=True)
 class Divided:
-    """Mean of messages that the network has already added up."""
+    """Mean of messages whose sum the network already computed."""
 
     replicas: int
     rowwise: ClassVar[bool] = True
@@ -185,7 +187,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients that all replicas sent for some rows.
+    """The coefficients that all replicas sent for a range of rows.
 
     Args:
         values: `[replicas, rows, k]` fp32.
@@ -211,8 +213,9 @@ class Coefficients:
         )
 
     def is_sparse(self, chunk: int) -> bool:
-        """True if each replica chose its own coefficients, and they are so few that the inverse
-        transform is a sum over them."""
+        """True if each replica chose its own coefficients and they are so few that the inverse
+        transform is a sum of basis vectors.
+        """
         replicas, _, k = self.values.shape
         return not self.shared and replicas * k <= most_summed(chunk)
 
@@ -232,7 +235,7 @@ class Coefficients:
 
 
 def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) -> Tensor:
-    """Aggregates the coefficients of all replicas to those of the update.
+    """Aggregates the coefficients of all replicas to the coefficients of the update.
 
     Shapes: -> `[rows, chunk]` fp32.
     """
@@ -240,7 +243,7 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
     indices = coefficients.indices
     if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
-    together = aggregation(values, None, chunk)  # aggregated first, scattered once
+    together = aggregation(values, None, chunk)  # aggregate all messages first, then scatter once
     if indices is None:
         return together
     return scatter_sum([together], [narrow(indices)], chunk)

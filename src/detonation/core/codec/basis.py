@@ -21,10 +21,11 @@ _PI = 0x3243F6A8885A308D313198A2E037073
 
 
 class Basis(Protocol):
-    """An orthonormal transform of every row. Pure; `inverse` undoes `forward` up to rounding.
+    """An orthonormal transform of every row. Both directions are pure functions; `inverse` undoes
+    `forward` up to rounding.
 
-    `forward` may round as it likes, because its result travels. `inverse` must have the same bits
-    on every processor.
+    Rounding in `forward` may differ between processors, because only its result is sent. `inverse`
+    must have the same bits on every processor.
     """
 
     @property
@@ -59,7 +60,8 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        if chunks.device.type == "cpu":  # columns in memory: top-k reads coefficient by coefficient
+        # column-major: top-k reads one coefficient of all rows after the other
+        if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)
 
@@ -103,8 +105,8 @@ class TileDCT:
 def dct_matrix(size: int, device: torch.device) -> Tensor:
     """The matrix whose columns are the DCT-II basis vectors, with the same bits on every machine.
 
-    Integer arithmetic computes it. A library's cosine differs in its last bit between processors,
-    and an FFT differs between thread counts; replicas would diverge.
+    It is computed in integer arithmetic. The cosine of a library differs in its last bit between
+    processors, and an FFT differs between thread counts, so replicas would diverge.
 
     Shapes: -> `[size, size]` fp32.
     """
@@ -114,7 +116,7 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
     waves = [_cosine(number, 2 * size) * scale / (_ONE * _ONE) for number in range(2 * size + 1)]
     cosines = torch.tensor(waves, dtype=torch.float64, device="cpu")
     matrix = cosines[torch.minimum(steps, 4 * size - steps)]
-    matrix[:, 0] = math.sqrt(1 / size)  # correctly rounded by every processor
+    matrix[:, 0] = math.sqrt(1 / size)  # every processor rounds a square root correctly
     return matrix.to(torch.float32).to(device)
 
 
@@ -147,9 +149,9 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """`one @ other.T`; on a CPU by oneDNN.
+    """`one @ other.T`, computed by oneDNN on a CPU.
 
-    MKL, the default of torch, has half the throughput on AMD processors.
+    MKL, torch's default, has half the throughput on AMD processors.
     """
     if one.device.type == "cpu" and one.numel() and other.numel() and (product := _one_dnn()):
         return product(one, other, None, "none", [], "")

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockCodebook:
-    """Base class: a packed code of `width` bits per value, and `statistics` numbers per block of
+    """Base class: a packed code of `width` bits per value and `statistics` numbers per block of
     values.
 
-    Statistics are sent in bf16. The sender decodes its own message from them, as every receiver
-    does.
+    Statistics are sent in bf16. The sender decodes its own message from these rounded statistics,
+    as every receiver does.
     """
 
     width: ClassVar[int]
@@ -128,9 +128,10 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits: values are split at 0 and at one standard deviation; each part decodes to its mean.
+    """Two bits: values are split at 0 and at plus and minus one standard deviation; each of the
+    four parts decodes to its mean.
 
-    MuLoCo (arXiv 2505.23725) finds that two bits need the means of the parts instead of evenly
+    MuLoCo (arXiv 2505.23725) found that two bits need the means of the parts instead of evenly
     spaced levels. The two parts next to 0 share the mean of their magnitudes, so that a zero
     decodes to the same magnitude with either sign.
     """
@@ -145,7 +146,8 @@ class TwoBit(BlockCodebook):
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         large = size > deviation
         negative = is_negative(blocks, deviation, negative_zeros)
-        tails = blocks * large  # sums along rows: scatter_add has no fixed order on an accelerator
+        # sums along rows, because scatter_add has no fixed order on an accelerator
+        tails = blocks * large
         over = tails.clamp(min=0).sum(1, keepdim=True)
         under = tails.clamp(max=0).sum(1, keepdim=True)
         far = large.sum(1, keepdim=True, dtype=size.dtype)
@@ -189,11 +191,11 @@ class E3M0(BlockCodebook):
 
 @dataclass(frozen=True)
 class Int8(BlockCodebook):
-    """Eight bits: 255 bins over six standard deviations on either side of 0. A bin decodes to its
-    mean.
+    """Eight bits: 255 bins over six standard deviations on either side of 0. A bin decodes to the
+    mean of its values.
 
-    As in INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values. Here bins are centred
-    on 0 instead of on the mean of the values, and the bin that contains 0 decodes to 0.
+    INTELLECT-1 (arXiv 2412.01152) does the same, with one codebook per 65,536 values. Here bins are
+    centred on 0 instead of on the mean of the values, and the bin that contains 0 decodes to 0.
     """
 
     width = 8
@@ -221,16 +223,17 @@ class Int8(BlockCodebook):
 
 
 _FIXED_POINT = 4096
-"""Units per width of a bin. The sum of a block is at most 2**41 units, and fp64 is exact up to
-2**53."""
+"""Fixed-point units per width of a bin. The sum of a block is at most 2**41 units, and fp64 is
+exact up to 2**53.
+"""
 
 
 def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """True for values that are sent as negative. Rounding errors of values of size `scale` count as
-    zero.
+    """True for values that are sent as negative. Values no larger than the rounding error of values
+    of size `scale` count as zero.
 
-    Momentum without new signals never returns to exactly 0: rounding errors of the basis remain,
-    and later denormal numbers, which no decay makes smaller.
+    Without new signals a momentum never reaches exactly 0: rounding errors of the basis remain, and
+    later denormal numbers, which decay does not reduce.
 
     Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
     """
@@ -241,15 +244,15 @@ def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
 
 
 def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Cuts lines of values into blocks; zeros fill the last block of a line. Returns the number of
-    values per block, too.
+    """Cuts lines of values into blocks; zeros fill the last block of a line. Also returns the
+    number of values per block.
 
     Shapes: `[..., n]` -> `[blocks, block]` and `[blocks, 1]` fp32.
     """
     missing = -lines.shape[-1] % block
     if missing:
         lines = torch.nn.functional.pad(lines, (0, missing))
-    blocks = lines.reshape(-1, block)  # the blocks of one line after those of the line before
+    blocks = lines.reshape(-1, block)  # blocks of all lines, one line after the other
     of_a_line = lines.shape[-1] // block
     return blocks, _counts(len(blocks), of_a_line, block - missing, block, lines.device)
 
@@ -258,7 +261,7 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def _counts(
     blocks: int, blocks_of_a_line: int, last: int, block: int, device: torch.device
 ) -> Tensor:
-    """Number of values in each block: `last` in the last block of each line, `block` elsewhere.
+    """Number of values in each block: `last` in the last block of each line, `block` in all others.
 
     Shapes: -> `[blocks, 1]` fp32.
     """
@@ -270,7 +273,7 @@ def _counts(
 
 @lru_cache(maxsize=64)
 def ones(count: int, device: torch.device) -> Tensor:
-    """A column of ones, made once.
+    """A column of ones, cached.
 
     Shapes: -> `[count, 1]` fp32.
     """
@@ -280,7 +283,7 @@ def ones(count: int, device: torch.device) -> Tensor:
 def decoded(
     packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], width: int, block: int
 ) -> Tensor:
-    """Decodes rows of one message or of several.
+    """Decodes rows of one or several messages.
 
     Args:
         packed: Codes of `width` bits.
@@ -306,7 +309,7 @@ def decoded(
         values = levels[..., read, :].gather(-1, codes.to(torch.int64))
     else:
         firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
-        # int32 takes half the memory of int64
+        # int32 needs half the memory of int64
         positions = firsts.view(*levels.shape[:-1], 1)[..., read, :] + codes
         values = levels.view(-1).index_select(0, positions.view(-1)).view(codes.shape)
     return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
@@ -330,6 +333,6 @@ def _powers(device: torch.device) -> Tensor:
     """The value of each code of `E3M0`, relative to the block's largest magnitude."""
     falling = torch.ones(8, dtype=torch.float32, device=device)
     for exponent in range(1, 8):
-        falling[exponent:] *= 0.5  # `exp2` is exact on some processors only
+        falling[exponent:] *= 0.5  # `exp2` is not exact on every processor
     falling[7] = 0
     return falling

@@ -41,8 +41,7 @@ class Selected:
 
 
 class PartLengths(dict[int, tuple[int, ...]]):
-    """`Codec.lengths`, computed once per number of rows, because every step asks for the same
-    numbers."""
+    """Cache of `Codec.lengths` by number of rows, because every step needs the same numbers."""
 
     def __init__(self, codec: Codec) -> None:
         self._of = codec
@@ -60,7 +59,7 @@ class PartLengths(dict[int, tuple[int, ...]]):
 class Codec:
     """Encodes a signal as a message, and decodes messages to an update.
 
-    `Scheme.aligned` explains `alignment`.
+    See `Scheme.aligned` for `alignment`.
     """
 
     basis: Basis
@@ -70,14 +69,16 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """True if an all-reduce can add messages: all carry the same coordinates, in a type that
-        can be added."""
+        """True if an all-reduce can add messages: all contain the same coordinates in a dtype that
+        torch adds.
+        """
         return self.selection.shared and self.precision.summable
 
     @property
     def keeps_zeros(self) -> bool:
-        """True if a coordinate that is zero on all replicas gets a zero update, whatever its
-        neighbours are."""
+        """True if a coordinate that is zero on all replicas gets a zero update for any values of
+        its neighbours.
+        """
         return isinstance(self.basis, Identity) and not isinstance(self.precision, Sign | TwoBit)
 
     def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
@@ -87,16 +88,16 @@ class Codec:
 
     @cached_property
     def index_coding(self) -> IndexCoding:
-        """The encoding of indices that are sent."""
+        """The encoding of the indices in a message."""
         return IndexCoding(self.selection.chunk, self.selection.k)
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of a message of `rows` rows. They do not depend on the values."""
+        """Bytes of a message of `rows` rows. The number does not depend on the values."""
         return sum(self.lengths[rows])
 
     def select(self, flat: Tensor, step: int, seed: int, out: Tensor | None = None) -> Selected:
-        """Selects the coefficients of `flat` to send at `step`. `flat` does not change; `out` as in
-        `pick`.
+        """Selects the coefficients of `flat` to send at `step`. `flat` does not change; see `pick`
+        for `out`.
 
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
@@ -108,8 +109,8 @@ class Codec:
     def shared_indices(
         self, rows: int, step: int, seed: int, device: torch.device
     ) -> Tensor | None:
-        """The indices of a shared selection at `step`; None if the data decide or whole rows are
-        sent.
+        """The indices of a shared selection at `step`; None if the selection depends on the data or
+        sends whole rows.
 
         Shapes: -> `[rows, k]` int64.
         """
@@ -120,7 +121,7 @@ class Codec:
     def pick(
         self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None
     ) -> Selected:
-        """Takes the coefficients at the shared indices, or else at the indices of the selection.
+        """Gathers the coefficients at the shared indices, or else at the indices of the selection.
 
         Args:
             coefficients: After the basis.
@@ -153,7 +154,7 @@ class Codec:
         return Selected(values, indices)
 
     def encode(self, selected: Selected, negative_zeros: bool = False) -> Tensor:
-        """Encodes a message into memory of its own.
+        """Encodes a message into newly allocated memory.
 
         Args:
             negative_zeros: See `Precision.encode`.
@@ -168,16 +169,17 @@ class Codec:
         return run.body[0]
 
     def width(self, rows: int, room: int) -> int:
-        """Bytes of a message after `room` bytes of header, rounded up to whole checksum lines."""
+        """Bytes of a message with a header of `room` bytes, rounded up to whole checksum lines."""
         return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
 
     def sent(self, rows: int, room: int) -> int:
-        """Bytes that are sent of a run: `room` bytes of header, the rows, and padding with
-        undefined content."""
+        """Bytes sent for a run: a header of `room` bytes, the rows, and padding with undefined
+        content.
+        """
         return -(-(room + self.nbytes(rows)) // self.alignment) * self.alignment
 
     def write(self, selected: Selected, run: MessageRows) -> None:
-        """Encodes a selection into a run, unless its values are there already."""
+        """Encodes a selection into a run, unless the run already holds its values."""
         values = selected.values
         indices = selected.indices
         count = 1
@@ -185,12 +187,12 @@ class Codec:
             values, indices = self._dealt(selected, run.owners)
             count = run.owners.replicas
         encoded: list[Tensor | None] = []
-        if not isinstance(self.precision, Float):  # before the run takes its memory
+        if not isinstance(self.precision, Float):  # encode before the run allocates its memory
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
-        elif run.owners:  # each message begins at any address
+        elif run.owners:  # messages of owners may begin at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:
@@ -210,7 +212,7 @@ class Codec:
         copy(targets, encoded)
 
     def _dealt(self, selected: Selected, owners: RowOwners) -> tuple[Tensor, Tensor | None]:
-        """The values and indices by owner of rows; padding is zeros at valid indices.
+        """The values and indices grouped by owner of rows; padding is zeros at valid indices.
 
         Shapes: -> `[owners, owned, k]` each.
         """
@@ -224,8 +226,8 @@ class Codec:
         return values, indices
 
     def written(self, run: MessageRows) -> Tensor:
-        """The values of a run as every receiver decodes them. In fp32 they may share memory with
-        the run.
+        """The values of a run as every receiver decodes them. In fp32 the values may share memory
+        with the run.
 
         Shapes: -> `[rows of the flat, k]` fp32.
         """
@@ -255,20 +257,22 @@ class Codec:
 
     @cached_property
     def unit(self) -> int:
-        """Number of rows after whose multiples messages can be cut: whole blocks of the precision,
-        and whole bytes."""
+        """Messages can be cut at multiples of this number of rows: whole blocks of the precision
+        and whole bytes.
+        """
         block = self.precision.block
         return math.lcm(block // math.gcd(block, self.selection.k), 8)
 
     @cached_property
     def lengths(self) -> Mapping[int, tuple[int, ...]]:
-        """Bytes of each part of a message, by its number of rows. Each part can be cut between two
-        aligned rows."""
+        """Bytes of each part of a message, given its number of rows. Each part can be cut at
+        aligned rows.
+        """
         return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-        """Cuts rows `first` to `end`, `end` excluded, out of the parts of messages. Both must be
-        multiples of `unit`.
+        """Cuts rows `first` to `end`, `end` excluded, out of the parts of messages. Both numbers
+        must be multiples of `unit`.
 
         Shapes: `[messages, length]` uint8 each -> the same.
         """
@@ -282,7 +286,7 @@ class Codec:
         shared: Tensor | Unpackable | None,
         aggregation: Aggregation,
     ) -> Received:
-        """Makes `Received` of messages, one per replica, as if they had arrived.
+        """Makes `Received` from messages, one per replica, as if the network had delivered them.
 
         Args:
             messages: By replica.

@@ -1,4 +1,4 @@
-"""Indices: which coefficients a message carries, encoded in a size that is known in advance."""
+"""Indices: which coefficients a message contains, encoded in a size that is known in advance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
 
 
 def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.dtype) -> Tensor:
-    """The first `k` set bits of each row in rising order; 0 for each bit that is missing.
+    """The first `k` set bits of each row in rising order, padded with 0 if a row has fewer.
 
     Shapes: `[..., ceil(rows * chunk / 8)]` uint8 -> `[..., rows, k]` of `dtype`.
     """
@@ -43,7 +43,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         counted = counted.cumsum(-1, dtype=torch.int32)
     wanted = torch.arange(1, k + 1, dtype=counted.dtype, device=bitmap.device)
     wanted = wanted.expand(*messages, rows, k).contiguous()
-    # the first position up to which so many bits are set; `chunk` if fewer are set
+    # position at which the count of set bits reaches each wanted count; `chunk` if it never does
     positions = torch.searchsorted(counted.contiguous(), wanted, out_int32=True)
     del counted
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
@@ -51,7 +51,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-    """2 for a bitmap with a row in which the number of set bits is not `k`, else 0.
+    """2 for each bitmap with a row that has other than `k` set bits, else 0.
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """
@@ -60,7 +60,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
-    else:  # without a byte for each bit
+    else:  # unpacked path: no byte per bit is needed
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
     return (counts != k).any(1) * 2
@@ -82,8 +82,7 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
 class IndexCoding:
     """Encodes `k` strictly rising indices per row, each below `chunk`.
 
-    An index takes ceil(log2(chunk)) bits. If a bitmap of the row is smaller, the row is sent as a
-    bitmap.
+    An index needs ceil(log2(chunk)) bits. A row is sent as a bitmap if its bitmap is smaller.
     """
 
     chunk: int
@@ -101,7 +100,7 @@ class IndexCoding:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The smallest integer type that holds an index and that torch computes with."""
+        """The smallest integer dtype that holds every index and that torch computes with."""
         if self.width <= 8:
             return torch.uint8
         if self.width <= 15:
@@ -143,7 +142,7 @@ class IndexCoding:
         return unpack(encoded, rows * self.k, self.width, dtype).view(shape)
 
     def faults(self, packed: PackedIndices) -> Tensor:
-        """Checks that `encode` can have produced the indices of each message.
+        """Finds indices that `encode` cannot have produced, in each message.
 
         Shapes: -> `[messages]` int64: 0 without a fault, 1 for an index that is not below `chunk`,
         2 for indices of a row that do not rise.
@@ -159,7 +158,9 @@ class IndexCoding:
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """Encoded indices of `rows` rows, of one message or several. Decoded once, on first use."""
+    """Encoded indices of `rows` rows, for one or several messages. They are decoded once, on first
+    use.
+    """
 
     coding: IndexCoding
     encoded: Tensor  # [..., nbytes] uint8
@@ -176,7 +177,7 @@ class PackedIndices:
     def part(self, first: int, end: int) -> Tensor | PackedIndices:
         """The indices of rows `first` to `end`, `end` excluded; `first` is a multiple of 8.
 
-        A decoded bitmap takes eight times its size, so large ones are decoded part by part.
+        A decoded bitmap is eight times as large, so large bitmaps are decoded part by part.
 
         Shapes: -> `[..., end - first, k]` integer.
         """
@@ -188,8 +189,8 @@ class PackedIndices:
         return PackedIndices(self.coding, self.encoded[..., begin:], end - first)
 
     def blank(self, skipped: Tensor) -> None:
-        """Sets the decoded indices of refused messages to zero, as their cleared bytes decode to
-        zero.
+        """Sets the decoded indices of refused messages to zero, because their bytes are cleared to
+        zeros.
 
         Shapes: `[messages]` bool.
         """
@@ -205,7 +206,7 @@ class Unpackable(Protocol):
 
 
 def narrow(indices: Tensor | Unpackable) -> Tensor:
-    """The indices as a tensor, in the integer type that they have.
+    """The indices as a tensor in their own integer dtype.
 
     Shapes: -> `[..., rows, k]` integer.
     """

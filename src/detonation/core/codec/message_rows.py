@@ -1,5 +1,6 @@
-"""Message rows: consecutive rows of messages in memory as they are sent, and indices that receivers
-compute by themselves."""
+"""Message rows: consecutive rows of messages in their wire format, and indices that receivers
+compute themselves.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 class Workspace:
     """Buffers of messages, by name. With a `depth` of 0 every call makes a new one.
 
-    A message stays in its buffer until its collective has ended. The next message is encoded on the
-    same stream, after that stream has waited for the collective. `depth` buffers therefore suffice.
+    A message stays in its buffer until its collective ends. The stream that encodes a message first
+    waits for the previous message's collective. `depth` buffers therefore suffice.
 
     Args:
         depth: Messages of one name that may be in flight together.
@@ -38,7 +39,7 @@ class Workspace:
     _buffers: dict[Hashable, list[Tensor]] = field(default_factory=dict)
 
     def take(self, name: Hashable, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Returns the buffer that was used longest ago. Its content is undefined.
+        """Returns the least recently used buffer of this name. Its content is undefined.
 
         Shapes: -> `shape` uint8.
         """
@@ -57,10 +58,10 @@ class Workspace:
 
 @dataclass(frozen=True)
 class MessageRows:
-    """Consecutive rows of a message in memory, as they are sent. Every engine writes there.
+    """Consecutive rows of a message in their wire format. Every engine writes into this memory.
 
-    With owners these are the same rows of several messages, one for each owner. The first write
-    allocates the memory.
+    If rows have owners, a run holds the same rows of several messages, one for each owner. The
+    first write allocates the memory.
 
     Args:
         codec: Precision and index coding, which define the parts.
@@ -84,12 +85,12 @@ class MessageRows:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of each message, without the `room` before it."""
+        """Bytes of each message, without the `room` bytes of its header."""
         return sum(self.codec.lengths[self.rows])
 
     @cached_property
     def octets(self) -> Tensor:
-        """The memory: bytes for a header, the rows, and possibly other rows after them.
+        """The whole buffer: bytes for a header, these rows, and possibly later rows.
 
         Shapes: -> `[messages, room + nbytes or more]` uint8.
         """
@@ -118,10 +119,10 @@ class MessageRows:
 
     @property
     def padding(self) -> Tensor | None:
-        """Bytes between the last row and the end of its checksum line, which a checksum reads as
+        """Bytes between the last row and the end of its checksum line; a checksum counts them as
         zeros.
 
-        Only rows with a header on an accelerator have them.
+        Only rows with a header on an accelerator have padding.
 
         Shapes: -> `[messages, n]` uint8.
         """
@@ -133,7 +134,7 @@ class MessageRows:
 
     @cached_property
     def numbers(self) -> Tensor | None:
-        """The values of one message as numbers, in place; None if they are codes or belong to
+        """The values of one message as a view of numbers; None if they are codes or belong to
         several messages.
 
         Shapes: -> `[rows, k]` of the type of the precision.
@@ -149,7 +150,9 @@ class MessageRows:
         return values.view(self.rows, self.codec.selection.k)
 
     def of_rows(self, first: int, rows: int) -> MessageRows:
-        """The `rows` rows from row `first` of the flat on, of a run that is a whole message."""
+        """The `rows` rows from row `first` of the flat, taken from a run that is a whole
+        message.
+        """
         owners = None
         if self.owners:
             owners = self.owners.of_bucket(rows)
@@ -160,12 +163,12 @@ class MessageRows:
         return replace(self, rows=rows, first=first, owners=owners, whole=self)
 
     def copy(self) -> MessageRows:
-        """The same rows in memory of their own."""
+        """A copy of these rows in new memory."""
         return replace(self, allocate=self.body.clone, room=0, whole=None)
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
-    """Joins a header and all runs, part by part, with zeros up to whole lines of a checksum.
+    """Joins a header and all runs, part by part, zero-padded to whole checksum lines.
 
     Args:
         runs: Parts of each run, in the order of their rows.
@@ -187,7 +190,7 @@ def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = 
 
 @lru_cache(maxsize=8)
 def zero_byte(device: torch.device) -> Tensor:
-    """A zero on `device`, made once.
+    """A zero on `device`, cached.
 
     Shapes: -> `[1, 1]` uint8.
     """
@@ -197,7 +200,7 @@ def zero_byte(device: torch.device) -> Tensor:
 def indices_by_rule(
     selection: Selection, rows: int, step: int, seed: int, device: torch.device
 ) -> Tensor:
-    """The indices of a shared selection. They do not depend on the data.
+    """The indices of a shared selection. They are independent of the data.
 
     Shapes: -> `[rows, k]` int64.
     """
@@ -207,9 +210,10 @@ def indices_by_rule(
 
 @dataclass(frozen=True)
 class SharedIndices:
-    """The indices of a shared selection for some rows at one step. Computed once, on first use.
+    """The indices of a shared selection for a range of rows at one step. They are computed once, on
+    first use.
 
-    Kernels compute indices by themselves and read only `step`.
+    Kernels compute indices themselves and read only `step`.
     """
 
     selection: Selection
@@ -220,7 +224,7 @@ class SharedIndices:
 
     @cached_property
     def unpacked(self) -> Tensor:
-        """The indices.
+        """The indices as a tensor.
 
         Shapes: -> `[rows, k]` of `IndexCoding.dtype`.
         """
@@ -228,5 +232,5 @@ class SharedIndices:
         return found.to(IndexCoding(self.selection.chunk, self.selection.k).dtype)
 
     def of_all(self, rows: int) -> SharedIndices:
-        """The indices of all `rows` rows of the flat that begins with these rows."""
+        """The indices of all `rows` rows of a flat whose first rows are these."""
         return replace(self, selection=self.selection.for_rows(0, rows), rows=rows)

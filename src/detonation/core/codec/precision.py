@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Precision(Protocol):
     """A pure encoding of values. Receivers decode with `decode(encode(values), rows, k)`.
 
-    The encoding is odd: negated values, with the other sign for zeros, decode to the negated
-    result. Otherwise values around zero would move a parameter in one direction. Leading dimensions
-    are messages.
+    The encoding is odd: negated values, with the opposite sign for zeros, decode to the negated
+    result. An encoding that is not odd would move parameters with values around zero in one
+    direction. Leading dimensions index messages.
     """
 
     @property
@@ -43,16 +43,16 @@ class Precision(Protocol):
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor: ...  # -> [..., rows, k] fp32
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
-        """Bytes of each part of an encoding. Every part can be cut between two blocks."""
+        """Bytes of each part of an encoding. Every part can be cut at a block boundary."""
 
     def nbytes(self, rows: int, k: int) -> int: ...
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor | None, Tensor]:
         """Returns whether `encode` can have produced the statistics of an encoding, and the norm of
-        its values.
+        the encoded values.
 
         The first result is None for a precision without statistics. The norm may be an upper bound;
-        it is NaN or infinite if a value is.
+        it is NaN or infinite if any value is.
 
         Shapes: the output of `encode` -> `[...]` bool, `[...]` fp32.
         """
@@ -60,8 +60,9 @@ class Precision(Protocol):
 
 @dataclass(frozen=True)
 class Float:
-    """Values in a floating-point type of torch with `size` bytes. The type is given by name, so
-    that `plan` need not import torch."""
+    """Values in a floating-point type of torch with `size` bytes. The dtype is given by name, so
+    that `plan` need not import torch.
+    """
 
     name: str
     size: int
@@ -92,14 +93,15 @@ class Float:
 
 
 def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Views bytes as numbers of `dtype`; copies them if they are not aligned for it.
+    """Views bytes as numbers of `dtype`; copies them if their address is not aligned for it.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, n]` of `dtype`.
     """
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    if messages == 1:  # torch refuses an odd stride, which means nothing for a single message
+    # torch refuses an odd stride, although a single message does not use its stride
+    if messages == 1:
         octets = octets[0]
     size = dtype.itemsize
     if octets.storage_offset() % size or any(stride % size for stride in octets.stride()[:-1]):

@@ -1,4 +1,4 @@
-"""Received: the messages of all replicas, the same on each replica, read in blocks of rows."""
+"""Received: the messages of all replicas, identical on each replica, read in blocks of rows."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from detonation.core.flat.rows import RowOwners
 
 NORM_BLOCKS = 4
-"""Largest number of blocks of rows in which messages are read for their norms."""
+"""Largest number of blocks in which norms of messages are computed."""
 NORM_BLOCK = 2**18
-"""Smallest number of coefficients in such a block."""
+"""Smallest number of coefficients in a block of a norm."""
 
 
 class Received:
-    """The messages that all replicas received, bytes or sums.
+    """The messages of all replicas after a collective, as bytes or as their sum.
 
     Args:
         rows: Rows of each message.
@@ -56,17 +56,19 @@ class Received:
 
     @property
     def source(self) -> Arrived | Sums | None:
-        """The messages as they arrived, for an engine that decodes bytes by itself."""
+        """The messages as they arrived, for an engine that decodes their bytes itself."""
         return None
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, `end` excluded. Both are multiples of `unit`, or `end` is
-        the last row."""
+        """Decodes rows `first` to `end`, `end` excluded. Both are multiples of `unit`; `end` may
+        also be the number of rows.
+        """
         raise NotImplementedError
 
     def weigh(self) -> None:
-        """Replaces an aggregation that needs the norms of whole messages by one that works block by
-        block."""
+        """Replaces an aggregation that needs norms of whole messages by an equal one that works
+        block by block.
+        """
         rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
         norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
         self.aggregation = WeightedMean(cast(NormWeighing, self.aggregation).weights(norms))
@@ -82,7 +84,9 @@ class Received:
         return self.read(start, stop).part(first - start, end - start)
 
     def rows_of(self, first: int, rows: int) -> Received:
-        """A view of `rows` rows from row `first` on. Messages can be cut at both ends of it."""
+        """A view of `rows` rows from row `first` on. Both ends must be rows at which messages can
+        be cut.
+        """
         return ReceivedRows(self, first, rows)
 
     def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
@@ -99,7 +103,7 @@ class Received:
             else:
                 for first in range(0, count, rows):
                     yield decoded_rows.part(first, min(first + rows, count))
-            del decoded_rows  # free them before the next rows are decoded
+            del decoded_rows  # free the decoded rows before decoding the next ones
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
         """Decodes `rows` rows at a time, rounded up to a multiple of `unit`."""
@@ -109,7 +113,7 @@ class Received:
 
 
 class ReceivedRows(Received):
-    """A part of the rows of received messages."""
+    """A range of rows of received messages."""
 
     def __init__(self, whole: Received, first: int, rows: int) -> None:
         self._whole = whole
@@ -140,13 +144,14 @@ class DecodedMessages(Received):
 
 @dataclass(eq=False)
 class Arrived(Received):
-    """The messages of all replicas as bytes. They are decoded in blocks of rows, so that no
-    temporary copy is larger than a block."""
+    """The messages of all replicas as received bytes. They are decoded in blocks of rows, so no
+    temporary copy is larger than a block.
+    """
 
     codec: Codec
     body: Tensor  # [replicas, nbytes] uint8
     rows: int
-    # [rows, k], or [replicas, rows, k] if each replica sent other rows
+    # [rows, k], or [replicas, rows, k] if each replica selected its own indices
     shared: Tensor | SharedIndices | None
     aggregation: Aggregation
     unit: int = 1
@@ -161,10 +166,10 @@ class Arrived(Received):
         return self
 
     def facts(self) -> tuple[Tensor, Tensor]:
-        """Computes on the device what decides whether a message may be used.
+        """Computes the facts on the device that decide whether a message may be used.
 
-        Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics
-        that no encoder produces; and the norm `[replicas]` fp32.
+        Shapes: -> faults `[replicas]` int64 from `IndexCoding.faults`, or 3 for statistics that no
+        encoder produces; and the norm `[replicas]` fp32.
         """
         packed = self._packed
         k = self.codec.selection.k
@@ -178,22 +183,24 @@ class Arrived(Received):
         return faults, norms
 
     def blank(self, skipped: Tensor) -> None:
-        """Replaces the `skipped` messages by zeros.
+        """Replaces the refused messages `skipped` by zeros.
 
         Shapes: `[replicas]` bool.
         """
         self.body.masked_fill_(skipped.unsqueeze(1), 0)
-        for known in ("levels", "_encoded"):  # the second may be a copy
+        for known in ("levels", "_encoded"):  # the cached `_encoded` may be a copy
             vars(self).pop(known, None)
         if self._packed is not None:
             self._packed.blank(skipped)
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, `end` excluded. Messages can be cut at both."""
+        """Decodes rows `first` to `end`, `end` excluded. Both must be rows at which messages can be
+        cut.
+        """
         return Coefficients(self.values(first, end), self.indices(first, end))
 
     def values(self, first: int, end: int) -> Tensor:
-        """The values of these rows.
+        """The values of rows `first` to `end`.
 
         Shapes: -> `[replicas, end - first, k]` fp32.
         """
@@ -211,7 +218,7 @@ class Arrived(Received):
         return decoded(parts[0], self.levels, begin, (rows, k), precision.width, precision.block)
 
     def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
-        """The indices of these rows; see `Coefficients`.
+        """The indices of rows `first` to `end`; see `Coefficients`.
 
         Shapes: -> `[..., end - first, k]` integer.
         """
@@ -231,7 +238,7 @@ class Arrived(Received):
 
     @cached_property
     def _encoded(self) -> Tensor:
-        """The values as they were sent.
+        """The encoded values, as sent.
 
         Shapes: -> `[replicas, rows, k]` of a floating-point type, or `[replicas, nbytes]` uint8.
         """
@@ -244,7 +251,9 @@ class Arrived(Received):
 
     @cached_property
     def levels(self) -> Tensor:
-        """The levels of all blocks. Only for precisions that send codes."""
+        """The levels of all blocks, for precisions that send codes. Only for precisions that send
+        codes.
+        """
         assert isinstance(self.codec.precision, BlockCodebook)
         return self.codec.precision.all_levels(self.parts[1])
 
@@ -281,7 +290,8 @@ class Collected(Received):
         stop = begin + owners.owned
         sent = []
         indices = self._replies.indices(begin, stop)
-        if indices is not None:  # unpacked before the values, to hold fewer temporaries at once
+        # unpack indices before values, so that fewer temporaries exist at once
+        if indices is not None:
             sent.append(narrow(indices))
         sent.append(self._replies.values(begin, stop))
         *unpacked, values = (lines.unsqueeze(0) for lines in owners.collect_each(sent))
@@ -292,7 +302,7 @@ class Collected(Received):
 
 @dataclass(eq=False)
 class Sums(Received):
-    """The sum of all replicas' messages, added up by the network.
+    """The sum of the messages of all replicas, computed by the network.
 
     Args:
         runs: First row and values `[rows, k]` of each run of rows, in rising order.

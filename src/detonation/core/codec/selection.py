@@ -36,8 +36,9 @@ class Selection(Protocol):
 
     @property
     def period(self) -> int:
-        """Steps within which every coordinate is sent at least once; 0 if there is no such
-        bound."""
+        """Number of steps in which every coordinate is sent at least once; 0 if there is no such
+        bound.
+        """
 
     def indices(
         self, coefficients: Tensor, step: int, seed: int
@@ -49,7 +50,7 @@ class Selection(Protocol):
 
 @dataclass(frozen=True)
 class Everything:
-    """All coordinates at every step."""
+    """Sends all coordinates at every step."""
 
     chunk: int = 1
     k: int = 1
@@ -69,8 +70,8 @@ class Everything:
 class TopK:
     """The `topk` coefficients of largest magnitude in every chunk, in the order of their indices.
 
-    It is not specified which of equal magnitudes is chosen. On a CPU, magnitudes that differ only
-    in their lowest log2(chunk) bits may count as equal.
+    Ties between equal magnitudes are broken arbitrarily. On a CPU, magnitudes that differ only in
+    their lowest log2(chunk) bits may count as equal.
     """
 
     topk: int
@@ -102,7 +103,7 @@ class TopK:
 
 
 SMALLEST_RATE = 1e-6
-"""With a smaller rate a row would be longer than any model."""
+"""A smaller rate would make a row longer than any model."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Rotation:
     @cached_property
     def k(self) -> int:
         if self.shares == 1:
-            return 1  # rows of one coordinate need no padding
+            return 1  # rows of one coordinate never need padding
         return max(1, 64 // self.shares)
 
     @cached_property
@@ -143,8 +144,9 @@ class Rotation:
         return self.shares * self.k
 
     def phase(self, step: int, seed: int) -> tuple[int, int, int]:
-        """Number of the cycle at `step`, number of the share that the step sends, and the number
-        that is XORed with the number of each row's permutation."""
+        """Number of the cycle, number of the share that `step` sends, and the number that is XORed
+        with each row's permutation number.
+        """
         return *divmod(step, self.shares), 0
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
@@ -204,7 +206,7 @@ class Random(Rotation):
 
 @dataclass(frozen=True)
 class Striding(Rotation):
-    """A comb: every `period`-th coordinate, with an offset that moves by one each step."""
+    """A comb: every `period`-th coordinate, with an offset that grows by one each step."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         _, offset, _ = self.phase(step, seed)
@@ -214,7 +216,7 @@ class Striding(Rotation):
 
 
 def random_start(*key: int) -> int:
-    """The int64 that starts the sequence of random words for `key`.
+    """The int64 from which the random words for `key` are computed.
 
     >>> random_start(0, 1, 0) == random_start(0, 1, 1)
     False
@@ -230,8 +232,8 @@ def random_start(*key: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    """Random permutations: the ranks of random words. Their low bits are the index, so no two words
-    are equal.
+    """Random permutations: the ranks of random words. The low bits of a word are its index, so no
+    two words are equal.
 
     Shapes: -> `[64, size]` int64.
     """
@@ -250,8 +252,9 @@ def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
 def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
     """`count` random words that depend on `key` alone, so a resumed run restores no counter.
 
-    Splitmix64 (Steele, Lea & Flood, 2014) in integers. Torch's generators give different numbers on
-    different devices, even on GPUs of different sizes; replicas would select different coordinates.
+    They are computed by splitmix64 (Steele, Lea & Flood, 2014) in integers. Torch's generators give
+    different numbers on different devices, even on GPUs of different sizes; replicas would select
+    different coordinates.
 
     Shapes: -> `[count]` int64.
     """
@@ -268,9 +271,9 @@ def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
 
 
 _TABLES = 64
-"""Number of permutations that rows choose from; a power of two."""
+"""Number of permutations to which rows are assigned; a power of two."""
 _BLOCK = 1 << 14
-"""Words that are computed at once: they fit into a CPU's cache."""
+"""Number of words computed at once: they fit into a CPU's cache."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """The shifts and factors of splitmix64."""

@@ -1,6 +1,6 @@
-"""Compute: arithmetic on flat memory (packing, bitmaps, checksums, top-k, sign steps) that compiled
-kernels speed up.
+"""Compute: arithmetic on flat memory (packing, bitmaps, checksums, top-k, sign steps) with compiled
+fast paths.
 
-`kernel_library` is the only importer of `detonation.kernels`. Every room above may call it; it
-knows no message.
+Only `kernel_library` imports `detonation.kernels`. Every package of core may call these functions;
+they know nothing of messages.
 """

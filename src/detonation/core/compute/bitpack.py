@@ -1,4 +1,4 @@
-"""Bit packing: small whole numbers without gaps, in a number of bytes that is known in advance."""
+"""Bit packing: small whole numbers without gaps, in a known number of bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1024)
 def packed_bytes(count: int, width: int) -> int:
-    """Bytes that `count` numbers of `width` bits take.
+    """Bytes of `count` packed numbers of `width` bits.
 
     >>> packed_bytes(4, 6), packed_bytes(5, 6)
     (3, 4)
@@ -25,7 +25,7 @@ def packed_bytes(count: int, width: int) -> int:
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:
-    """Packs numbers of `width` bits, lowest bits first; each line of several by itself.
+    """Packs numbers of `width` bits, lowest bits first; each line is packed separately.
 
     Args:
         numbers: Each from 0 to below 2**width.
@@ -35,11 +35,11 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     """
     count = numbers.shape[-1]
     if numbers.device.type == "cpu":
-        # exact, so it does not matter which replicas have it
+        # the kernel is exact, so replicas with and without kernels agree
         kernel = kernel_library.load_library()
         if kernel:
             return kernel.pack(numbers, width, packed_bytes(count, width))
-    if width > 16:  # of chunks above 65,536: bit by bit
+    if width > 16:  # indices of chunks above 65,536 are packed bit by bit
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
     if count % 8:
         numbers = torch.nn.functional.pad(numbers, (0, -count % 8))
@@ -103,7 +103,7 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
-    """`_pack` in a few operations, which take a CPU longer."""
+    """`_pack` in fewer operations, which is slower on a CPU."""
     if 8 % width == 0:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
         placed = octets.mul(_places(width, 8 // width, octets.dtype, octets.device))
@@ -119,7 +119,7 @@ def _is_looked_up(octets: Tensor, width: int) -> bool:
 
 def _unpack(octets: Tensor, width: int) -> Tensor:
     # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
-    if _is_looked_up(octets, width):  # in any shape: the conversion makes a copy anyway
+    if _is_looked_up(octets, width):  # any tensor layout works, because the conversion copies
         return (
             _octets(octets.device, width)
             .index_select(0, octets.to(torch.int32).view(-1))
@@ -135,9 +135,9 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
             octets = octets.clone()
         units = octets.view(_unit(unit)).view(-1, width // unit)
         words = torch.nn.functional.pad(units, (0, (8 - width) // unit)).view(torch.int64)
-        del octets, units  # they may be a copy
+        del octets, units  # both may be copies
     else:
-        # four numbers are in the first eight bytes, four in the last
+        # the first eight bytes hold four numbers, the last hold four
         lane = 16
         wide = torch.uint16
         octets = octets.view(-1, width)
@@ -150,26 +150,27 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
 
 
 def _unit(size: int) -> torch.dtype:
-    """The integer type of `size` bytes."""
+    """The integer dtype of `size` bytes."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
 
 
 @lru_cache(maxsize=16)
 def _places(width: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The factor that moves each of `count` numbers of `width` bits to its place."""  # [count]
+    """The factors that shift each of `count` numbers of `width` bits to its position in a word."""
+    # [count]
     return (1 << width * torch.arange(count, dtype=torch.int64, device=device)).to(dtype)
 
 
 @lru_cache(maxsize=16)
 def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
-    """The moves that place packed numbers of `width` bits `lane` bits apart in a word, all at once,
-    half by half.
+    """The moves that spread packed numbers of `width` bits to positions `lane` bits apart in a
+    word: each move shifts half of the numbers.
 
-    Each move is the shift in bits, the mask of the bits that stay, and the mask of the bits that
-    move up.
+    A move is the shift in bits, the mask of the bits that remain, and the mask of the bits that are
+    shifted.
     """
     moves = []
-    half = 32 // lane  # numbers that move together
+    half = 32 // lane  # numbers that are shifted together
     while half:
         low = sum((2 ** (half * width) - 1) << at for at in range(0, 64, 2 * half * lane))
         moves.append((half * (lane - width), signed(low), signed(low << half * width)))
@@ -188,7 +189,8 @@ def signed(word: int) -> int:
 
 @lru_cache(maxsize=8)
 def _octets(device: torch.device, width: int) -> Tensor:
-    """For every byte, its numbers of `width` bits as the bytes of one word."""  # [256] integer
+    """Lookup table: the numbers of `width` bits in each byte value, as the bytes of one word."""
+    # [256] integer
     numbers, shifts = (
         torch.arange(0, stop, step, dtype=torch.int64, device=device)
         for stop, step in ((256, 1), (8, width))
@@ -199,7 +201,7 @@ def _octets(device: torch.device, width: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def bit_counts(device: torch.device) -> Tensor:
-    """The number of bits that are set in each byte.
+    """Lookup table: the number of set bits of each byte value.
 
     Shapes: -> `[256]` uint8.
     """

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINE_BYTES = 4096
-"""Bytes of a line. Messages are summed by line and by column, which needs no temporary of their
-size."""
+"""Bytes of a checksum line. A message is summed by line and by column, which needs no temporary of
+its size.
+"""
 _WORDS = LINE_BYTES // 4
 _STRIDE = 0x9E3779B97F4A7C15
 
@@ -33,10 +34,9 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     2**64.
 
     A message is zero-padded to whole lines of `LINE_BYTES`. The factor of a word is the sum of an
-    even number of its line and an odd number of its column, so lines and columns can be added up
-    first, in 32 bits. The checksum detects every change within one word, and misses about one in
-    four thousand million of all other changes. It is no protection against an attacker, who can
-    compute it anew.
+    even number of its line and an odd number of its column, so lines and columns are summed first,
+    in 32 bits. The checksum detects every change within one word, and misses about one in four
+    billion of all other changes. It does not protect against an attacker, who can compute it, too.
 
     Args:
         messages: May be views of larger rows.
@@ -49,7 +49,7 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     if out is None:
         out = torch.empty(len(messages), dtype=torch.int64, device=messages.device)
     if messages.device.type == "cpu":
-        # exact, so it does not matter which replicas have it
+        # the kernel is exact, so replicas with and without kernels agree
         kernel = kernel_library.load_library()
         if kernel:
             return out.copy_(kernel.checksums(messages, skipped))
@@ -75,8 +75,7 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
 
 
 def _words(messages: Tensor) -> Tensor:
-    """The 32-bit words of each message, in place; copied into whole lines if torch cannot view
-    them.
+    """The 32-bit words of each message as a view; a copy in whole lines if torch cannot view them.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, words]` int32.
     """
@@ -89,9 +88,10 @@ def _words(messages: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _numbers(lines: int, device: torch.device) -> Tensor:
-    """Odd factors of all columns, then even ones of all lines. Neighbours are unrelated, so errors
-    do not cancel."""
-    # [columns, then lines]
+    """Odd factors of all columns, followed by even factors of all lines. Neighbouring factors are
+    unrelated, so errors do not cancel.
+    """
+    # layout: [columns, followed by lines]
     at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(_STRIDE)
     mixed = at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF))
     mixed[:_WORDS].bitwise_or_(1)

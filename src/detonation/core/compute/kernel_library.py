@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL_CHUNKS", "WORTH_A_CALL", "Library", "SignRate", "library_for", "load_library"]
 
 WORTH_A_CALL = 4096
-"""The number of elements from which a call of a kernel that may round differently from torch pays
-off."""
+"""Smallest number of elements for which a kernel that may round differently from torch is called.
+"""
 
 
 def library_for(*tensors: Tensor) -> Library | None:
-    """The kernels, if all `tensors` are contiguous, on the CPU and together large enough for a
-    call; else None."""
+    """The kernels, if all `tensors` are contiguous, on the CPU and together large enough to be
+    worth a call; else None.
+    """
     if sum(tensor.numel() for tensor in tensors) < WORTH_A_CALL:
         return None
     if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):

@@ -1,4 +1,4 @@
-"""Sums in a stated order. They have the same bits on every processor and with every library."""
+"""Sums in a fixed order. They are bitwise equal on every processor and with every library."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ONE_PASS_CHUNK = 256
-"""Longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit
-vectors."""
+"""Longest row whose coefficients an accelerator adds in one pass, as weighted sums of unit vectors.
+"""
 
 
 LANES = 4096
-"""Numbers whose squares one program of an accelerator adds up in parallel; see `SumOfSquares`."""
+"""Number of squares that one program on an accelerator adds in parallel; see `SumOfSquares`."""
 SUM_PARTS = 128
-"""Number of these programs."""
+"""Number of programs that add squares."""
 
 
 def most_summed(chunk: int) -> int:
-    """Largest number of coefficients of a row, over all replicas, that are decoded as one sum of
-    basis vectors.
+    """Largest number of coefficients of a row, over all replicas, that are decoded as a weighted
+    sum of basis vectors.
 
     More coefficients are aggregated first and then multiplied by the basis (`product_in_order`).
-    The two round differently, so all engines switch at this number.
+    The two methods round differently, so all engines switch at this number.
     """
     return min(chunk // 2, 64)
 
@@ -68,8 +68,8 @@ class SumOfSquares:
 
 
 def added(numbers: Tensor) -> Tensor:
-    """The sum over the last dimension, by halves: element i and element i + n / 2 are added, until
-    one is left.
+    """The sum over the last dimension by halving: elements i and i + n / 2 are added until one is
+    left.
 
     The dimension is padded with zeros to a power of two.
 
@@ -85,7 +85,8 @@ def added(numbers: Tensor) -> Tensor:
 
 
 def square_root(numbers: Tensor) -> Tensor:
-    """The correctly rounded square root. That of torch in fp32 differs between AVX2 and AVX-512.
+    """The correctly rounded square root. torch's square root in fp32 differs between AVX2 and
+    AVX-512.
 
     Shapes: any, fp32.
     """
@@ -115,7 +116,8 @@ def scatter_sum(
 
 
 def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Joins values and indices of all messages row by row in replica order, on an accelerator.
+    """Concatenates values and indices of all messages row by row in replica order, on an
+    accelerator.
 
     Shapes: per replica `[rows, k]` fp32 and `[rows, k]` integer -> `[rows, replicas * k]` fp32, and
     int32.
@@ -128,11 +130,11 @@ def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tu
 
 
 def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """For each row a weighted sum of `vectors`. An index may occur several times.
+    """A weighted sum of `vectors` for each row. An index may occur several times.
 
-    A sum begins with zero and takes its weights in the order of the row, each by one fused
-    multiply-add in fp32. An embedding bag computes that on x86-64 and CUDA, and every engine must
-    have these bits.
+    A sum begins at zero and adds its weighted vectors in the order of the row, each by one fused
+    multiply-add in fp32. torch's embedding bag does this on x86-64 and CUDA; every engine must give
+    the same bits.
 
     Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer ->
     `[rows, n]`.
@@ -146,8 +148,7 @@ def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
 
 
 def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
-    """`weights @ vectors`. Each element begins with zero and takes one fused multiply-add after the
-    other.
+    """`weights @ vectors`. Each element begins at zero and is a chain of fused multiply-adds.
 
     Shapes: weights `[rows, n]`, vectors `[n, m]` fp32 -> `[rows, m]`.
     """
@@ -155,7 +156,7 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
         weights.device.type == "cpu"
         and vectors.shape[0] == vectors.shape[1] in kernel_library.KERNEL_CHUNKS
     ):
-        # exact: replicas with and without the kernel have the same bits
+        # the kernel is exact, so replicas with and without kernels agree
         library = kernel_library.load_library()
         if library:
             return library.product(weights.contiguous(), vectors.contiguous())
@@ -182,6 +183,7 @@ def _units(chunk: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Offset of each row in the flattened indices. For a matrix torch would compute it at every
-    call."""
+    """Offset of each row in the flattened indices. For a matrix torch would recompute these offsets
+    at every call.
+    """
     return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]

@@ -1,4 +1,4 @@
-"""Top-k of every row on a CPU in plain torch. The top-k of torch itself sorts row by row."""
+"""Top-k of every row on a CPU in plain torch. torch's own top-k sorts one row at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FEW = 8
 
 
 def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
-    """The indices of the `count` largest magnitudes of every row, rising. The chunk is one of
-    `TOPK_CHUNKS`.
+    """The indices of the `count` largest magnitudes of every row, in rising order. The chunk is one
+    of `TOPK_CHUNKS`.
 
     Magnitudes that differ only in their lowest log2(chunk) bits count as equal: the index replaces
-    these bits in a key, so that one comparison orders both. `some` rows are processed at a time, as
+    these bits in a key, so that one comparison orders both. `some` rows are processed at a time: as
     many as fit into a cache.
 
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
@@ -41,8 +41,9 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
 
 
 def _largest(keys: Tensor, count: int) -> Tensor:
-    """Positions of the `count` largest keys of each row, one after the other, for many rows at
-    once."""
+    """Positions of the `count` largest keys of each row, found one after the other for many rows at
+    once.
+    """
     chunk, rows = keys.shape  # [chunk, rows] -> [rows, count]
     places = torch.empty(count, rows, dtype=torch.int64, device="cpu")
     for number in range(count):

@@ -1,8 +1,8 @@
-"""Engines: one replica's encode, release and decode, in ordinary torch, in blocks, or compiled,
-under the same laws.
+"""Engines: encode, release and decode of one replica, in plain torch, in blocks, or compiled, under
+the same laws.
 
-`engine_for` chooses. Called by the channel and by the self-test; an engine knows memory and codec,
-and no link.
+`engine_for` chooses one. The channel and the self-test call an engine; it knows memory and codec,
+but no link.
 """
 
 from detonation.core.engine.inspector import SignalInspector

@@ -1,4 +1,6 @@
-"""Inspectors look at the signals of a message bucket by bucket, and give one status of all."""
+"""Inspectors check the signals of a message bucket by bucket and compute one status for all
+buckets.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +12,22 @@ from detonation.core.runtime import Runtime
 
 
 class SignalInspector:
-    """Inspects one message after the other, whose buckets come in one order; the host decides."""
+    """Inspects one message after the other; its buckets always have the same order, and the host
+    decides.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._status = 0
 
     def begin(self) -> None:
-        """Forgets the message before."""
+        """Forgets the previous message."""
         self._status = 0
 
     def look(
         self, pieces: Sequence[Tensor | None], numbers: Sequence[int], engine: Any
     ) -> bool | Tensor:
-        """Finds out if the signals of the next bucket are bad, as `Verdict.bad` has it.
+        """Checks whether the signals of the next bucket are bad; see `Verdict.bad`.
 
         Args:
             pieces: Of the parameters with these `numbers`.
@@ -44,7 +48,7 @@ class SignalInspector:
 
 
 class DeviceInspector(SignalInspector):
-    """Lets the device decide, for which the host does not wait."""
+    """Leaves the decision to the device, so the host does not wait."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
@@ -70,7 +74,7 @@ class DeviceInspector(SignalInspector):
 
 
 def inspector_of(runtime: Runtime) -> SignalInspector:
-    """The inspector for signals in ordinary torch."""
+    """The inspector for signals in plain torch."""
     if runtime.decides_on_device:
         return DeviceInspector(runtime)
     return SignalInspector(runtime)

@@ -344,7 +344,7 @@ class ReferenceEngine(Rule):
             for strip, part in self._decoded_tiles(received, at_once):
                 index = strip.pieces[0].index
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
-                del part  # free it before the next one is made
+                del part  # free this part before allocating the next one
             return
         # the update of a single whole message may share the message's memory
         may_be_message = isinstance(self.codec.basis, Identity) and isinstance(

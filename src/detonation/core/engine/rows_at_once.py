@@ -1,9 +1,9 @@
-"""Rows at once: how many rows an accelerator processes in one block, so that temporaries need no
-more memory than one bucket.
+"""Block sizes: how many rows an accelerator processes at once, so that temporaries need no more
+memory than one bucket.
 
-A bucket of fp32 is a quarter of the flat or less. All sizes are bytes per row. Each block costs
-kernel launches, most of all with owners and votes. With these a flat that is not large is processed
-in fewer blocks, which need up to two buckets.
+A bucket in fp32 is at most a quarter of the flat. All sizes are bytes per row. Each block costs
+kernel launches, most of all with owners and majority votes. With owners or votes, a flat below
+`LARGE` is processed in fewer blocks, which need up to two buckets of memory.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,21 @@ from detonation.core.compute.scatter_sum import ONE_PASS_CHUNK, most_summed
 from detonation.core.flat.rows import BUCKETS
 
 UNIT = 64
-"""Rows that are always processed together: a product of fewer rows may round differently."""
+"""Rows are always processed in multiples of this number: a matrix product of fewer rows may round
+differently.
+"""
 LARGE = 2**28
-"""Number of coordinates from which less memory is preferred to fewer launches: a step then takes
-10 ms or more, and 80 launches fewer would save 0.4 ms."""
+"""Number of coordinates from which saving memory matters more than saving launches: a step then
+needs 10 ms or more, and 80 fewer launches would save 0.4 ms.
+"""
 MOST_BLOCKS = 32
 """Largest number of blocks of a bucket."""
 
 
 def kept_until_sent(codec: Codec) -> int:
-    """Bytes of the values and indices of an encoded row, which are subtracted from memory while the
-    collective runs."""
+    """Bytes of the values and indices of an encoded row, which are kept until they are subtracted
+    from memory during the collective.
+    """
     of_each = 4
     if not codec.dense:
         of_each += codec.index_coding.dtype.itemsize
@@ -31,14 +35,15 @@ def kept_until_sent(codec: Codec) -> int:
 
 
 def is_heavy(codec: Codec) -> bool:
-    """True if the kept values and indices of all rows need more than half a bucket. They are then
-    subtracted from memory before the message is sent."""
+    """True if the kept values and indices of all rows need more memory than half a bucket. They are
+    then subtracted from memory before the message is sent.
+    """
     return 2 * BUCKETS * kept_until_sent(codec) > 4 * codec.selection.chunk
 
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that temporaries may use.
+    """Memory budget for temporaries.
 
     Args:
         rows: Rows of a bucket.
@@ -50,8 +55,9 @@ class Room:
 
 
 def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
-    """Of `rows`, the rows that absorb a signal at once, and the rows of one selection of
-    coefficients."""
+    """Number of rows that absorb a signal at once, and number of rows of one selection, out of
+    `rows`.
+    """
     if room.few_launches:
         at_once = _rows(rows, 8, room, 9)  # a bucket may end later
         return at_once, at_once
@@ -59,20 +65,20 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
     line = 4 * codec.selection.chunk
     message = codec.nbytes(UNIT) // UNIT
     if is_heavy(codec):
-        # indices for the update
+        # bytes of the indices that the update needs
         kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    # the sent and received messages do not exist yet
+    # the sent and received messages do not exist yet, so their memory is free
     free = line + BUCKETS * (2 * message - kept)
     chosen = line * _transforms(codec)
     if not codec.selection.shared:
-        chosen += line + 24 * k  # magnitudes; positions and values, twice
+        chosen += line + 24 * k  # bytes of magnitudes, and of positions and values twice
     return _rows(rows, line, room, free), _rows(rows, max(line, chosen), room, free)
 
 
 def released_at_once(codec: Codec, rows: int, room: Room) -> int:
-    """Of `rows`, the rows that are subtracted from memory at once."""
+    """Number of rows, out of `rows`, that are subtracted from memory at once."""
     if room.few_launches:
         return _rows(rows, 8, room, 9)
     free = 4 * codec.selection.chunk
@@ -82,7 +88,7 @@ def released_at_once(codec: Codec, rows: int, room: Room) -> int:
 
 
 def replied_at_once(codec: Codec, answer: Codec, replicas: int, room: Room) -> int:
-    """The rows that an owner aggregates and answers at once."""
+    """Number of rows that an owner aggregates and answers at once."""
     if room.few_launches:
         return room.rows
     width = replicas * codec.selection.k
@@ -94,7 +100,7 @@ def replied_at_once(codec: Codec, answer: Codec, replicas: int, room: Room) -> i
 
 
 def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: bool = False) -> int:
-    """The rows of messages that are decoded at once.
+    """Number of rows of messages that are decoded at once.
 
     Args:
         into_flat: True if the result is one matrix. It is then computed in blocks only if that
@@ -127,12 +133,12 @@ def _decoded(codec: Codec, width: int) -> int:
         return 2 * line
     summed = line
     if not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK:
-        summed += 12 * width  # values, positions and bags of a sum in one pass
+        summed += 12 * width  # bytes of values, positions and bags of an embedding bag
     else:
         summed += 16 * codec.selection.k
     products = (1, 3, 6)[_transforms(codec)]
     if isinstance(codec.basis, DCT) and width <= most_summed(codec.selection.chunk):
-        products = 1  # a sum over few coefficients needs no product
+        products = 1  # a sum over few coefficients needs no matrix product
     return max(summed, products * line)
 
 
@@ -146,8 +152,9 @@ def _transforms(codec: Codec) -> int:
 
 
 def _rows(rows: int, cost: int, room: Room, free: int) -> int:
-    """Rows of one block if `rows` are cut into equal blocks, each of which costs at most `free` for
-    each row of a bucket."""
+    """Rows of one block if `rows` are cut into equal blocks whose temporaries, `cost` bytes per
+    row, fit into the free memory.
+    """
     most = max(room.rows * free // cost, room.rows // MOST_BLOCKS, UNIT)
     if rows <= most:
         return max(1, rows)

@@ -1,4 +1,4 @@
-"""The rule of a step, from a gradient to the update that all replicas agree on, in ordinary torch.
+"""The rule of a step in plain torch: from a gradient to the update that all replicas apply.
 
     memory  = decay * memory + gradient          select
     sent    = the largest of basis(memory)
@@ -60,7 +60,7 @@ class Rule:
         return self.codec.select(flat, step, self._seed, out)
 
     def subtract(self, sent: Iterable[Coefficients]) -> None:
-        """Subtracts the sent coefficients from the memory, as every receiver decodes them.
+        """Subtracts the sent coefficients, as every receiver decodes them, from the memory.
 
         Args:
             sent: Coefficients of this replica's message, one block of rows after the other.

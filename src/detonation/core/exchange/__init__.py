@@ -1,9 +1,8 @@
-"""Exchange: the collectives through which all replicas receive the same messages, and what goes
-through them.
+"""Exchange: the collectives through which all replicas receive the same messages.
 
-An exchange encodes and seals the message of a step, sends it over a link, and opens the messages
-that arrive. Called by the channel; a bucket of gradients is a piece of a message, so that one
-header and one decision are enough for a step.
+An exchange encodes and seals the message of a step, sends it over a link, and opens the received
+messages. The channel calls it; a bucket of gradients is a piece of a message, so a step needs only
+one header and one decision.
 """
 
 from detonation.core.exchange.exchange import Exchange

@@ -1,5 +1,6 @@
-"""The contract of all exchanges, what they share, and those of one collective: an all-reduce or an
-all-gather."""
+"""The interface of all exchanges, their common code, and the exchanges with one collective:
+all-reduce and all-gather.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -28,15 +29,15 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
 class Exchange(ABC):
-    """Sends messages of `rows` rows at most through one or two collectives, in the codec of the
-    scheme.
+    """Sends messages of at most `rows` rows through one or two collectives, in the scheme's codec.
 
     All replicas call its methods in the same order.
     """
 
     secluded = False
-    """True if a replica receives messages that the others do not see, and answers them in a second
-    collective."""
+    """True if a replica receives messages that others do not see, and replies in a second
+    collective.
+    """
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         self._scheme = scheme
@@ -44,64 +45,66 @@ class Exchange(ABC):
         self._link = link
         self._guard = guard
         self._rows = rows
-        # Gradients leave at every step. A round is rare, and its messages take memory only while
-        # they travel. A communicator that outlives replicas may send a message once more, long
-        # after it has arrived here; one of simulated replicas, on a CPU, hands a message itself to
-        # others, who may still read it.
+        # Gradients are sent at every step, so their buffers are kept.
+        # A round is rare, and its messages need memory only during the exchange.
+        # An elastic communicator may resend a message long after it was received.
+        # A simulated communicator on a CPU hands the message itself to other replicas.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # receive buffers go back, but where torch allocates on an accelerator: its allocator has
-        # others for them
+        # returns receive buffers; on an accelerator torch's own allocator reuses them
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
 
     @abstractmethod
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        """Where engines write the `rows` rows of the flat from row `first` on, which the next
-        collective carries.
+        """Returns the run for the `rows` rows from row `first` on: engines write it, and the next
+        collective sends it.
 
-        The rows from 0 on leave last, with the header.
+        The run from row 0 is sent last, with the header.
         """
 
     @abstractmethod
     def send(self, message: Message, status: int | Tensor | None) -> None:
-        """Starts a collective with the run that waits.
+        """Starts a collective that sends the prepared run.
 
         Args:
             status: See `Header`; None if more of this message follows.
 
-        Shapes: `[]` int64 where only the device knows.
+        Shapes: `[]` int64 if only the device knows it.
         """
 
     def forward(self, message: Message) -> None:
-        """Starts the second collective, where `secluded`; called for all messages before the first
-        `receive`."""
+        """Starts the second collective, if `secluded`; called for all messages before the first
+        `receive`.
+        """
         return
 
     @abstractmethod
     def receive(self, message: Message) -> Received:
-        """Waits for the messages that all replicas receive."""
+        """Waits for the messages of all replicas."""
 
     @abstractmethod
     def play(self, message: Message, playback: PlayedMessages) -> None:
-        """Lets arrive what the playback has of this message, in the place of all collectives."""
+        """Reads this message from the playback instead of the collectives."""
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
-        """The exchange of a bucket, `rows` rows from row `first` on, which shares the state."""
+        """The exchange of a bucket, `rows` rows from row `first` on; it shares the state of this
+        exchange.
+        """
         return type(self)(self._scheme, self._link, guard, rows)
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """The tensors that stay between steps, by name."""
+        """The tensors that persist between steps, by name."""
 
 
 def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
-    """`zeros_are_negative` for the message that a replica, or an owner of rows, sends at `step`."""
+    """`zeros_are_negative` for the message of a replica, or of an owner of rows, at `step`."""
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
     proportional = (
         scheme.signal == "parameters"
-    )  # an outer SGD; of gradients the base optimizer may use the sign
+    )  # True for an outer SGD; False for gradients, whose signs the base optimizer may use
     return zeros_are_negative(
         sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote)
     )
@@ -110,12 +113,13 @@ def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 
 def zeros_are_negative(
     sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True
 ) -> bool:
-    """True where a replica sends zeros as negative numbers: over replicas and sendings they cancel.
+    """True if a replica sends zeros as negative numbers: over all replicas and sendings the signs
+    cancel.
 
-    One bit has no zero: a coordinate without a signal reads as one magnitude, and moves if its sign
-    is always the same. Successive sendings 2 n and 2 n + 1 have opposite signs. The order within a
-    pair follows multiples of the golden ratio, so that a coordinate that is zero only at every
-    second or third sending is balanced, too.
+    One bit cannot encode zero: a coordinate without a signal decodes to plus or minus one
+    magnitude, and drifts if the sign is always the same. Sendings 2 n and 2 n + 1 have opposite
+    signs. Multiples of the golden ratio decide the order within a pair, so that coordinates that
+    are zero only at every second or third sending are balanced, too.
 
     Args:
         sending: How often the coordinate was sent before, as far as that is independent of the
@@ -123,9 +127,9 @@ def zeros_are_negative(
             parity.
         replica: From 0 to below `replicas`.
         cancel: Whether an even number of replicas cancels at once: right for votes, which tie, and
-            where the update is used in proportion. The magnitudes of replicas differ, so that under
-            a mean an arbitrary small number remains; an optimizer that looks at its sign would walk
-            at random. With `cancel=False` one sign has the majority among the replicas, and such an
+            where the update is used in proportion. Replicas have different magnitudes, so under a
+            mean an arbitrary small number remains; an optimizer that uses its sign would walk at
+            random. With `cancel=False` one sign has the majority among the replicas, and such an
             optimizer moves to and fro.
 
     Example:
@@ -143,14 +147,14 @@ def zeros_are_negative(
 def played(
     playback: PlayedMessages, guard: Guard, step: int, replicas: int
 ) -> Callable[[], Tensor]:
-    """Takes the messages of `step` from `playback`, to the device of `guard`."""
+    """Reads the messages of `step` from `playback` to the device of `guard`."""
     return lambda: (
         playback.take(guard.place, step).to(guard.usual.device).view(replicas, -1)
     )  # [replicas, 64 + nbytes]
 
 
 class AllReduce(Exchange):
-    """The network adds messages that carry the same coordinates, in a type that can be added."""
+    """The network adds messages that contain the same coordinates, in a dtype that it can add."""
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         super().__init__(scheme, link, guard, rows)
@@ -160,7 +164,7 @@ class AllReduce(Exchange):
         self._digits = DIGITS * link.replicas
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        # the digits of all replicas leave with the first rows
+        # the status digits of all replicas are sent with the first rows
         nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
         memory = partial(
             self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device
@@ -185,15 +189,16 @@ class AllReduce(Exchange):
         for at, count in message.rows or [(0, self._rows)]:
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
-                # as if they had sent the mean of the others; of a copy, as another replica may
-                # still need the sum
+                # Absent replicas count as if they had sent the mean.
+                # The sum is copied, because another simulated replica may still need it.
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
             runs.append((at, total[: count * self._k].view(count, self._k)))
         digits = total[count * self._k :]  # which leave last
         runs.sort(key=itemgetter(0))
         if message.played:
-            absent = {*range(link.replicas)}  # the playback does not say who was
+            # the playback does not record which replicas were absent
+            absent = {*range(link.replicas)}
         elif link.observer:
             if len(runs) > 1:
                 whole = torch.cat([*(run.view(-1) for _, run in runs), digits])
@@ -230,7 +235,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # none: a sum has no norm of each replica
+    def state(self) -> dict[str, Tensor]:  # no state: a sum has no norm per replica
         return {}
 
 
@@ -249,7 +254,7 @@ class AllGather(Exchange):
             room = 0
         else:
             room = HEADER_BYTES
-        # a whole message is sealed where it lies
+        # a whole message is sealed in its own buffer
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
         zeros = self._has_codes and negative_zeros(

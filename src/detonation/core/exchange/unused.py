@@ -1,4 +1,4 @@
-"""Unused parameters: those for which no replica had a gradient in a step."""
+"""Unused parameters: parameters for which no replica had a gradient in a step."""
 
 from collections.abc import Sequence
 from zlib import crc32
@@ -25,16 +25,16 @@ from detonation.core.memory import Memory
 
 
 class Unused:
-    """Agreement of the replicas of a channel on the parameters that none of them used.
+    """Agreement of a channel's replicas on the parameters that none of them used.
 
-    A replica with all gradients knows that every parameter was used, and does nothing. Messages say
-    whether a gradient is missing, so the replicas that lack one learn in the same step whether all
-    do. Only then each sends its set, one bit per parameter. All remember the sets of such an
-    exchange: a later message names its sender's set by the number of the exchange. Where all
-    messages do, nothing more is sent.
+    A replica with all gradients knows that every parameter was used, and sends nothing more.
+    Messages report whether a gradient is missing, so replicas that lack one learn in the same step
+    whether all replicas do. Only then each replica sends its set of missing gradients, one bit per
+    parameter. All replicas remember the exchanged sets: later messages name the sender's set by the
+    number of that exchange. If all messages name a remembered set, nothing more is sent.
 
-    The step is undone for a parameter that nobody used: memories get their rows of it back, and the
-    base optimizer sees no gradient.
+    The step is undone for a parameter that nobody used: its rows of the memory are restored, and
+    the base optimizer gets no gradient.
 
     Args:
         guard: Of the channel's messages.
@@ -54,12 +54,12 @@ class Unused:
         self._next = 0
 
     def forget(self) -> None:
-        """Forgets all exchanges, on all replicas: the state of before was replaced."""
+        """Forgets all exchanges on all replicas, because the state was replaced."""
         self._known = []
         self._next = 0
 
     def miss(self, message: Message, numbers: Sequence[int]) -> None:
-        """Notes missing gradients, before their rows are encoded and the message is sealed."""
+        """Records missing gradients before their rows are encoded and the message is sealed."""
         octets = packed(numbers, len(self._layout.slots))
         own = [sets[self._link.replica] for sets in self._known]
         if octets in own:
@@ -73,21 +73,21 @@ class Unused:
         message.missing = missing
 
     def agreed(self, unused: Sequence[int]) -> Missing:
-        """The missing gradients of a step for which all agree that nobody used `unused`."""
+        """The missing gradients of a step after all agreed that nobody used `unused`."""
         octets = packed(unused, len(self._layout.slots))
         rows = self._layout.row_numbers(unused)
         return Missing(-1, octets, NEW_SET, (), rows, unused=frozenset(unused))
 
     def sent(self, message: Message) -> None:
-        """Notes that what the message holds has left the memory."""
+        """Records that the content of the message was subtracted from memory."""
         if self._late and message.missing:
             for kept in message.missing.kept:
                 kept.become_change()
 
     def settle(self, missing: Missing | None, step: int) -> frozenset[int]:
-        """The parameters that no replica used at `step`, once its messages have arrived.
+        """The parameters that no replica used at `step`; called after its messages were received.
 
-        Collective where all replicas lack a gradient.
+        Collective if every replica lacks a gradient.
 
         Args:
             missing: None where this replica has all gradients.
@@ -124,12 +124,12 @@ class Unused:
         return in_all(missing.known[says - FIRST_KNOWN][sender] for sender, says in said.items())
 
     def _exchanged(self, missing: Missing) -> MissingSets:
-        """The sets of all replicas, but for those that are lost."""
+        """The sets of all replicas except lost ones."""
         mine = torch.frombuffer(bytearray(missing.octets), dtype=torch.uint8)
         arriving = self._link.all_gather(mine.to(self._guard.usual.device))
         (arrived,), absent = self._link.wait([arriving])
         sets = [bytes(row) for row in arrived.tolist()]
-        # the digest in later messages shows whether all received the same
+        # digests in later messages show whether all replicas received the same sets
         self._guard.noted = crc32(b"".join(sets), self._guard.noted) >> 1
         self._known[self._next : self._next + 1] = [sets]
         self._next = (self._next + 1) % self._most_known

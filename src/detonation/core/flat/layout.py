@@ -1,4 +1,6 @@
-"""Layouts of a flat: which rows of the `[rows, chunk]` matrix hold which parameter, and how."""
+"""Layouts of a flat: the rows of the `[rows, chunk]` matrix that hold each parameter, in chunks or
+tiles.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Squares of `side` x `side` coordinates that cover a matrix. Zeros pad its lower and right
-    edge.
+    """Squares of `side` x `side` coordinates that cover a matrix. The lower and right edge are
+    zero-padded.
 
     Tile [i, j] is row i * across + j.
     """
@@ -30,8 +32,8 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Sequence[int], side: int) -> Tiles | None:
-        """The tiles of a parameter, reshaped to [first, rest]; None if it does not fill a single
-        tile.
+        """The tiles of a parameter, reshaped to [first, rest]; None if the parameter is smaller
+        than a tile.
 
         >>> Tiles.of((65, 64), 64).rows, Tiles.of((128, 3, 5, 5), 64).rows, Tiles.of((63, 999), 64)
         (2, 4, None)
@@ -80,17 +82,18 @@ class Tiles:
 FragmentUnit = Literal["parameter", "block"]
 
 CACHE_BLOCK = 330_000
-"""Coordinates per operation of plain torch on a CPU: few enough for its cache, and enough to
-outweigh the call.
+"""Coordinates per operation of plain torch on a CPU: few enough for the cache, enough to outweigh
+the call.
 
-Not a power of two: neighbouring lines would map to the same cache sets.
+A power of two would map neighbouring lines to the same cache sets.
 """
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The position of one parameter's local shard in the flat: `rows` rows from row `row` on, in
-    chunks or in tiles."""
+    """The rows of one parameter's local shard in the flat: `rows` rows from row `row` on, in chunks
+    or in tiles.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -100,7 +103,7 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Number of coordinates without the padding."""
+        """Number of coordinates without padding."""
         return math.prod(self.shape)
 
     def strips(self, rows: int) -> Iterator[tuple[int, Slot, int]]:
@@ -129,8 +132,8 @@ class Layout:
     """The assignment of rows of the flat matrix to parameters.
 
     A row holds `chunk` consecutive coordinates of one parameter. With `tile`, `chunk` is tile *
-    tile, and each row of a matrix that fills at least one tile holds a tile of it. Zeros pad the
-    end of a parameter. An empty local shard has no rows, a scalar has one.
+    tile, and each row of a matrix that is at least one tile large holds a tile. The end of a
+    parameter is zero-padded. An empty local shard has no rows, a scalar has one.
     """
 
     chunk: int
@@ -139,7 +142,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]], chunk: int, tile: int = 0) -> Layout:
-        """The layout of local shards with these `shapes`, by parameter name, in this order.
+        """The layout of local shards with these `shapes` by parameter name, in this order.
 
         >>> Layout.of({"weight": (3, 30), "bias": (3,)}, chunk=64).rows
         3
@@ -162,8 +165,8 @@ class Layout:
         """The layouts of `count` fragments of nearly equal size: none exceeds the mean by more than
         the largest unit.
 
-        Units go to the smallest fragment, the largest unit first, equal units in the order of the
-        model. Equal layers are thus assigned round robin.
+        Each unit goes to the smallest fragment, the largest unit first, equal units in model order.
+        Equal layers are thus assigned round robin.
 
         Args:
             count: At least 1.
@@ -186,7 +189,7 @@ class Layout:
             size_of[_unit_of(slot.name, unit)] += sizes[slot.name]
         loads = [0] * count
         fragment_of: dict[str, int] = {}
-        for key, size in size_of.most_common():  # equal ones in the order of the model
+        for key, size in size_of.most_common():  # units of equal size are in model order
             fragment_of[key] = lightest = loads.index(min(loads))
             loads[lightest] += size
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
@@ -201,23 +204,25 @@ class Layout:
 
     @cached_property
     def numel(self) -> int:
-        """Number of coordinates without the padding."""
+        """Number of coordinates without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
     def tiled(self) -> bool:
-        """True if a parameter is in tiles."""
+        """True if any parameter is in tiles."""
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A flat matrix of zeros in fp32: in bf16 a decay close to 1 would not change a number.
+        """A flat matrix of zeros in fp32, because in bf16 a decay close to 1 would not change a
+        number.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
         return torch.zeros(self.rows, self.chunk, dtype=torch.float32, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat` in the local shape of each parameter. Not for a layout in tiles.
+        """Views of `flat` in the local shape of each parameter. Not available for a layout in
+        tiles.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
@@ -228,7 +233,7 @@ class Layout:
         return [line[start:stop].view(slot.shape) for slot, start, stop in self._spans]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """The values of each parameter in its local shape, to read: views of `flat`, or copies for
+        """Read-only values of each parameter in its local shape: views of `flat`, or copies for
         parameters in tiles.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
@@ -259,7 +264,7 @@ class Layout:
                     pairs.append((target[low - start : high - start], line[low - at : high - at]))
             copy([target for target, _ in pairs], [source for _, source in pairs])
             at = end
-            del part, line, pairs  # free the part before the next one is made
+            del part, line, pairs  # free this part before allocating the next one
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Writes `tensors` into `flat`. Coordinates of absent tensors and the padding do not
@@ -336,8 +341,9 @@ class Layout:
         return found
 
     def _row_views(self, flat: Tensor) -> list[Tensor]:
-        """Views of each slot: its rows if it is in tiles, else its coordinates in the shape of the
-        parameter."""
+        """Views of each slot: rows for a slot in tiles, else coordinates in the parameter's
+        shape.
+        """
         line = flat.view(-1)
         found = []
         for slot, start, stop in self._spans:

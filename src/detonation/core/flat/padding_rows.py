@@ -13,10 +13,10 @@ _USED = "padding_row_is_used"
 
 
 def note_padding(model: nn.Module) -> None:
-    """Notes the `padding_row` of each embedding with a `padding_idx`, on the shard that holds it.
+    """Sets `padding_row` on the shard that holds it, for each embedding with a `padding_idx`.
 
-    Skips weights that another module, such as an output layer, also uses, and weights marked by
-    `mark_used`: their padding row gets a gradient.
+    Skips weights whose padding row gets a gradient: weights that another module (such as an output
+    layer) also uses, and weights marked by `mark_used`.
     """
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for module in model.modules():
@@ -39,5 +39,5 @@ def used_rows(model: nn.Module) -> list[str]:
 
 
 def mark_used(parameter: Tensor, used: bool = True) -> None:
-    """Notes whether the padding row of `parameter` gets a gradient."""
+    """Marks whether the padding row of `parameter` gets a gradient."""
     setattr(parameter, _USED, used)

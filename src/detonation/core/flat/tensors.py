@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 _WRAPPERS = re.compile(r'(?<![^."])(?:_orig_mod|_checkpoint_wrapped_module)\.')
 
 GradientStamp = tuple[Tensor | None, int, int]
-"""A gradient, its version, and that of its local shard: torch counts both for a DTensor."""
+"""A gradient, its version, and the version of its local shard, because torch counts both for a
+DTensor.
+"""
 
 
 def bare_name(name: str) -> str:
-    """The name of a parameter or buffer without the prefixes of wrappers such as torch.compile and
+    """The name of a parameter or buffer without prefixes of wrappers, such as torch.compile and
     activation checkpointing.
 
     Example:
@@ -28,11 +30,11 @@ def bare_name(name: str) -> str:
 
 
 class Piece(Tensor):
-    """Rows of a parameter that are replicated by themselves: a view of the local shard, and of its
+    """Rows of a parameter that replicate separately: a view of the local shard, and of its
     gradient.
 
-    Replicas may shard a parameter at different rows. All have the same pieces, each on one rank of
-    every replica.
+    Replicas may shard a parameter at different rows. All replicas have the same pieces, each on one
+    rank of every replica.
 
     Attributes:
         whole: The parameter.
@@ -51,7 +53,7 @@ class Piece(Tensor):
     largest_shape: tuple[int, ...]
     padding_row: int | None
     cut: Callable[[Mapping[str, Tensor]], Mapping[tuple[int, ...], Mapping[str, Tensor]]]
-    # operations return plain tensors
+    # torch operations on it return plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -85,12 +87,12 @@ class Piece(Tensor):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if self.whole.grad is None and gradient is not None:  # zeros, to write into
+        if self.whole.grad is None and gradient is not None:  # zeros to write into
             self.whole.grad = torch.zeros_like(self.whole)
 
 
 def cut_like(parameter: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns `tensors`; if `parameter` is a `Piece`, their pieces on the same ranks."""
+    """If `parameter` is a `Piece`, the pieces of `tensors` on the same ranks; else `tensors`."""
     if not isinstance(parameter, Piece):
         return tensors
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
@@ -105,8 +107,7 @@ def whole_of(parameter: Tensor) -> Tensor:
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Local shards of the state tensors of a parameter in `optimizer`; for a `Piece` its rows of
-    them."""
+    """Local shards of a parameter's state tensors in `optimizer`; only its rows for a `Piece`."""
     found = {}
     for key, value in sorted(optimizer.state.get(whole_of(parameter), {}).items()):
         if not isinstance(value, Tensor):
@@ -128,14 +129,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """Number of elements of `tensor` over all shards. A plain tensor that is a shard has an
-    attribute `whole_numel`."""
+    """Number of elements of `tensor` over all shards. A plain tensor that represents a shard has an
+    attribute `whole_numel`.
+    """
     return int(getattr(tensor, "whole_numel", tensor.numel()))
 
 
 def padding_row(tensor: Tensor) -> int | None:
-    """The row of this local shard that never gets a gradient, the padding of an embedding; None
-    without one. `note_padding` sets it."""
+    """The row of this local shard that is an embedding's padding and gets no gradient; None if
+    there is none. `note_padding` sets the attribute.
+    """
     return getattr(tensor, "padding_row", None)
 
 
@@ -175,17 +178,20 @@ def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The local shard of each parameter."""
     found = []
     for parameter in parameters.values():
-        if isinstance(parameter, DTensor):  # not by `local`: a call per tensor and step
+        # inlined, because calling `local` would cost a call per tensor and step
+        if isinstance(parameter, DTensor):
             parameter = parameter.to_local()
         found.append(parameter)
     return found
 
 
 def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """The local gradient of each parameter, sharded like the parameter; None if it has none.
+    """The local gradient of each parameter, sharded like the parameter; None if the parameter has
+    none.
 
-    Each has memory of its own afterwards, because the update is written there: gradients of
-    `torch.autograd.grad` may be one tensor for two parameters, or one number for many coordinates.
+    Each gradient then has its own memory, because the update is written there:
+    `torch.autograd.grad` may return one tensor for two parameters, or an expanded number for many
+    coordinates.
 
     Raises:
         ValueError: A gradient is sparse.
@@ -204,7 +210,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
         shard = gradient
         if isinstance(gradient, DTensor):
             shard = _local_gradient(parameter, gradient)
-        address = shard.data_ptr()  # 0 for an empty tensor, and on the meta device
+        address = shard.data_ptr()  # the address is 0 for an empty tensor, and on the meta device
         if address and (address in addresses or 0 in shard.stride()):
             shard = _separated(parameter)
         addresses.add(address)
@@ -213,7 +219,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
 
 
 def _local_gradient(parameter: Tensor, gradient: DTensor) -> Tensor:
-    """The shard of `gradient`, which is sharded like `parameter` afterwards."""
+    """The shard of `gradient`, resharded like `parameter`."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient
@@ -236,7 +242,7 @@ def gradient_stamps(parameters: Mapping[str, Tensor]) -> dict[str, GradientStamp
 
 
 def _separated(parameter: Tensor) -> Tensor:
-    """The local gradient of `parameter`, after it got memory of its own."""
+    """The local gradient of `parameter`, after copying it to memory of its own."""
     whole = whole_of(parameter)
     assert whole.grad is not None
     whole.grad = whole.grad.clone(memory_format=torch.contiguous_format)
@@ -248,7 +254,8 @@ def _separated(parameter: Tensor) -> Tensor:
 def gradients_to_fill(
     parameters: Mapping[str, Tensor], unused: Collection[int] = ()
 ) -> list[Tensor]:
-    """The local gradient of each parameter, to write into. A missing one is created with zeros.
+    """The local gradient of each parameter, as a tensor to write into. A missing gradient is
+    created as zeros.
 
     Parameters whose numbers are in `unused` get temporary memory instead, and have no gradient
     afterwards.

@@ -1,5 +1,6 @@
-"""Hooks for packages outside of core: on weights that change without an optimizer step, and on a
-comparison of replicas."""
+"""Hooks for packages outside of core: weights that change without an optimizer step, and
+comparisons of replicas.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Detection of weights that code outside of optimizer steps writes, by stamps of tensors."""
+"""Detects writes to weights outside of optimizer steps, by stamps of tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,21 +10,22 @@ from torch.nn import Parameter
 Stamp = tuple[int, int, int]
 """Identity of a tensor, its version, and the address of its memory."""
 WeightPlace = tuple[Mapping[str, Parameter | None], str]
-"""Parameters of a module, and the name of one."""
+"""A module's parameters by name, and one of these names."""
 
 
 def stamp(tensor: Tensor) -> Stamp:
     """Numbers that change when `tensor` is written, replaced, or moved to other memory.
 
-    Reads nothing from a device. Writes that torch does not count go unnoticed: `tensor.data.copy_`,
-    writes in inference mode, and kernels that only know the address.
+    Reads nothing from a device. It misses writes that torch does not count: `tensor.data.copy_`,
+    writes in inference mode, and kernels that write by address.
     """
     mine: Any = getattr(tensor, "_local_tensor", tensor)
     version = _version(tensor)
     if mine is not tensor:  # a DTensor and its shard count their writes separately
         version += _version(mine)
     address = 0
-    if type(mine) in (Tensor, Parameter):  # other types, such as quantized weights, may have none
+    # tensors of other types, such as quantized weights, may have no address
+    if type(mine) in (Tensor, Parameter):
         address = mine.data_ptr()
     return id(tensor), version, address
 

@@ -13,8 +13,9 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 STRIKES = 3
 """Number of refused messages of one replica after which all replicas stop."""
 FORGIVEN = 1000
-"""Number of consecutive used messages of one replica after which its earlier refusals no longer
-count."""
+"""Number of consecutive used messages of one replica after which its earlier refusals are
+forgotten.
+"""
 IN_A_ROW = 10
 """Number of consecutive contributions that one replica may skip before all replicas stop."""
 _NON_FINITE = 1
@@ -29,14 +30,15 @@ _ALL_REPLICAS = 0xFFFFFF
 _NAMED_REPLICAS = 24
 _REPLICAS = (1 << _NAMED_REPLICAS) - 1 << 32
 NEW_PARAMETER = "a new parameter"
-"""Name of a parameter that was added to the model after the replicas agreed on the names."""
+"""Name for a parameter that was added to the model after the replicas had compared names."""
 OPTIONS = "options of the parameter groups"
 _log = logging.getLogger("detonation")
 
 
 class NonFiniteGradient(DetonationError, ArithmeticError):
-    """A gradient contains NaN, infinity or a magnitude above `nonfinite.SIGNAL_LIMIT`. It did not
-    reach the momentum."""
+    """A gradient contains NaN, infinity or a magnitude above `nonfinite.SIGNAL_LIMIT`. It was not
+    added to the momentum.
+    """
 
 
 class BadPeer(DetonationError, RuntimeError):
@@ -44,8 +46,9 @@ class BadPeer(DetonationError, RuntimeError):
 
 
 class Desync(DetonationError, RuntimeError):
-    """Tensors differ between replicas that must be equal, or replicas train different
-    parameters."""
+    """Tensors that must be equal differ between replicas, or replicas train different
+    parameters.
+    """
 
 
 class Changed(str):
@@ -58,23 +61,25 @@ AGAIN = (
     "It ended this optimizer, which takes no step until the state is replaced on all ranks: load a "
     "checkpoint or a state dict"
 )
-"""Added to an error that is raised again."""
+"""Appended to an error that is raised again."""
 
 
 class FaultCounts:
     """Counts the faults of the replicas of one level, from messages that all of them receive.
 
     Attributes:
-        skipped: Contributions of all replicas left out because a gradient was not finite.
+        skipped: Contributions of all replicas that were omitted because a gradient was not finite.
         by_parameter: The same, for each parameter.
         refused: Messages of all replicas that failed validation.
-        fatal: 0, or a number for the reason why all must stop; `error` decodes it on any rank.
+        fatal: 0, or the number of a reason for which all ranks must stop; `error` decodes it on any
+            rank.
         due: Steps at which messages are due, until `StopConsensus` has handled them.
         reports: Reports that wait for the device; `catch_up` counts them.
         names: Names of all parameters of the model, for errors.
-        changed: By replica, the parameter that it announced to start or stop training.
-        changing: Number of replicas that must announce that together; 0 if this rank did not.
-        missing: Lost replicas, which need not announce.
+        changed: By replica, the parameter that it announced as newly trained or no longer trained.
+        changing: Number of replicas that must announce the same change; 0 if this rank announced
+            none.
+        missing: Lost replicas, which need not announce a change.
         options: Options of the parameter groups; messages carry their digest.
         number: Number of the level, below 16, which identifies it in a reason to stop.
     """
@@ -104,14 +109,14 @@ class FaultCounts:
         """Forgets all reasons to stop, because a loaded checkpoint replaced the state."""
         self.fatal = 0
         self.changing = 0
-        self._raised = (0, 0)  # the number of the last error, and its step
+        self._raised = (0, 0)  # the number and the step of the last error
         self.due: set[int] = set()
         self.changed: dict[int, str] = {}
         self.missing: set[int] = set()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
-        self._good: Counter[int] = Counter()  # used messages of each replica since a refusal
+        self._good: Counter[int] = Counter()  # used messages of each replica since its last refusal
 
     def report_later(
         self, due: int, numbers: Readback, report: Callable[[list[Any]], object]
@@ -128,14 +133,18 @@ class FaultCounts:
             report(numbers.read())
 
     def stop_if_apart(self) -> None:
-        """Records a reason to stop if not all replicas that must announced the same change."""
+        """Records a reason to stop, unless all replicas that must announce a change announced the
+        same one.
+        """
         if self.changed_apart:
             replicas = sum({_bit(sender) for sender in self.changed})
             self._stop(_CHANGED_APART, replicas, self.changed[min(self.changed)])
 
     @property
     def changed_apart(self) -> bool:
-        """True if some replicas, but not all, announced a change of the trained parameters."""
+        """True if a part of the replicas, but not all, announced a change of the trained
+        parameters.
+        """
         return bool(self.changed) and len({*self.changed, *self.missing}) != self.changing
 
     def announced(self, sender: int, name: str) -> None:
@@ -154,18 +163,21 @@ class FaultCounts:
         self.missing = set()
 
     def announcement(self, name: str) -> int:
-        """The number that a rank sends over other links after it announced a change of `name`."""
+        """The number that a rank sends over other links after announcing a change of `name`."""
         return _CHANGING << 56 | _bit(self._replica) << 32 | self.names.index(name)
 
     @staticmethod
     def is_announcement(fatal: int) -> bool:
-        """True for a number of `announcement`: it stops no rank that announced the same."""
+        """True for a number from `announcement`, which stops no rank that announced the same
+        change.
+        """
         return fatal >> 56 == _CHANGING
 
     @staticmethod
     def announced_apart(announcements: Sequence[int]) -> int:
-        """The largest of the announcements of some ranks; a reason to stop unless all announced the
-        same."""
+        """The largest announcement of a group of ranks, or a reason to stop unless all announced
+        the same.
+        """
         largest = max(announcements)
         if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
             return largest & ~(_CHANGING << 56) | _CHANGED_APART << 56
@@ -194,8 +206,9 @@ class FaultCounts:
             self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """Counts a message of `sender` that is zeros, or in part, because its parameter `name` is
-        not finite. If `name` is `Changed`, records an announcement."""
+        """Counts a message of `sender` that is empty or partly zeros, because its parameter `name`
+        is not finite. If `name` is `Changed`, records an announcement.
+        """
         if isinstance(name, Changed):
             self.announced(sender, name)
             return
@@ -213,7 +226,7 @@ class FaultCounts:
             self._warn(step, sender, f"{text}; contribution skipped ({count})")
 
     def refuse(self, sender: int, fault: str, step: int) -> None:
-        """Counts a message of `sender` at `step` that is not used, because it `fault`."""
+        """Counts an unused message of `sender` at `step` and its `fault`."""
         self.refused += 1
         if self._good[sender] >= FORGIVEN:
             self._strikes[sender] = 0
@@ -228,8 +241,7 @@ class FaultCounts:
             self._stop(_REFUSED, sender)
 
     def refuse_sum(self, step: int) -> None:
-        """Counts a sum of the network at `step` that is not finite, though each replica's
-        contribution was."""
+        """Counts a nonfinite sum of an all-reduce at `step` whose contributions were all finite."""
         fault = "added up to what is not finite: a link damages what it carries"
         self.refuse(_ALL_REPLICAS, fault, step)
 
@@ -239,8 +251,8 @@ class FaultCounts:
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
-        """Records the senders whose options of parameter groups differ from most at `step`, or that
-        received other messages before.
+        """Records the senders whose options of parameter groups deviate at `step`, or that received
+        other messages in earlier steps.
 
         Args:
             digests: By sender, the digests of messages in the upper bits and of options in the
@@ -264,13 +276,14 @@ class FaultCounts:
                 self._stop(_DESYNC, sender)
 
     def desync(self, sender: int, name: str) -> None:
-        """Records that the `name` of `sender` differs from the other replicas."""
+        """Records that `name` on `sender` differs from the other replicas."""
         self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:
-        """The error at `step` for the number `fatal` of any rank of this level.
+        """The error at `step` for the reason `fatal`, which may come from any rank of this level.
 
-        A rank raises it again at each later step, until `forget`, with the first step and a remedy.
+        The rank raises it again at each later step until `forget`, with the step of its first
+        occurrence and a remedy.
         """
         raised, first_step = self._raised
         if fatal == raised:
@@ -325,7 +338,7 @@ class FaultCounts:
 
 
 def _odd(words: Mapping[int, int]) -> list[int]:
-    """Senders whose word is not the most frequent one, or not the first one without a majority."""
+    """Senders whose word differs from the majority's or, without a majority, from the first one."""
     most_frequent = Counter(words.values()).most_common(1)[0][0]
     return [sender for sender, word in words.items() if word != most_frequent]
 
@@ -337,12 +350,12 @@ def _sender(sender: int) -> str:
 
 
 def _bit(replica: int) -> int:
-    """The bit of a replica in a set of replicas. All from number 23 on share the last bit."""
+    """The bit of a replica in a bit set. Replicas from number 23 on share the last bit."""
     return 1 << min(replica, _NAMED_REPLICAS - 1)
 
 
 def _replicas(bits: int) -> str:
-    """A set of replicas in words.
+    """The names of a bit set of replicas.
 
     >>> _replicas(_bit(0) | _bit(2))
     'replicas 0, 2'

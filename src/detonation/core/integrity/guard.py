@@ -1,4 +1,4 @@
-"""The guard: seals the messages of a replica, and decides which received messages may be used."""
+"""The guard: seals a replica's messages, and decides which received messages are used."""
 
 import struct
 from collections.abc import Collection, Sequence
@@ -41,8 +41,9 @@ from detonation.core.integrity.observer import StepObserver
 from detonation.core.integrity.sums import SumGuard
 
 LOUDER = 1000.0
-"""Largest allowed ratio of a norm to the reference norm: momentum at decay 0.999 is at most 1000
-gradients."""
+"""Largest allowed ratio of a norm to the reference norm: a momentum with decay 0.999 is at most
+1000 gradients.
+"""
 FORGET = 0.9999
 """Decay of the reference norm per exchange while most messages are smaller."""
 
@@ -52,7 +53,7 @@ TOO_LOUD = f"is more than {LOUDER:g} times as loud as most are, or were before"
 
 @dataclass(frozen=True)
 class Stage:
-    """Properties of one collective of an exchange that are the same at every step.
+    """Properties of one collective of an exchange that are equal at every step.
 
     Args:
         codec, rows, aggregation, unit: Of the received messages, see `Arrived`.
@@ -100,12 +101,12 @@ def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
 def decide_usable(
     words: Tensor, added: Tensor, content: Tensor, norms: Tensor, expected: Expected, usual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Decides which messages are refused because of a fault.
+    """Decides which messages are refused.
 
-    A norm is too large if it is more than `LOUDER` times the median norm, now *and* before.
-    Replicas that train sparsely send almost zeros for many steps, and then messages as large as
-    before. `usual`, the reference norm, is therefore the largest median so far. It decays slowly,
-    and not while most messages are almost zero. A single replica cannot raise a median.
+    A norm is too large if it exceeds `LOUDER` times both the median norm of now and the reference
+    norm. Replicas with sparse gradients send almost zeros for many steps, followed by messages as
+    large as before. The reference norm, `usual`, is therefore the largest median so far. It decays
+    slowly, but not while most messages are almost zero. A single replica cannot raise a median.
 
     Args:
         words, added: Words of the headers, and checksums of the received bytes; see `unsealed`.
@@ -120,7 +121,7 @@ def decide_usable(
     `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
     header = expected.header
-    # the bits of non-negative numbers sort like the numbers; NaN is above all
+    # bits of nonnegative floats sort like the floats; NaN sorts highest
     bits = norms.abs().double().view(torch.int64)
     found = torch.cat([words, torch.stack([added, content, bits], 1)], 1)
     replicas = len(words)
@@ -128,12 +129,12 @@ def decide_usable(
         header.schema, header.place, expected.nbytes, expected.parameters, replicas, words.device
     )
     limits = limits.add(of_step, alpha=header.step)
-    limits[:, :, 8].copy_(words[:, 7])  # the checksum is the one that the header states
+    limits[:, :, 8].copy_(words[:, 7])  # the checksum must equal the one in the header
     refused = (found < limits[0]).logical_or_(found > limits[1]).any(1)
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)
         senders = (heard > 0).sum(0, keepdim=True)
-        # the larger norm of two, so that neither is refused; 0 if all messages are zeros
+        # the larger of two norms, so that neither is refused; 0 if all messages are zeros
         middle = senders.sub_(1).div_(2, rounding_mode="trunc")
         median = heard.sort(descending=True).values.gather(0, middle)
         bound = torch.maximum(median, usual).mul_(LOUDER)
@@ -150,8 +151,8 @@ def decide_usable(
 def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Smallest and largest valid value of the first columns of the table, without step and
-    checksum; and a 1 in the column of the step.
+    """Smallest and largest valid value of the first columns of the table, except step and checksum;
+    and a 1 in the column of the step.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
     """
@@ -176,8 +177,9 @@ def _infinity(device: torch.device) -> Tensor:
 
 
 def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
-    """The fault of each message in `table` (see `decide_usable`), in replica order; "" without a
-    fault."""
+    """The fault of each message in `table` (see `decide_usable`), in replica order; "" if it has
+    none.
+    """
     return [_fault(sender, row, expected) for sender, row in enumerate(table)]
 
 
@@ -212,15 +214,16 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
 
 
 def _take_recorded(message: Message) -> None:
-    """Marks a message as one of a playback, which owns its memory. Empty headers mark absent
-    replicas."""
+    """Marks a message as read from a playback, which owns its memory. Empty headers mark absent
+    replicas.
+    """
     message.recycle = None
     headers = message.arrived[0][:, :HEADER_BYTES]
     message.absent = {sender for sender, header in enumerate(headers) if not header.any()}
 
 
 def _empty_headers(whole: Tensor, absent: Collection[int]) -> None:
-    """Empties the headers of `absent` replicas, so that a replay recognises them."""
+    """Clears the headers of `absent` replicas, so that a replay recognises them."""
     for sender in absent:
         whole[sender, :HEADER_BYTES] = 0
 
@@ -240,18 +243,18 @@ class Guard(SumGuard):
 
     The decision on a message depends only on the received bytes of the exchange, so replicas that
     received the same bytes decide alike. Each replica's next message carries a digest of the bytes
-    that it received. A refused message counts as zeros. The mean stays a mean over all replicas, so
-    that no replica gains weight through the loss of another's message.
+    that it received. A refused message counts as zeros. The mean remains a mean over all replicas,
+    so no replica gains weight through another's refused message.
 
-    A subclass may seal and inspect on the device; an engine selects it (`ReferenceEngine.guard`).
+    A subclass may seal and inspect on the device; the engine selects it (`ReferenceEngine.guard`).
     """
 
     on_kernels = False
-    """True if kernels seal and inspect; messages then keep their memory from step to step."""
+    """True if kernels seal and inspect; messages then reuse their memory from step to step."""
 
     def seal(self, message: Message, status: int | Tensor | None, phase: int = 0) -> Tensor:
-        """Returns the bytes of the waiting run for its collective. The last run of a message begins
-        with the header.
+        """Returns the bytes of the prepared run for its collective. The last run of a message
+        starts with the header.
 
         Args:
             status: 0, or 1 + the number of the parameter because of which a part of the message is
@@ -271,7 +274,7 @@ class Guard(SumGuard):
             if len(runs) > 1:
                 runs = sorted(runs, key=attrgetter("first"))
             if not phase:
-                # of the last exchange that every replica must have opened
+                # digest of the last exchange that every replica has certainly opened
                 opened = self._received.get(self._sent - 1 - self._delay, 0)
                 received = (opened >> 32 ^ self.noted) << 32 | crc32(self._counts.options)
                 if message.missing:
@@ -282,7 +285,7 @@ class Guard(SumGuard):
                 self._schema, message.step, self._place | phase, self._replica, status, received
             )
             self._write_header(runs, nbytes, header)
-            message.sent.clear()  # the collectives hold what they still need
+            message.sent.clear()  # collectives hold references to the memory they still need
         end = run.room + sum(run.codec.lengths[run.rows])
         return run.octets[:, : end + -end % run.codec.alignment]
 
@@ -304,8 +307,8 @@ class Guard(SumGuard):
         shared: Tensor | SharedIndices | None,
         observer: StepObserver | None = None,
     ) -> Arrived:
-        """Validates the sealed messages that have arrived, one per replica, and counts their
-        faults. Zeros replace refused messages.
+        """Validates the received messages, one per replica, and counts their faults. Refused
+        messages are replaced by zeros.
 
         Args:
             shared: Indices that all replicas know; None if the messages contain them.
@@ -327,11 +330,11 @@ class Guard(SumGuard):
             _empty_headers(whole, absent)
             observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
-        if not arrived:  # `whole` has memory of its own
+        if not arrived:  # nothing to restore: `whole` has its own memory
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
-        # the mean is over the replicas that sent; the rows of an absent owner do not change
+        # the mean is over the replicas that sent; rows of an absent owner do not change
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:
@@ -370,8 +373,9 @@ class Guard(SumGuard):
         return refused
 
     def hear(self, missing: Missing, table: runtime.Readback, absent: Collection[int] = ()) -> None:
-        """Gives `missing` a function that reads which gradients the messages of a table of
-        `decide_usable` report as missing."""
+        """Gives `missing` a function that reads from a table of `decide_usable` which gradients the
+        messages report as missing.
+        """
 
         def said() -> dict[int, int]:
             found = {}
@@ -413,7 +417,7 @@ class Guard(SumGuard):
                 self._counts.skip(sender, self._place, self._names[row[5] - 1], step)
             elif expected.signals:
                 used.append(sender)
-        # a used message resets the count of consecutive skipped or refused ones
+        # a used message resets the count of consecutive skips and refusals
         if self._counts.skipped or self._counts.refused:
             self._counts.accept(used, self._place)
         return fine

@@ -1,4 +1,4 @@
-"""Observers: what attaches to the steps of a `Replicated` without a part in them."""
+"""Observers: objects that watch the steps of a `Replicated` without changing them."""
 
 from typing import Any
 
@@ -6,26 +6,29 @@ from torch import Tensor
 
 
 class StepObserver:
-    """Sees what all replicas agree on: messages, and the weights before and after.
+    """Sees what all replicas agree on: messages, and weights before and after a step.
 
     Each method does nothing unless an observer overrides it.
     """
 
     def begin(self, optimizer: Any) -> None:
-        """Sees the weights of a `Replicated` before its first step."""
+        """Called before the first step of a `Replicated`, with its weights."""
 
     def left(self) -> None:
-        """Hears that another state was loaded: the next step does not follow the last one."""
+        """Called after another state was loaded, so that the next step does not continue the last
+        one.
+        """
 
     def enter(self, optimizer: Any) -> None:
-        """Sees the weights of a `Replicated` before each step and each call of `synchronize`."""
+        """Called before each step and each `synchronize` of a `Replicated`, with its weights."""
 
     def moved(self, optimizer: Any) -> None:
         """Sees the weights once the base optimizer has moved them, before its hooks after a step
         run."""
 
     def received(self, place: int, step: int, message: Tensor) -> None:
-        """Sees the messages of all replicas, or their sum. They may be overwritten afterwards.
+        """Called with the messages of all replicas, or their sum. Their memory may be overwritten
+        afterwards.
 
         Args:
             place: Number of the channel and bucket.
@@ -33,22 +36,23 @@ class StepObserver:
         """
 
     def end(self, what: str, optimizer: Any) -> None:
-        """Called after a "step" or "synchronize" of a `Replicated` has applied the messages before
-        it."""
+        """Called after a "step" or "synchronize" of a `Replicated` has applied its messages."""
 
 
 class PlayedMessages(StepObserver):
-    """Gives the messages of a run instead of all collectives: replicas encode and send nothing."""
+    """Supplies the recorded messages of a run instead of all collectives: replicas encode and send
+    nothing.
+    """
 
     def take(self, place: int, step: int) -> Tensor:
-        """Returns the next messages of a place, as an observer saw them.
+        """Returns the next messages at a position, as an observer saw them.
 
         Shapes: -> `[bytes]` uint8.
         """
         raise NotImplementedError
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Returns the messages of a step whose record was read to its end; None if it has none.
+        """Returns the messages of a step whose record is complete; None if there are none.
 
         Shapes: -> `[bytes]` uint8.
         """

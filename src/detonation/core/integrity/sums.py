@@ -1,5 +1,6 @@
-"""Validation of sums that the network adds up: instead of a header, three numbers after the values
-carry the status of each replica."""
+"""Validation of an all-reduce: instead of a header, three numbers after the values carry each
+replica's status.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -53,29 +54,28 @@ class SumGuard:
         self.usual = usual
         self._forget = forget
         self.statuses = 1 + len(self._names)
-        # a status also says which gradients are missing: see `missing`
+        # a status also reports missing gradients; see `missing`
         self.most_known = max(1, (1 << 16) // self.statuses - FIRST_KNOWN)
         self._most_said = FIRST_KNOWN + min(self.most_known, MOST_KNOWN)
-        # the last digit is below 256: a mark of the step plus the highest digit of a status, which
-        # is below `_high`
+        # the last of three status numbers also contains a mark of the step, and stays below 256
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks = min(251, 256 // self._high - 1)
         first = (self._schema + 5 * place) % 251
         # consecutive steps have different marks
         self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]
-        self.noted = 0  # a digest of the sets that the replicas exchanged, see `Unused`
+        self.noted = 0  # digest of the sets that the replicas exchanged; see `Unused`
         self._sent = 0
         self._opened = 0
-        self._received: dict[int, int] = {}  # digests by number of the exchange
+        self._received: dict[int, int] = {}  # received digests, by number of the exchange
 
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
     ) -> None:
         """Writes this replica's status after the values of an all-reduce, with a mark of schema,
-        place and step.
+        position and step.
 
-        Each replica writes three numbers for itself and zeros for the others, so that no header is
-        needed. The last number contains the mark, which is never 0.
+        Each replica writes three numbers for itself and zeros for the others, so the sum needs no
+        header. The last number contains the mark, which is never 0.
 
         Shapes: `[3 * replicas]`, with undefined content.
         """
@@ -93,12 +93,12 @@ class SumGuard:
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> bool | Tensor:
-        """Counts the statuses in a sum. Returns False if zeros must replace the values, because one
-        is not finite, or because the messages do not belong together (those of `absent` replicas
-        may be missing).
+        """Counts the statuses of all replicas in a sum. Returns False if the values must be
+        replaced by zeros: a value is not finite, or a replica that is not `absent` added another
+        step's message.
 
-        On an accelerator the device replaces values that are not finite. A subclass may return a
-        report instead, which the decoder of the values reads (see `Sums`).
+        On an accelerator the device replaces nonfinite values. A subclass may instead return a
+        report for the decoder of the values (see `Sums`).
 
         Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
         """
@@ -123,8 +123,9 @@ class SumGuard:
         return self._report_sum(step, absent, [fine, *said])
 
     def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
-        """Counts the status of each replica, and a sum that is not finite. Returns False for such a
-        sum, and for an unexpected mark."""
+        """Counts the status of each replica, and a nonfinite sum. Returns False for a nonfinite sum
+        and for an unexpected mark.
+        """
         finite, *digits = found
         if absent:
             self._counts.miss(absent)
@@ -147,8 +148,8 @@ class SumGuard:
     def hear_sum(
         self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
     ) -> None:
-        """Gives `missing` a function that reads which gradients the statuses in the sum of `step`
-        report as missing.
+        """Gives `missing` a function that reads from the sum of `step` which gradients are reported
+        as missing.
 
         Shapes: `[3 * replicas]`.
         """
@@ -184,7 +185,8 @@ def statuses_of_sum(
     replicas = len(digits) // DIGITS
     is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
     if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
-        # a communicator of one replica stands for all: the sum has each number `replicas` times
+        # A communicator of one replica that represents all replicas:
+        # the sum contains each number `replicas` times.
         digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
     found = []
@@ -198,7 +200,9 @@ def statuses_of_sum(
 
 
 def _mean_digit(mean: float, mark: int) -> int:
-    """The digit of a single message, because bf16 rounds the sum of three marks."""
+    """The digit of a single message, computed from a mean because bf16 rounds the sum of three
+    marks.
+    """
     if abs(mean - mark) <= mark / 256:
         return mark
     return round(mean)

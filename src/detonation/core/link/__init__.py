@@ -1,7 +1,6 @@
-"""Links: communicators that carry bytes, the link that counts them, and the exchanges that messages
-go through.
+"""Links: communicators send bytes, and a link counts them.
 
-The only room of a step that knows the network. Called by replicators, agreement, the planner and
+The only package in a step that knows the network. Called by replicators, agreement, the planner and
 the trainer.
 """
 

@@ -1,5 +1,6 @@
-"""Communicators send bytes between the replicas of one axis: a process group, or an emulation of
-one."""
+"""Communicators send bytes between the replicas of one axis, over a process group or an
+emulation.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from detonation.core.schemes import Scheme
 
 AxisPart = tuple[int, "Axis", Mapping[str, Tensor]]
-"""A part of the parameters that replicates by itself: its number, its axis, its tensors."""
+"""A part of the parameters that replicates separately: its number, its axis, its tensors."""
 
 
 class HostStaging:
     """Copies messages to the host and back, on the current stream.
 
-    The accelerator copies asynchronously from and to pinned memory. Torch reuses a freed pinned
-    block only after its copies have ended, so buffers need not be kept alive here.
+    On an accelerator, copies from and to pinned memory are asynchronous. torch reuses a freed
+    pinned block only after its copies have ended, so no reference to buffers is kept here.
     """
 
     @staticmethod
@@ -45,7 +46,8 @@ class HostStaging:
         return tensor.device.type != "cpu"
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A host buffer for a message with the dtype and of the device of `like`.
+        """A host buffer for a message with the dtype of `like`, pinned if `like` is on an
+        accelerator.
 
         Shapes: -> `shape`.
         """
@@ -54,8 +56,9 @@ class HostStaging:
         )
 
     def to_host(self, message: Tensor) -> tuple[Tensor, Any]:
-        """A copy of `message` in host memory, and the event after which it is complete; None if
-        `message` is in host memory already."""
+        """A copy of `message` in host memory, and the event after which the copy is complete; None
+        if `message` is already in host memory.
+        """
         if not self.needed(message):
             return message, None
         host = self.empty(tuple(message.shape), message)
@@ -67,8 +70,8 @@ class HostStaging:
         """Starts `collective` after the event `copied`; returns a function that waits for it.
 
         Args:
-            later: True if a thread starts it, in the order of calls. Backward can then give the
-                device more work meanwhile.
+            later: True if a thread starts it, in the order of calls. Backward can then queue more
+                work on the device.
         """
         if later:
             started = self._thread.submit(self.start, collective, copied, False)
@@ -90,22 +93,23 @@ class HostStaging:
         return message.copy_(host, non_blocking=True)
 
 
-# all_gather_into_tensor was renamed; the old name warns where the new one exists
+# torch renamed all_gather_into_tensor; the old name warns in versions that have the new one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class AxisRules:
-    """Questions of core to an axis besides its collectives, with the answers of a plain axis.
+    """Questions that core asks an axis besides collectives; the default answers suit a plain axis.
 
-    absent: The replicas without a part in the collective that was waited for last.
+    absent: Replicas that did not contribute to the collective that was last waited for.
     """
 
     absent: Collection[int] = ()
 
     @property
     def shared(self) -> bool:
-        """True where gradients may leave in `step` alone, as when several optimizers use the axis
-        in one order."""
+        """True if gradients may be sent only inside `step`, as when several optimizers share the
+        axis in one order.
+        """
         return False
 
     def refuse(
@@ -115,25 +119,27 @@ class AxisRules:
         intra_node: DeviceMesh | None,
         balance: bool,
     ) -> None:
-        """Raises `ValueError` where the axis cannot carry what `replicate` was asked for."""
+        """Raises `ValueError` if the axis does not support the arguments of `replicate`."""
 
     def refuse_log(self) -> None:
-        """Raises `ValueError` where no rank receives all messages, so that none can keep a log."""
+        """Raises `ValueError` if no rank receives all messages, so that no rank can write a log."""
 
     def divide(self, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart] | None:
-        """The parts of `parameters` that replicate by themselves, in the order in which all ranks
-        exchange them; None where all replicate as one. Collective."""
+        """The parts of `parameters` that replicate separately, in the order in which all ranks
+        exchange them; None if there is only one part. Collective.
+        """
         return None
 
     def norms(
         self, parameters: Mapping[str, Tensor]
     ) -> list[tuple[list[Communicator], dict[str, Tensor]]] | None:
-        """For clipping, the tensors that add up to the whole model, with the axes that join them;
-        None where the mesh of each parameter says it."""
+        """For clipping: the tensors that together are the whole model, and the axes over which they
+        are split; None if the mesh of each parameter is sufficient.
+        """
         return None
 
     def recycle(self, received: Tensor) -> None:
-        """Takes back a buffer that a collective returned, which nobody reads any more.
+        """Takes back a buffer that a collective returned, once nothing reads it.
 
         Shapes: `[replicas, bytes]` uint8.
         """
@@ -142,8 +148,8 @@ class AxisRules:
 class Communicator(AxisRules, ABC):
     """One replica's end of an axis: three collectives, which all replicas start in the same order.
 
-    The caller must not use a tensor after it was passed. Each collective returns a function that
-    waits. Sizes are the same on all replicas.
+    The caller must not use a tensor after passing it. Each collective returns a function that waits
+    for the result. Sizes are equal on all replicas.
 
     Attributes:
         replica: Number of this replica on the axis.
@@ -157,35 +163,35 @@ class Communicator(AxisRules, ABC):
 
     @abstractmethod
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """The sum over all replicas, bitwise the same on each."""
+        """The sum over all replicas, bitwise equal on each."""
 
     @abstractmethod
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Every replica's bytes, in replica order.
+        """The bytes of every replica, in replica order.
 
         Shapes: `[bytes]` -> `[replicas, bytes]` uint8.
         """
 
     @abstractmethod
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Sends slice r of `mine` to replica r; receives each replica's slice for this one.
+        """Sends slice r of `mine` to replica r, and receives each replica's slice for this one.
 
         Shapes: `[replicas * bytes]` -> `[replicas, bytes]` uint8.
         """
 
 
 Axis = DeviceMesh | Communicator
-"""An axis along which replicas are joined."""
+"""An axis of replicas: a device mesh or a communicator."""
 _OF_A_MESH = AxisRules()
 
 
 def rules_of(axis: Axis) -> AxisRules:
-    """The answers of `axis`; an axis of a device mesh is a plain one."""
+    """The rules of `axis`; an axis of a device mesh has the default rules."""
     return _OF_A_MESH if isinstance(axis, DeviceMesh) else axis
 
 
 def axis_named(name: str, arguments: Mapping[str, Any] | None = None) -> Communicator:
-    """Makes the axis that an installed package adds by an entry point in `detonation.axes`.
+    """Makes the axis that an installed package provides under an entry point in `detonation.axes`.
 
     Args:
         name: Of the entry point.
@@ -202,7 +208,7 @@ def axis_named(name: str, arguments: Mapping[str, Any] | None = None) -> Communi
 
 
 def divided(axis: Axis, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart]:
-    """The parts of `parameters` by `AxisRules.divide`; one part for a plain axis."""
+    """The parts of `parameters` that `AxisRules.divide` returns; one part for a plain axis."""
     parts = rules_of(axis).divide(parameters)
     return [(0, axis, parameters)] if parts is None else parts
 
@@ -217,8 +223,9 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises `ValueError` if `group` cannot send tensors of `device`, as NCCL cannot send tensors
-    of the CPU."""
+    """Raises `ValueError` if `group` cannot send tensors of `device`: NCCL cannot send CPU
+    tensors.
+    """
     if not carries(group, device):
         raise ValueError(
             f"the model is on {device.type}, but the process group carries no such tensors (it is"
@@ -254,7 +261,7 @@ class ProcessGroupCommunicator(Communicator):
         self._staging: HostStaging | None = None
         if self._is_gloo and HostStaging.has_devices():  # gloo reads host memory only
             self._staging = HostStaging()
-        self._free: list[Tensor] = []  # receive buffers that were returned
+        self._free: list[Tensor] = []  # receive buffers that are free for reuse
 
     def size(self) -> int:
         return self._size
@@ -271,7 +278,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._of_axis
         group = _group_beside(self._of_axis)
         if self._is_gloo:
-            # NCCL must end a communicator on all ranks at once, unlike garbage collectors
+            # no finalizer at exit: NCCL must end a communicator on all ranks at once
             weakref.finalize(self, _end, group).atexit = False
         return group
 
@@ -336,8 +343,8 @@ class ProcessGroupCommunicator(Communicator):
     def recycle(self, received: Tensor) -> None:
         """Keeps the buffer for a later collective of its size.
 
-        On a CPU one buffer is kept, because new memory pages for a large message cost more than the
-        message.
+        On a CPU one buffer is kept, because allocating memory for a large message costs more time
+        than sending it.
 
         Shapes: `[replicas, bytes]` uint8.
         """
@@ -358,8 +365,8 @@ def communicator_of(axis: Axis, own: bool = False) -> Communicator:
 def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new process group like `group`. Collective over its ranks only, unlike `dist.new_group`.
 
-    `new_group` names local groups by the number of groups on a rank, which may differ between
-    ranks. Here a counter in the store of `group` numbers the groups.
+    `new_group` names local groups by a per-rank count of groups, which may differ between ranks.
+    Here a counter in the store of `group` numbers new groups.
     """
     world = distributed_c10d._world
     everyone = distributed_c10d._get_default_group()
@@ -379,7 +386,8 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if options is not None:
         options._timeout = timeout
     bound = everyone.bound_device_id
-    everyone.bound_device_id = None  # else NCCL would split the world, on all its ranks
+    # without this, NCCL would split the world group on all of its ranks
+    everyone.bound_device_id = None
     try:
         make: Any = distributed_c10d._new_process_group_helper
         of_group = group.size(), group.rank(), ranks, backend, store, name
@@ -391,6 +399,6 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Ends an unused group, unless all groups were ended before."""
+    """Destroys an unused group, unless all groups were destroyed before."""
     if group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""The contract of a communicator whose replicas may be lost while it is used."""
+"""The interface of a communicator whose replicas may be lost during use."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -15,11 +15,11 @@ HandOver: TypeAlias = Callable[[], None]
 
 
 class PeerLost(DetonationError, ConnectionError):
-    """A replica was lost before all had its text; raised on all remaining ranks."""
+    """A replica was lost before all ranks had received its text; raised on all remaining ranks."""
 
 
 class TextExchange(Protocol):
-    """Texts between ranks. Its methods are collective."""
+    """Exchanges texts between ranks. Its methods are collective."""
 
     @property
     def rank(self) -> int: ...
@@ -31,41 +31,44 @@ class TextExchange(Protocol):
         """The texts of all ranks, by rank."""
 
     def broadcast(self, text: str) -> str:
-        """The text of the first rank."""
+        """The text of the first rank, on all ranks."""
 
 
 class RenumberedCommunicator(Communicator):
     """A `Communicator` whose replicas may change between steps.
 
-    Remaining replicas get the numbers 0, 1, ... in their old order; new replicas follow.
+    Remaining replicas are numbered 0, 1, ... in their old order; new replicas follow.
 
-    `size` counts the replicas that are `absent`, too.
+    `size` includes the `absent` replicas.
     """
 
     def for_one(self, hand_over: HandOver | None = None) -> "RenumberedCommunicator":
-        """A communicator on this axis for a further optimizer, which calls `adopt` before its own
+        """A communicator on this axis for another optimizer, which calls `adopt` before its own
         steps.
 
-        `hand_over` is a method of the optimizer, called in a step of another one on the axis.
+        `hand_over` is a method of the optimizer; it is called in a step of another optimizer on the
+        axis.
         """
         return self
 
     def trains(self, tensors: Collection[Tensor]) -> None:
-        """Notes the parameters that this optimizer trains from now on."""
+        """Records the parameters that this optimizer trains from now on."""
         return
 
     def resume_at(self, step: int) -> None:
-        """Notes that `step` is the next step of this optimizer, because a state was loaded."""
+        """Records that `step` is the next step of this optimizer, because a state was loaded."""
         return
 
     @abstractmethod
     def enter_step(self, step: int) -> bool:
-        """Notes that this rank begins `step`, or is still in it. Returns True, and notes nothing,
-        if `adopt` must be called first."""
+        """Records that this rank begins `step`, or is still in it. Returns True, and records
+        nothing, if `adopt` must be called first.
+        """
 
     def leaving(self, step: int) -> list[int]:
-        """Numbers of the replicas that leave before `step`, as all ranks agreed. They still take
-        part in collectives."""
+        """Numbers of the replicas that leave before `step`, as all ranks agreed. These replicas
+        still participate in collectives.
+        """
         return []
 
     def handing_over(self) -> list[int]:
@@ -85,26 +88,27 @@ class ElasticCommunicator(RenumberedCommunicator):
     """A communicator that completes its collectives with the remaining replicas.
 
     A replica that is lost during a step keeps its number until the next agreed step. Until then it
-    is *absent*: its row of an all-gather or all-to-all is zeros, and a sum omits it.
+    is *absent*: an all-gather or all-to-all returns zeros for it, and a sum omits it.
     """
 
     @abstractmethod
     def expects(self, step: int) -> bool:
-        """True if a replica may join before `step`; the same on all ranks that have reached it."""
+        """True if a replica may join before `step`; equal on all ranks that have reached `step`."""
 
     @abstractmethod
     def texts(self) -> TextExchange:
-        """Exchanges texts between the present ranks, apart from the collectives; from any thread.
+        """Exchanges texts between the present ranks, independent of other collectives, and from any
+        thread.
 
         All ranks must call it in the same order, between the same steps.
         """
 
 
 class AgreedCommunicator(Communicator):
-    """An axis of replicas, on ranks of one replica that must stay equal: they agree on which
+    """An axis of replicas for ranks of one replica that must stay equal: they agree on which
     replicas are absent.
 
-    A replica may be lost after its message has reached only a part of these ranks. It is then
+    A lost replica's message may have reached only a part of these ranks. The replica then becomes
     absent on all of them, and a sum is repeated without it.
 
     Args:
@@ -133,7 +137,7 @@ class AgreedCommunicator(Communicator):
         return self._rows(self._between.all_gather, mine)
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        # of which others may have received more, or less
+        # ranks of this replica may have received different rows
         return self._rows(self._between.all_to_all, mine)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
@@ -157,14 +161,15 @@ class AgreedCommunicator(Communicator):
             if self._alike(rows.device):
                 return rows
             absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
-            # a copy: simulated replicas share the rows
+            # a copy, because simulated replicas share the rows
             return rows.index_fill(0, absent, 0)
 
         return wait
 
     def _alike(self, device: torch.device) -> bool:
-        """Makes a replica that is absent on any rank absent on all. Returns True if the ranks had
-        the same absent replicas."""
+        """Makes a replica that is absent on any of the ranks absent on all of them. Returns True if
+        all ranks had the same absent replicas.
+        """
         absent = [each in self.absent for each in range(self.size())]
         present = [not each for each in absent]
         found = torch.tensor([absent, present], dtype=torch.uint8, device=device).view(-1)
@@ -178,9 +183,9 @@ class AgreedCommunicator(Communicator):
 
 
 def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
-    """`rows` of an all-gather, with the row of the first present replica for each absent one.
+    """`rows` of an all-gather; each absent replica gets the row of the first present replica.
 
-    For values that are only compared between replicas.
+    Used for values that are only compared between replicas.
 
     Shapes: `[replicas, n]` -> the same.
     """

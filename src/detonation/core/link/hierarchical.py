@@ -1,5 +1,6 @@
 """Hierarchical collectives: a message that all ranks of a node hold crosses the slow link once per
-node."""
+node.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -16,9 +17,8 @@ class HierarchicalCommunicator(Communicator):
     """Sends one message per node: each rank of the node sends a part over the slow link, then all
     exchange parts.
 
-    A message must be the same on all ranks of the node. The result is that of `inter_node` alone,
-    bit for bit where that adds two numbers only (an all-reduce among more may add in another
-    order).
+    All ranks of the node must pass the same message. The result equals that of `inter_node` alone,
+    bit for bit if it adds only two numbers (an all-reduce among more may add in another order).
 
     Args:
         inter_node: Between the nodes.
@@ -54,7 +54,7 @@ class HierarchicalCommunicator(Communicator):
         return self._joined(self._slow.all_to_all(parts), slices.shape[1])
 
     def _own_part(self, lines: Tensor) -> Tensor:
-        """The part of every line that this rank sends: an equal share, zero-padded."""
+        """The part of every line that this rank sends: an equal, zero-padded share."""
         # [lines, n] -> [lines, share]
         share = -(-lines.shape[1] // self._fast.size())
         padded = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
@@ -76,9 +76,10 @@ class HierarchicalCommunicator(Communicator):
 def split_by_sharding(
     parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> list[tuple[dict[str, Tensor], int]]:
-    """Splits `parameters` into those of which each rank of the node has a shard, and all others.
+    """Splits `parameters` into those that are sharded over the ranks of the node, and all others.
 
-    Each part has the number of local ranks that share one message: 1, or the size of `intra_node`.
+    Each part comes with the number of local ranks that share one message: 1, or the size of
+    `intra_node`.
     """
     if intra_node is None:
         return [(dict(parameters), 1)]
@@ -90,14 +91,14 @@ def split_by_sharding(
 
 
 def is_sharded_over(parameter: Tensor, others: set[int]) -> bool:
-    """True if `parameter` is sharded over one of the ranks `others`."""
+    """True if `parameter` is sharded over any of the ranks `others`."""
     if not isinstance(parameter, DTensor):
         return False
     return any(others & ranks for ranks in sharding_ranks(parameter))
 
 
 def sharding_ranks(parameter: DTensor) -> list[set[int]]:
-    """For each mesh dimension over which `parameter` is sharded, the ranks of this rank's group."""
+    """For each mesh dimension over which `parameter` is sharded, the ranks in this rank's group."""
     mesh = parameter.device_mesh
     found = []
     for dim, placement in enumerate(parameter.placements):

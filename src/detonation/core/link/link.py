@@ -126,12 +126,14 @@ def _entry(rank: _Rank, key: str) -> str:
 class Link:
     """The replicas along one mesh axis, as seen by one of them.
 
-    Attributes: bytes_sent: Bytes that this rank has sent to other replicas over the axis, by the
-        formulas for ring collectives. Traffic inside the node is not counted. waited_s: Seconds for
-        which the host was blocked by an unfinished exchange. NCCL blocks the device instead, which
-        is not counted. recycle: Returns a receive buffer, `[replicas, bytes]` uint8, after its last
-        use. observer: Is called with received messages. playback: The observer, if it also supplies
-        the messages.
+    Attributes:
+        bytes_sent: Bytes that this rank has sent to other replicas over the axis, by the formulas
+            for ring collectives. Traffic inside the node is not counted.
+        waited_s: Seconds for which the host was blocked by an unfinished exchange. NCCL blocks the
+            device instead, which is not counted.
+        recycle: Returns a receive buffer, `[replicas, bytes]` uint8, after its last use.
+        observer: Is called with received messages.
+        playback: The observer, if it also supplies the messages.
 
     Args:
         intra_node: Axis inside the node, if all its ranks have the same message: each then sends a

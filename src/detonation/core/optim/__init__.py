@@ -1,6 +1,6 @@
-"""Optimizers for the local step: SignSGD, as in DeMo's papers, and Muon, correct on shards.
+"""Optimizers for the local step: SignSGD as in DeMo's papers, and a Muon that is correct on shards.
 
-Users call them through `detonation`; inside the package only replicators and `Replicated` do.
+Users call them through `detonation`; inside the package only `core.replicator` and `Replicated` do.
 """
 
 from detonation.core.optim.base_step import BaseStep, hooks_after, hooks_before, hooks_of

@@ -1,4 +1,4 @@
-"""The step of the base optimizer, which replicas take together or not at all."""
+"""The step of the base optimizer, which all replicas make or none."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,12 +27,12 @@ class BaseStep:
 
     Attributes:
         clip: Called before each step, if set; see `Clip`.
-        overflow: A GradScaler's finding about gradients that no agreed update replaces. If it is
-            not 0, the step is skipped.
-        lost: Whether a GradScaler found that gradients of this replica overflowed, whatever
+        overflow: What a GradScaler found in gradients that no agreed update replaces. If it is
+            nonzero, the step is skipped.
+        lost: True if a GradScaler found that gradients of this replica overflowed, whatever
             replaces them.
-        rounding: Context of each step.
-        look: Called, if set, once a step has moved the weights and before hooks of others run.
+        rounding: Context manager of each step.
+        look: Called, if set, after a step has moved the weights, before hooks of other code run.
 
     Args:
         optimizer: The base optimizer. It gets a hook that checks each of its steps.
@@ -46,12 +46,12 @@ class BaseStep:
         self.rounding: AbstractContextManager[object] = nullcontext()
         self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._hook: Callable[[], object] | None = None  # removes the hook of held rows
+        self._hook: Callable[[], object] | None = None  # removes the hook for held rows
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
     def __call__(self, clips: bool = True) -> None:
-        """Clips, if `clips` and a clip is set, and steps."""
+        """Clips, if `clips` is True and a clip is set, and steps."""
         if self.overflow is not None and bool(self.overflow):
             return
         if self.clip and clips:
@@ -70,25 +70,28 @@ class BaseStep:
 
     @property
     def rounds_singly(self) -> bool:
-        """True if steps have the same bits on all kinds of processor, at lower speed."""
+        """True if steps have the same bits on all kinds of processors, at lower speed."""
         return not isinstance(self.rounding, nullcontext)
 
     def round_singly(self, on: bool = True) -> None:
-        """From now on rounds every operation of a step by itself; with `on` False, steps as torch
-        does."""
+        """With `on`, rounds every operation of a step separately from now on; else steps as torch
+        does.
+        """
         self.rounding = nullcontext()
         if on:
             self.rounding = plugin("gates", "single rounding")()
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
-        """From now on sets the updates of the padding rows of `parameters` to zero."""
+        """Keeps the padding rows of `parameters` unchanged from now on, by setting their updates to
+        zero.
+        """
         found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
         if found and self._hook is None:
             self._hook = _hook_before(self.optimizer, self)
         self._held |= found
 
     def release(self, parameter: Tensor) -> None:
-        """From now on applies the update of every row of `parameter`."""
+        """Updates every row of `parameter` from now on."""
         self._held.pop(id(parameter), None)
         if self._hook is not None and not self._held:
             self._hook()
@@ -117,18 +120,18 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
 
 
 def hooks_of(optimizer: Optimizer) -> list[str]:
-    """Names of the hooks around steps of `optimizer` that others registered."""
+    """Names of the step hooks that other code registered on `optimizer`."""
     return [*hooks_before(optimizer), *hooks_after(optimizer)]
 
 
 def hooks_before(optimizer: Optimizer) -> list[str]:
-    """Names of the hooks before steps of `optimizer` that others registered."""
+    """Names of the hooks before steps of `optimizer` that other code registered."""
     own = optimizer._optimizer_step_pre_hooks.values()
     return _of_others([*_global_optimizer_pre_hooks.values(), *own])
 
 
 def hooks_after(optimizer: Optimizer) -> list[str]:
-    """Names of the hooks after steps of `optimizer` that others registered."""
+    """Names of the hooks after steps of `optimizer` that other code registered."""
     own = optimizer._optimizer_step_post_hooks.values()
     return _of_others([*own, *_global_optimizer_post_hooks.values()])
 
@@ -139,10 +142,10 @@ def _of_others(hooks: Iterable[Callable[..., object]]) -> list[str]:
 
 
 class _Lookout:
-    """The first hook after each step of an optimizer. It raises for a step outside of a
-    `BaseStep`, which would change one replica alone.
+    """The first hook that runs after each step of an optimizer. It raises for a step outside of a
+    `BaseStep`, which would change only this replica.
 
-    It does not run before steps, because `Update.apply` writes no gradients if no such hook exists.
+    It is no pre-step hook, because `Update.apply` skips writing gradients only if there is none.
 
     Attributes:
         stepping: The `BaseStep` that takes a step now.
@@ -153,7 +156,7 @@ class _Lookout:
         self.stepping: BaseStep | None = None
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # torch's helpers step with lr 0 to create state
+        # torch's state-dict helpers step with lr 0 to create state
         moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
         if self.users and moves and not self.stepping:
             raise RuntimeError(
@@ -165,7 +168,7 @@ class _Lookout:
 
 
 def _lookout_of(optimizer: Optimizer) -> _Lookout:
-    """The hook of `optimizer`, which is created once."""
+    """The hook of `optimizer`, created once."""
     for hook in optimizer._optimizer_step_post_hooks.values():
         if isinstance(hook, _Lookout):
             return hook

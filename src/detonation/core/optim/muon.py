@@ -1,4 +1,4 @@
-"""Muon: matrices move in the nearest orthogonal direction, all other parameters by AdamW."""
+"""Muon: matrices move in the nearest orthogonal direction; AdamW moves all other parameters."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,14 +18,14 @@ class Muon(Optimizer):
     """`m = momentum * m + (1 - momentum) * gradient`; a matrix moves by `lr * 0.2 * sqrt(longer
     side) * orthogonal(m)`.
 
-    The momentum is Nesterov's, and with the scale one lr serves matrices and all other parameters.
-    AdamW moves the parameters that are not matrices, and all parameters of groups with
-    `orthogonal=False` (embeddings and the output layer belong there).
+    The momentum is Nesterov's; with this scale the same lr suits matrices and all other parameters.
+    AdamW moves parameters that are not matrices, and all parameters of groups with
+    `orthogonal=False` (use it for embeddings and the output layer).
 
     The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix
-    inside the node, and every rank of the node computes the whole direction. `torch.optim.Muon` and
-    `AdamW` side by side take the same steps on whole matrices; on shards torch 2.13 fails for a
-    matrix with a single row and starts 8 collectives per matrix.
+    inside the node, and each of its ranks computes the whole direction. `torch.optim.Muon` and
+    `AdamW` together make the same steps on whole matrices; on shards torch 2.13 fails for a matrix
+    with a single row, and starts 8 collectives per matrix.
 
     Args:
         params: Parameters or groups of them, as in torch; a group may set `orthogonal`.
@@ -78,7 +78,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step on all parameters that have a gradient; returns the value of `closure`."""
+        """Steps all parameters that have a gradient; returns the value of `closure`."""
         loss = evaluated(closure)
         for group in self.param_groups:
             present = [p for p in group["params"] if p.grad is not None]
@@ -97,7 +97,8 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(matrix)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(momentum, group["momentum"])
-        if isinstance(direction, DTensor):  # of the whole matrix, sharded as it is
+        # the direction of the whole matrix, sharded like the matrix
+        if isinstance(direction, DTensor):
             mesh = direction.device_mesh
             placements = direction.placements
             orthogonal = _newton_schulz(direction.full_tensor())
@@ -133,8 +134,8 @@ class Muon(Optimizer):
 
 
 def _newton_schulz(matrix: Tensor) -> Tensor:
-    """Approximates U V^T for the matrix U S V^T by five rounds of Jordan's quintic iteration, which
-    bring the singular values close to 1.
+    """Approximates U V^T for the matrix U S V^T by five iterations of Jordan's quintic polynomial,
+    which bring the singular values close to 1.
 
     Computes in bf16 on accelerators, and in fp32 on every CPU. CPUs without bf16 instructions
     multiply 16 to 35 times more slowly in bf16, and all CPUs must compute the same direction.

@@ -15,15 +15,15 @@ from detonation.core.optim.wrapper import evaluated
 GROUPS = 4
 """The number of groups of coordinates; only the signs of one group are in memory at a time."""
 SMALLEST_GROUP = 2**18
-"""The least coordinates of a group."""
+"""Smallest number of coordinates of a group."""
 
 
 class Deferred(NamedTuple):
-    """A movement of parameters in the next step, which replaces their gradients.
+    """A movement of parameters that the next step applies instead of their gradients.
 
-    For an optimizer without momentum, whose steps nobody hooks.
+    It needs an optimizer without momentum and without step hooks.
 
-    move: Is called with the rate of each parameter. done: Is called after that, if it is there.
+    move: Called with the rate of each parameter. done: Called afterwards, if it is set.
     """
 
     parameters: Sequence[Tensor]
@@ -35,7 +35,7 @@ class SignSGD(Optimizer):
     """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`: the
     optimizer of DeMo.
 
-    DeMo's momentum lives in the scheme: leave `momentum` 0 there.
+    Under DeMo the scheme holds the momentum: leave `momentum` at 0.
 
     Args:
         params: Parameters or groups of them, as in torch.
@@ -72,7 +72,7 @@ class SignSGD(Optimizer):
             raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.deferred: dict[int, Deferred] = {}
-        """By the id of the first parameter, which a later one replaces."""
+        """By the id of the first parameter; a later one replaces an earlier one."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -80,12 +80,12 @@ class SignSGD(Optimizer):
 
     @property
     def moves_by_signs_alone(self) -> bool:
-        """True if the size of a gradient does not count: without momentum."""
+        """True if only signs of gradients matter, because there is no momentum."""
         return not any(group["momentum"] for group in self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step on all parameters that have a gradient; returns the value of `closure`."""
+        """Steps all parameters that have a gradient; returns the value of `closure`."""
         loss = None
         if closure:
             loss = evaluated(closure)
@@ -145,7 +145,7 @@ def _sign_step(
     kernel = kernel_library.library_for(*weights, *directions)
     if kernel and all(tensor.dtype == torch.float32 for tensor in (*weights, *directions)):
         for weight, direction in zip(weights, directions, strict=True):
-            # one pass, and no temporary of the model's size
+            # one pass, without a temporary as large as the model
             kernel.sign_step(weight, direction, shrink, lr)
         return
     if weight_decay:

@@ -1,4 +1,4 @@
-"""OptimizerWrapper: an optimizer around another, whose groups and state it shares."""
+"""OptimizerWrapper: wraps another optimizer, and shares its groups and state."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,19 +11,19 @@ from detonation.core.flat.tensors import local
 
 
 class OptimizerWrapper(Optimizer):
-    """Passes on all that schedulers and tools ask of an optimizer to `base`; its subclasses take
-    the steps."""
+    """Passes on to `base` all that schedulers and tools ask of an optimizer; subclasses implement
+    the step.
+    """
 
-    # torch's GradScaler then calls `step` with its scale and its finding as attributes, whatever it
-    # found. Without this it would leave the step out where a gradient overflowed, and the other
-    # replicas would wait for this one.
+    # With this flag torch's GradScaler always calls `step`, and passes its scale and finding.
+    # Without it, a replica with an overflow would skip `step`, and the other replicas would wait.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
-        super().__setstate__({})  # hooks and profiling, without a second list of parameters
+        super().__setstate__({})  # sets up hooks and profiling, without a second list of parameters
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -37,9 +37,9 @@ class OptimizerWrapper(Optimizer):
         )
 
     def unscale(self) -> Tensor | None:
-        """Divides the gradients by the scale of a GradScaler, if one calls this step.
+        """Divides the gradients by the scale of the GradScaler that calls this step, if one does.
 
-        Shapes: -> `[]` fp32 of a GradScaler's finding, not 0 where a gradient overflowed; None
+        Shapes: -> `[]` fp32 of a GradScaler's finding, nonzero if a gradient overflowed; None
         without a GradScaler.
         """
         if (scale := vars(self).get("grad_scale")) is not None:
@@ -54,7 +54,7 @@ class OptimizerWrapper(Optimizer):
                 torch._foreach_mul_(gradients, inverse)
         return vars(self).get("found_inf")
 
-    # the next three are the base optimizer's own, also after it replaced them in load_state_dict
+    # properties return the base optimizer's own objects, even after load_state_dict replaced them
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.base.param_groups
@@ -68,7 +68,7 @@ class OptimizerWrapper(Optimizer):
         return self.base.defaults
 
     def with_saving_hooks(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Result of `made`, between the hooks that were registered around `state_dict`."""
+        """The result of `made`, called between the hooks registered for `state_dict`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         found = made()
@@ -81,8 +81,8 @@ class OptimizerWrapper(Optimizer):
     def with_loading_hooks(
         self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Calls `load`, between the hooks that were registered around `load_state_dict`."""
-        given = dict(state_dict)  # a hook may change it in place
+        """Calls `load` between the hooks registered for `load_state_dict`."""
+        given = dict(state_dict)  # a copy, because a hook may modify the state dict in place
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
             if changed is not None:
@@ -135,7 +135,8 @@ def _refuse_hooks(hooks: Iterable[Callable[..., object]], does: str) -> None:
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
     """Calls `closure` with gradients enabled, as torch's optimizers do in a step; None without a
-    closure."""
+    closure.
+    """
     if closure is None:
         return None
     with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""`replicate` and the optimizer that it returns: building levels, their state, statistics and
-reconfiguration.
+"""`replicate` and the optimizer that it returns: its levels, state, statistics and reconfiguration.
 
-The top of core. Users call it through `detonation`; checkpoint, plan and train call it here.
+This is the top layer of core. Users call it through `detonation`; checkpoint, plan and train import
+it directly.
 """
 
 from detonation.core.optimizer.build import Settings

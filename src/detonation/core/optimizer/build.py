@@ -1,4 +1,4 @@
-"""From levels to replicators, and the comparison of replicas before their first message."""
+"""Builds replicators from levels, and compares replicas before their first message."""
 
 import sys
 from collections import Counter
@@ -63,8 +63,9 @@ from detonation.plugins import plugin
 from detonation.version import __version__
 
 Route = tuple[Link, FaultCounts]
-"""The link of a level, and the counts of its faults. A level has two routes if the ranks of a node
-share some parameters and each hold others whole."""
+"""A level's link, and the counts of its faults. A level has two routes if the ranks of a node shard
+a part of the parameters and hold the others whole.
+"""
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -72,9 +73,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of `replicate` that all levels share.
+    """The arguments of `replicate` that all levels share.
 
-    products: how the caller's matrix products in fp32 round; a step's own are exact
+    products: how fp32 matrix products round outside of steps; inside a step they are exact
     (`Runtime.exact_arithmetic`).
     """
 
@@ -95,11 +96,11 @@ def build_levels(
     settings: Settings,
     routes: dict[tuple[int, int], Route],
 ) -> tuple[list[list[Replicator]], StopConsensus]:
-    """The replicators of each level over the local shards of `parameters`: one, or one per
+    """Builds the replicators of each level over the local shards of `parameters`: one, one per
     fragment, or none.
 
-    With `intra_node` there may be two of each: for parameters that are sharded over the ranks of a
-    node, and for parameters that each rank holds whole.
+    With `intra_node` there may be two of each: one for parameters sharded over the node's ranks,
+    and one for parameters that each rank holds whole.
 
     Raises `LargerThanDense` if a scheme would send more than full synchronisation.
 
@@ -135,8 +136,9 @@ def build_levels(
 
 
 def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
-    """The one device of `parameters`; raises `ValueError` for parameters that cannot be
-    replicated."""
+    """The common device of `parameters`; raises `ValueError` for parameters that cannot be
+    replicated.
+    """
     if not parameters:
         raise ValueError(
             "no parameter of the optimizer requires a gradient: at least one must, to be replicated"
@@ -160,8 +162,8 @@ def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
 class _Builder:
     """Builds the replicators of one level after the other.
 
-    routes: See `build_levels`. faults: the names for fault counts. channels: by part, the channels
-    built so far, which number the next one.
+    routes: see `build_levels`. faults: parameter names for fault counts. channels: number of
+    channels built so far, by part; it numbers the next one.
     """
 
     base: BaseStep
@@ -184,13 +186,13 @@ class _Builder:
             largest = scheme.codec.layout(
                 {name: largest_local_shape(p) for name, p in group.items()}
             )
-            # the largest shape is the same on all shards, so that all of them raise
+            # the largest shape is equal on all shards, so all of them raise the same error
             require_below_dense(scheme, largest, link.replicas, link.local_ranks)
             made += self._fragments(index, part, group, link, counts)
         return made
 
     def _route(self, index: int, part: int, on: Axis, local_ranks: int) -> Route:
-        """The link and the fault counts of a part of level `index`; new ones at the first call."""
+        """The link and the fault counts of one part of level `index`, created at the first call."""
         key = index, part + local_ranks
         if key not in self.routes:
             inside = [axis for axis, _ in self.levels[:index]]
@@ -212,7 +214,8 @@ class _Builder:
         counts: FaultCounts,
     ) -> Iterator[Replicator]:
         """One replicator for each fragment into which the scheme of level `index` divides
-        `group`."""
+        `group`.
+        """
         scheme = self.levels[index][1]
         last = all(later.signal != "gradients" for _, later in self.levels[index + 1 :])
         whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
@@ -228,8 +231,9 @@ class _Builder:
 def _ways(
     axis: Axis, scheme: Scheme, parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> Iterator[tuple[int, Axis, dict[str, Tensor], int]]:
-    """The parameters that replicate together: the number of the part, its axis, and
-    `split_by_sharding` of it."""
+    """The groups of parameters that replicate together: the number of the part, its axis, and the
+    result of `split_by_sharding`.
+    """
     for part, on, mine in divided(axis, parameters) if scheme.signal != "nothing" else []:
         for group, local_ranks in split_by_sharding(mine, intra_node):
             yield part, on, group, local_ranks
@@ -240,14 +244,14 @@ def replicator_of(
 ) -> Replicator:
     """The replicator of one fragment of a level.
 
-    last: Whether no later level exchanges gradients.
+    last: True if no later level exchanges gradients.
     """
     scheme = channel.scheme
-    # whether an update may hold values other than zeros although all signals are zeros
+    # True if an update may be nonzero although all signals are zeros
     leaks = not scheme.codec.keeps_zeros or channel.exchange.secluded
     held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
     if isinstance(scheme, GradientScheme):
-        # no optimizer knows pieces
+        # the base optimizer holds whole parameters, so pieces cannot move by signs
         last = last and not any(isinstance(each, Piece) for each in parameters.values())
         base.hold(parameters.values() if leaks else ())
         made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
@@ -271,7 +275,7 @@ def compare_replicas(
     close: bool = False,
     again: bool = False,
 ) -> str:
-    """Raises `Mismatch` on all replicas if one differs in a setting that must be the same.
+    """Raises `Mismatch` on all replicas if a setting that must be equal differs on one of them.
     Collective.
 
     Args:
@@ -303,7 +307,7 @@ def compare_replicas(
     with mismatch_on_all(shards, comparison.device):
         comparison.run(replicators)
     links = dict.fromkeys(replicator.link for replicator in replicators)
-    # a single link has already told all ranks what it found
+    # a single link has already sent its result to all ranks
     if shards or len(links) > 1:
         others = [*shards, *links]
     else:
@@ -323,15 +327,14 @@ def compare_replicas(
 
 @dataclass
 class _FirstComparison:
-    """A comparison of replicas along one link after the other.
+    """Compares replicas along one link after the other.
 
-    The arguments of `compare_replicas` say what is compared.
+    See `compare_replicas` for its arguments.
 
-    device: Of the trained parameters.
-    free: The self-tests that may differ.
-    found: What differs and may, by the name of the setting, in words.
-    tested: The self-tests of each scheme: fragments of one scheme decode alike.
-    compared: The links along which replicas were compared so far.
+    device: the device of the trained parameters. free: the self-tests that may differ. found:
+    differences that are allowed, by setting, as text. tested: the self-tests of each scheme, shared
+    by its fragments, which decode alike. compared: the links along which replicas were compared so
+    far.
     """
 
     settings: Settings
@@ -349,7 +352,7 @@ class _FirstComparison:
     def run(self, replicators: Sequence[Replicator]) -> None:
         """Compares all of `replicators`, then raises the first `Mismatch`. Collective.
 
-        It is not raised earlier: other ranks wait for the rest of the comparisons.
+        The error is raised at the end, because other ranks wait for the remaining comparisons.
         """
         refused: list[Mismatch] = []
         for replicator in replicators:
@@ -371,7 +374,9 @@ class _FirstComparison:
             raise refused[0]
 
     def _describe(self, replicator: Replicator) -> dict[str, str]:
-        """All that must be the same of `replicator` on all replicas, by its name in an error."""
+        """All settings of `replicator` that must be equal on all replicas, by their names in an
+        error.
+        """
         scheme = replicator.scheme
         description = _description(replicator, self.settings, self.joining)
         description |= options_of(self.optimizer)
@@ -391,7 +396,7 @@ class _FirstComparison:
         return description
 
     def _frozen_weights(self, frozen: Mapping[str, Tensor]) -> dict[str, str]:
-        """A checksum of each of the weights `frozen`; all of them are read back at once."""
+        """A checksum of each weight in `frozen`; all are read back at once."""
         if not frozen:
             return {}
         sums = torch.stack([checksum(tensor).to(self.device) for tensor in frozen.values()])
@@ -404,7 +409,7 @@ class _FirstComparison:
 def _description(
     replicator: Replicator, chosen: Settings, joining: Collection[str] | None
 ) -> dict[str, str]:
-    """All settings that must be the same, by their names in an error."""
+    """All settings that must be equal on all replicas, by their names in an error."""
     scheme = replicator.scheme
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}

@@ -1,8 +1,8 @@
-"""Gathered copies of parameters, which FSDP2 shows in the place of the shards after a forward pass
-without a backward pass.
+"""Gathered parameters: after a forward pass without a backward pass, FSDP2 shows copies of all
+shards instead of the shards.
 
-What is written to shards is not seen by the next forward pass then, nor is `requires_grad` of the
-copies by the shards.
+Then the next forward pass ignores writes to the shards, and shards ignore a `requires_grad` that is
+set on the copies.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +17,15 @@ from detonation.core.flat.tensors import bare_name
 
 _UNIT = "_detonation_shown"
 _Place = tuple[dict[str, nn.Parameter | None], str]
-"""The parameters of a module, and the name of one."""
+"""A module's parameters by name, and one of these names."""
 
 
 class ShownUnit:
-    """The parameters of one FSDP unit as it shows them: the shards, or copies of all shards
-    together.
+    """The parameters that one FSDP unit currently shows: its shards, or gathered copies.
 
-    place: Of one sharded parameter. shard: The shard of it, shown there unless the unit is
-    gathered; None where the unit has no sharded parameter. copies: Those that were seen last, each
-    with its shard; FSDP2 fills the same again.
+    place: the module and name of one sharded parameter. shard: its shard, which is shown unless the
+    unit is gathered; None if the unit has no sharded parameter. copies: the copies seen last, each
+    with its shard; FSDP2 refills the same copies.
 
     Args:
         module: The unit; gets this as an attribute, and a hook before its forward pass.
@@ -53,8 +52,9 @@ class ShownUnit:
         self._hook_methods(hook)
 
     def _hook_methods(self, hook: Callable[[], None]) -> None:
-        """Calls `hook` before other methods, too: those of `register_fsdp_forward_method` run no
-        hooks of modules."""
+        """Also calls `hook` before methods of `register_fsdp_forward_method`, which run no module
+        hooks.
+        """
         state: Any = self._module._get_fsdp_state()  # type: ignore[operator]
         gather = state._pre_forward
 
@@ -66,15 +66,15 @@ class ShownUnit:
 
     @property
     def is_gathered(self) -> bool:
-        """True where copies are shown."""
+        """True while copies are shown."""
         parameters, name = self.place
         return self.shard is not None and parameters.get(name) is not self.shard
 
     def settle(self) -> None:
-        """Gives shards and copies the `requires_grad` that somebody set on either since both had
-        the same.
+        """Gives shards and copies the `requires_grad` that user code set on either since they were
+        last equal.
 
-        FSDP2 itself passes it from shards to copies, when it gathers them, and never back.
+        FSDP2 itself copies it from shards to copies when it gathers, but never back.
         """
         self.copies = []
         for ((parameters, name), shard), before in zip(self._shards, self._required, strict=True):
@@ -87,7 +87,7 @@ class ShownUnit:
                 shard.requires_grad_(not before)
 
     def reshard(self) -> None:
-        """Shows the shards, after `settle`."""
+        """Shows the shards, after a call of `settle`."""
         self._show()
         self._note()
 
@@ -103,19 +103,20 @@ class ShownUnit:
             self._shards = shown
 
     def _note(self) -> None:
-        """Notes what shards and copies, if they are shown next, have in common."""
+        """Records the common `requires_grad` of shards and of copies that may be shown next."""
         self._required = [shard.requires_grad for _, shard in self._shards]
 
     def before_forward(self, *_: object) -> None:
-        """Settles, and notes what shards and copies then have in common."""
+        """Calls `settle`, then records the common `requires_grad`."""
         if self.is_gathered:
             self.settle()
         self._note()
 
 
 def shown_units(model: nn.Module) -> list[ShownUnit]:
-    """The FSDP units of `model` that have sharded parameters of their own; none of a model that is
-    not sharded."""
+    """The FSDP units of `model` that have sharded parameters of their own; empty for an unsharded
+    model.
+    """
     units = [
         vars(m).get(_UNIT) or ShownUnit(m) for m in model.modules() if isinstance(m, FSDPModule)
     ]
@@ -123,10 +124,10 @@ def shown_units(model: nn.Module) -> list[ShownUnit]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shows the shards, for whoever reads or writes weights by their names in `model`, or writes to
-    shards.
+    """Shows the shards, for code that reads or writes weights by their names in `model`, or writes
+    to shards.
 
-    A backward pass that comes later gathers the copies once more. On other models it does nothing.
+    A later backward pass gathers the copies again. On unsharded models it does nothing.
     """
     gathered = [unit for unit in shown_units(model) if unit.is_gathered]
     for unit in gathered:
@@ -136,14 +137,13 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `model` by name, as shards; a name is that in the bare model, without
-    wrappers."""
+    """The parameters of `model` as shards, by their names without wrappers."""
     reshard(model)
     return {bare_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    """Of all parameters of a unit but those of the units inside."""
+    """The module and name of each parameter of a unit, without nested units."""
     for name in module._parameters:
         yield module._parameters, name
     for child in module.children():

@@ -1,5 +1,6 @@
-"""Reconfiguration: other settings of a scheme, or other trained parameters, between two steps,
-without a loss of state."""
+"""Reconfiguration: changes a scheme's settings, or the trained parameters, between two steps
+without losing state.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,11 +30,10 @@ from detonation.core.schemes import ParameterScheme, Scheme, require_below_dense
 def reconfigured(
     old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: BaseStep
 ) -> list[Replicator]:
-    """The replicators of a synchronized level under `scheme`, with the links, fault counts and
+    """The replicators of a synchronized level under `scheme`; they get the links, fault counts and
     memories of `old`.
 
-    Raises `ValueError` where a memory would be lost, and `LargerThanDense`; nothing has changed
-    then.
+    Raises `ValueError` if a memory would be lost, and `LargerThanDense`; nothing has changed then.
     """
     if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
         raise ValueError(
@@ -66,7 +66,7 @@ def reconfigured(
 
 
 def _division(scheme: Scheme) -> tuple[int, str]:
-    """The settings that decide which parameters are in each fragment."""
+    """The settings that decide the division of parameters into fragments."""
     return scheme.fragments, scheme.unit if isinstance(scheme, ParameterScheme) else ""
 
 
@@ -78,7 +78,7 @@ def agree_on_parameters(
     step: int,
     in_buckets: bool,
 ) -> None:
-    """Raises on all ranks unless all train the parameters `now` from `step` on; then ends open
+    """Raises on all ranks unless all train the parameters `now` from `step` on; then completes open
     rounds. Collective.
 
     Args:
@@ -106,7 +106,7 @@ def with_scheme(
     base: BaseStep,
     consensus: StopConsensus | None,
 ) -> tuple[tuple[Level, ...], list[list[Replicator]]]:
-    """The levels and their replicators with another scheme for one level.
+    """The levels and their replicators, with another scheme for one level.
 
     Raises as `reconfigured`.
     """
@@ -121,7 +121,9 @@ def with_scheme(
 
 
 def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, ...]:
-    """The levels with an end of each axis for one optimizer alone; levels on one axis share it."""
+    """The levels with a separate end of each axis for one optimizer; levels on one axis share
+    it.
+    """
     ends = {
         id(axis): axis.for_one(hand_over) if isinstance(axis, RenumberedCommunicator) else axis
         for axis, _ in levels
@@ -130,15 +132,16 @@ def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, .
 
 
 def lost_before(levels: Sequence[Level], step: int) -> bool:
-    """Begins `step`. Returns True, and does not begin it, if replicas were lost and `renumber` must
-    run first."""
+    """Begins `step`. Returns True, without beginning it, if replicas were lost and `renumber` must
+    run first.
+    """
     return any(
         isinstance(axis, RenumberedCommunicator) and axis.enter_step(step) for axis, _ in levels
     )
 
 
 def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:
-    """The axes of `levels` whose replicas may be others from a step on."""
+    """The axes of `levels` whose replicas may change."""
     return [axis for axis, _ in levels if isinstance(axis, RenumberedCommunicator)]
 
 
@@ -148,7 +151,7 @@ def complete(
     buffers: Callable[[Sequence[Replicator]], None],
     step: int,
 ) -> None:
-    """Completes open rounds and updates in flight before `step`, and lets `buffers` become equal.
+    """Completes open rounds and updates in flight before `step`, and lets `buffers` synchronise.
 
     Collective.
     """
@@ -161,8 +164,9 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True if a new replica would lack messages in flight, or if one that leaves has moved since an
-    open round began."""
+    """True if a new replica would lack messages in flight, or if a leaving replica has moved since
+    an open round began.
+    """
     late = any(scheme.round.delay > 0 for _, scheme in levels)
     opens = opens_rounds(levels)
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
@@ -170,17 +174,17 @@ def needs_all(levels: Sequence[Level], step: int) -> bool:
 
 
 def opens_rounds(levels: Sequence[Level]) -> bool:
-    """True if a step may leave a round open, or an update in flight."""
+    """True if a step may leave a round open or an update in flight."""
     return any(scheme.round.delay > 0 or scheme.round.every > 1 for _, scheme in levels)
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
-    """Gives the memories of the replicas `leaving`, of all levels, to the first that stays.
+    """Sends the memories of the replicas `leaving`, of all levels, to the first remaining replica.
     Collective.
 
-    The sum of all memories, divided by the number of replicas, stays (law 1).
+    The sum of all memories, divided by the number of replicas, is unchanged (law 1).
     """
-    # none if the outermost level sends nothing
+    # there are no links if the outermost level sends nothing
     between = [each.link for each in replicators if each.link.elastic]
     for channel in (each.channel for each in replicators if each.channel.memory and between):
         if channel.link.elastic:
@@ -188,19 +192,19 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
         else:
             link = between[-1]
         _hand_over_residual(channel, link, leaving)
-    # returns once all replicas have the memory
+    # returns after all replicas have received the memory
     for link in {id(each.link): each.link for each in replicators}.values():
         device = replicators[0].channel.runtime.device
         link.collect(torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) -> None:
-    """Moves the memories of one channel on the replicas `leaving` along `link`. Collective."""
+    """Sends one channel's memories of the replicas `leaving` along `link`. Collective."""
     memory = channel.memory
     assert memory is not None
     leaves = link.replica in leaving
-    # what owners inside a replica hold back is part of the mean of that replica only; from now on
-    # it is part of the mean of all
+    # The server residual of owners inside a replica belongs to the mean of that replica only.
+    # From now on it belongs to the mean of all replicas.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
     if leaves:
@@ -217,12 +221,12 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
 def renumber(
     levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int
 ) -> bool:
-    """Gives the replicas that are left the numbers 0, 1, ... in links and counts, on all of them
-    before `step`.
+    """Gives the remaining replicas the numbers 0, 1, ... in links and counts, on all of them before
+    `step`.
 
-    Messages in flight are received first, by the old numbers. The replicators must be built anew
-    afterwards: owners, layouts of messages and means are those of the old replicas. Returns True
-    if another replica has joined, for `Replicated.welcome`.
+    Messages in flight are first received under the old numbers. The caller must then rebuild the
+    replicators, whose owners, message layouts and means belong to the old replicas. Returns True if
+    a replica has joined, for `Replicated.welcome`.
     """
     grown = False
     for each in replicators:
@@ -242,8 +246,9 @@ def renumber(
 
 
 def _grow_memories(replicators: Sequence[Replicator], factor: float) -> None:
-    """Scales the memories of this replica by `factor`, because the memory of a new replica is
-    empty: the mean over replicas stays (law 1)."""
+    """Scales the memories of this replica by `factor`, because a new replica starts with an empty
+    memory: the mean over replicas is unchanged (law 1).
+    """
     for each in replicators:
         if each.channel.memory:
             each.channel.memory.scale(factor)
@@ -252,7 +257,9 @@ def _grow_memories(replicators: Sequence[Replicator], factor: float) -> None:
 def take_options(
     replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool
 ) -> None:
-    """Gives the parameter groups of a newcomer the options of the first replica. Collective."""
+    """Sets the options of a newcomer's parameter groups to those of the first replica.
+    Collective.
+    """
     plain = [recorded_options(group) for group in groups]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():
@@ -264,13 +271,13 @@ def hand_over_by_name(
     new: Sequence[Sequence[Replicator]],
     joining: Collection[str] = (),
 ) -> None:
-    """Moves the portable state of each level into replicators for other parameters, or for other
+    """Moves the portable state of each level into replicators for other parameters or other
     replicas.
 
-    The state of parameters that left is dropped. The parameters `joining` begin with an empty
-    memory, and with an anchor at their values. The server residual goes into the memory, because
-    rows get other owners; without a memory it is dropped. State of no parameter, such as the steps
-    until a message arrives, goes from a fragment to the same fragment.
+    State of removed parameters is dropped. The parameters `joining` start with an empty memory and
+    with an anchor at their current values. The server residual is added to the memory, because rows
+    get other owners; without a memory it is dropped. State without a parameter, such as the steps
+    until a message arrives, moves to the same fragment.
     """
     for before, after in zip(old, new, strict=True):
         if before:
@@ -299,8 +306,9 @@ def _hand_over_level(
 def _load_named(
     replicator: Replicator, state: Mapping[str, Tensor], joining: Collection[str]
 ) -> None:
-    """Loads the tensors of `state` that have the name and the shape of one of `replicator`, except
-    those of owners and of the parameters `joining`."""
+    """Loads tensors of `state` with the name and shape of one of `replicator`, except server
+    residuals and the parameters `joining`.
+    """
     own = replicator.local_state()
     of_owners = replicator.channel.exchange.state()
     fresh = own.named()
@@ -312,7 +320,7 @@ def _load_named(
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:
-    """Raises `ValueError` unless all state of `old` has its place in `new`."""
+    """Raises `ValueError` if `new` cannot hold a part of the state of `old`."""
     of_link = {*old.channel.exchange.state(), *new.channel.exchange.state()}
     kept = [each.local_state().named().keys() - of_link for each in (old, new)]
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
@@ -324,8 +332,9 @@ def _require_room(old: Replicator, new: Replicator) -> None:
 
 
 def _hand_over(old: Replicator, new: Replicator) -> None:
-    """Moves the state of `old` into `new`; the server residual of rows that get another owner, or
-    none, goes into its memory."""
+    """Moves the state of `old` into `new`; the server residual of rows that change owners is added
+    to the memory of `new`.
+    """
     exchange = old.channel.exchange
     same_owners = _owners(old) == _owners(new)
     if isinstance(exchange, TwoStage) and not same_owners:
@@ -345,10 +354,10 @@ def _owners(replicator: Replicator) -> RowOwners | None:
 
 
 def _return_residual(channel: Channel, exchange: TwoStage) -> None:
-    """Moves the server residual into this replica's memory, scaled by the number of replicas.
+    """Moves the server residual into this replica's memory, multiplied by the number of replicas.
 
-    It is a part of a mean over replicas, and so will be the message that carries it: nothing is
-    lost.
+    The residual is part of a mean over replicas, as is the message that will contain it, so nothing
+    is lost.
     """
     assert channel.memory is not None
     replicas = channel.link.replicas

@@ -38,52 +38,51 @@ def replicate(
     kernels: bool = True,
     safety: Safety | None = None,
 ) -> Replicated:
-    """Makes `optimizer` train `model` together with its replicas along `axis`, by `scheme`.
+    """Makes `optimizer` train `model` together with its replicas along `axis` by `scheme`.
 
-    The result is an optimizer for schedulers and state-dict helpers, too. Collectives run at
-    `step()` only, so all ranks must call it. At the first step the replicas compare settings,
+    The result also works as an optimizer for schedulers and state-dict helpers. Collectives run
+    only in `step()`, so all ranks must call it. At the first step the replicas compare settings,
     shapes and weights.
 
     Args:
         optimizer: Any torch optimizer over parameters of `model`, sharded or not (FSDP2 on the mesh
-            *inside* the node only); its own step applies the updates that the replicas agreed on.
+            *inside* the node only); its own step applies the agreed updates.
         model: The trained model.
-        axis: Between the replicas, such as mesh["replicate"].
-        scheme: How the replicas communicate, such as `demo()`; a name such as "demo" stands for its
-            defaults.
+        axis: The axis between the replicas, such as mesh["replicate"].
+        scheme: How the replicas communicate, such as `demo()`; a name such as "demo" uses the
+            scheme's defaults.
         levels: Instead of axis and scheme, pairs of them from the innermost tier of the network to
-            the outermost; the output of one level is the signal of the next. Levels of gradients
-            come before levels of parameters.
-        intra_node: The axis inside the node, such as mesh["shard"], where some parameters are held
-            whole by each of its ranks (not sharded, or replicated DTensors) and their gradients are
-            made equal there (by DDP, or as DTensors). Each rank then sends a part of their
-            messages, which cross `axis` once per node.
+            the outermost; the output of one level is the signal of the next. Levels that
+            exchange gradients come before levels that exchange parameters.
+        intra_node: The axis inside the node, such as mesh["shard"], if each of its ranks holds
+            parameters whole (unsharded, or replicated DTensors) whose gradients are equal inside
+            the node (by DDP, or as DTensors). Each rank then sends a part of their messages, which
+            cross `axis` once per node.
         clip: The largest global norm of the gradients that `optimizer` steps on, above 0; None does
-            not clip. It clips after the exchange, like hybrid sharding: the agreed update under a
-            scheme of gradients, and the gradient of each replica under a scheme of parameters.
+            not clip. It clips after the exchange, like hybrid sharding: the agreed update if the
+            scheme exchanges gradients, each replica's gradient if it exchanges parameters.
             torch's `clip_grad_norm_` before `step()` clips the gradient of each replica before the
             exchange.
-        balance: Under a scheme of parameters, let slow replicas take fewer local steps per round,
-            so that all end it together: see `Replicated.idle`. Replicas measure their local steps,
-            agree on the counts at the end of each round, and their movements are averaged by
-            weights that follow the counts.
-        seed: Of the random selections; the same on all replicas.
-        kernels: Use compiled kernels where they can be built (g++); they round differently: on all
-            replicas, or none.
-        safety: The reaction to gradients that are not finite, and to replicas out of sync.
+        balance: Under a scheme that exchanges parameters, lets slow replicas run fewer local steps
+            per round, so that all end it together; see `Replicated.idle`. Replicas measure their
+            local steps, agree on the counts at the end of each round, and weight their movements by
+            these counts.
+        seed: Seed of the random selections, equal on all replicas.
+        kernels: Use compiled kernels if they can be built (g++). They round differently, so use
+            them on all replicas or none.
+        safety: The reaction to nonfinite gradients, and to replicas that are out of sync.
 
     Returns:
         An optimizer that shares `param_groups` and `state` with `optimizer`.
 
     Raises:
-        TypeError: An argument is of another kind, such as the name of an axis in the place of the
+        TypeError: An argument has another type, for example the name of an axis instead of the
             axis.
         ValueError: The levels contradict each other, or the optimizer cannot be replicated; at the
-            first step, where replicas share a sharded parameter, or ranks of a replica hold one
-            whole that `intra_node` does not join.
-        Mismatch: At the first step, where replicas differ in a setting or a weight.
-        LargerThanDense: At the first step, where the scheme would send more than full
-            synchronisation.
+            first step, if replicas share a sharded parameter, or if ranks of a replica hold a whole
+            parameter and `intra_node` is not given.
+        Mismatch: At the first step, if replicas differ in a setting or a weight.
+        LargerThanDense: At the first step, if the scheme would send more than full synchronisation.
 
     Example:
         >>> import torch, detonation as dt
@@ -128,7 +127,7 @@ def _given_levels(
     scheme: Scheme | str | None,
     levels: Sequence[tuple[Axis, Scheme | str]] | None,
 ) -> Sequence[tuple[Axis, Scheme | str]]:
-    """The levels that the caller gave, or one level of an axis and a scheme."""
+    """The levels that the caller passed, or one level made of an axis and a scheme."""
     if levels is None:
         if axis is None or scheme is None:
             raise ValueError(

@@ -63,7 +63,7 @@ class Replicated(OptimizerWrapper):
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.observer: StepObserver | None = None
-        # None while the bits of replicas are equal
+        # None while replicas are bitwise equal
         self.closeness: gates.ClosenessGate | None = None
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()

@@ -1,4 +1,4 @@
-"""Mistakes in a set-up, each found once and answered in one line that names the remedy."""
+"""Detects mistakes in a set-up; each error is one line that names the remedy."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,8 +65,9 @@ def check_arguments(optimizer: object, model: object) -> None:
 def check_options(
     switches: Mapping[str, object], numbers: Mapping[str, object], safety: object
 ) -> None:
-    """Raises `TypeError` where a switch is no bool, a number neither a number nor None, or `safety`
-    no `Safety`."""
+    """Raises `TypeError` if a switch is no bool, a number is neither a number nor None, or `safety`
+    is no `Safety`.
+    """
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}, must be True or False")
@@ -80,7 +81,7 @@ def check_options(
 
 
 def checked_levels(levels: Iterable[tuple[Axis, Scheme | str]]) -> list[Level]:
-    """`levels` with schemes in the place of their names.
+    """`levels`, with names of schemes replaced by schemes.
 
     Raises:
         TypeError: An axis is no mesh axis and no communicator, or a scheme is none.
@@ -117,7 +118,7 @@ def _checked_scheme(scheme: object) -> Scheme:
 
 
 def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` where replicas cannot take different numbers of local steps."""
+    """Raises `ValueError` if replicas cannot run different numbers of local steps."""
     if len(schemes) > 1 or not isinstance(schemes[0], ParameterScheme):
         names = "+".join(scheme.name for scheme in schemes)
         raise ValueError(
@@ -138,10 +139,11 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
 
 
 def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
-    """Warns, on one replica, of two set-ups that train with a far higher loss (docs/findings.md).
+    """Warns, on one replica, about two set-ups that train with a far higher loss
+    (docs/findings.md).
 
-    One is `warn_of_second_momentum`. Or the errors of signs stay in the memory of a top-k: they are
-    as large as the values, and are selected again.
+    For the first see `warn_of_second_momentum`. In the second, error feedback keeps the errors of
+    signs in a top-k memory: they are as large as the values, and are selected again.
     """
     warn_of_second_momentum(optimizer, levels)
     for _, scheme in levels if _is_first(levels) else ():
@@ -159,11 +161,9 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
 def warn_of_second_momentum(
     optimizer: Optimizer, levels: Sequence[Level], since: bool = False
 ) -> None:
-    """Warns once, on one replica, where the optimizer has a momentum on top of the one that a
-    scheme remembers.
+    """Warns once, on one replica, if the optimizer adds a momentum to the scheme's own.
 
-    Sent coordinates leave the memory at once, and such an optimizer spreads them over the steps
-    that follow.
+    Sent coordinates leave the memory at once, but such an optimizer spreads them over later steps.
 
     Args:
         since: Whether it had none when it was replicated: OneCycleLR and CyclicLR set one.
@@ -193,8 +193,9 @@ def warn_of_second_momentum(
 
 
 def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
-    """Warns on the first rank that replicas round differently, as `found` says, and how they train
-    then."""
+    """Warns on the first rank that replicas round differently (`found`), and how training
+    continues.
+    """
     if (here.replica, here.shard) == (0, 0):
         _log.warning(_CLOSE if closely else _SINGLY, found)
 
@@ -218,9 +219,10 @@ def _is_first(levels: Sequence[Level]) -> bool:
 
 
 def _own_momentum(group: Mapping[str, Any]) -> str:
-    """The setting by which the optimizer of these parameters adds up gradients; empty without one.
+    """The setting by which the optimizer of these parameters accumulates gradients; "" if it does
+    not.
 
-    Muon's betas are those of few parameters, for which a momentum was better.
+    Muon's betas apply to few parameters, for which a momentum was better.
     """
     name, value = (
         ("momentum", group["momentum"])
@@ -238,11 +240,10 @@ def check_layout(
     levels: Sequence[Level],
     intra_node: DeviceMesh | None,
 ) -> None:
-    """Raises `ValueError` where `parameters` span the replicas of `levels`, or cannot be seen.
+    """Raises `ValueError` if `parameters` span the replicas of `levels`, or have no visible layout.
 
     Replicas that share a sharded or averaged parameter would exchange its whole gradient over the
-    slow link, and the scheme would run on top of that. Warns where ranks of the world are joined by
-    nothing.
+    slow link, in addition to the scheme. Warns if no axis connects all ranks of the world.
     """
     axes = [axis for axis, _ in levels if isinstance(axis, DeviceMesh)]
     if not axes:
@@ -262,7 +263,7 @@ def check_layout(
 
 
 def _check_wrapper(module: nn.Module, others: set[int], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` for a wrapper that hides shards or averages over the `others`."""
+    """Raises `ValueError` for a wrapper that hides shards or averages over the ranks `others`."""
     if isinstance(module, FullyShardedDataParallel):
         raise ValueError(f"FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2, {_INSIDE}")
     if isinstance(module, DistributedDataParallel):
@@ -270,7 +271,9 @@ def _check_wrapper(module: nn.Module, others: set[int], intra_node: DeviceMesh |
 
 
 def _check_parameter(name: str, parameter: Tensor, others: set[int]) -> None:
-    """Raises `ValueError` for a parameter without weights, or one sharded over the `others`."""
+    """Raises `ValueError` for a parameter without memory, or one sharded over the ranks
+    `others`.
+    """
     if parameter.device.type == "meta":
         raise ValueError(
             f"{name} is on the meta device, and has no weights yet: model.to_empty(device=...), "
@@ -292,11 +295,10 @@ def _check_parameter(name: str, parameter: Tensor, others: set[int]) -> None:
 
 
 def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` where ranks of a replica hold some parameters whole, and `intra_node`
-    does not say so.
+    """Raises `ValueError` if ranks of a replica hold whole parameters but `intra_node` is not
+    given.
 
-    Each would send messages of its own about them, beside those of its shards, and the copies would
-    drift apart.
+    Each rank would send its own messages for them, and the copies would diverge.
     """
     if intra_node is not None:
         joined = set(dist.get_process_group_ranks(intra_node.get_group()))

@@ -1,7 +1,8 @@
-"""The state of a replicated optimizer: its replica's private part, and how other tools may save it.
+"""The state of a replicated optimizer: the private part of its replica, and how other tools can
+save it.
 
-Memory and, in DiLoCo, mid-round parameters and inner optimizer state differ per replica.
-torch.distributed.checkpoint takes equal keys on different ranks for one tensor and silently saves
+Memory differs per replica, as do DiLoCo's mid-round parameters and inner optimizer state.
+torch.distributed.checkpoint treats equal keys on different ranks as one tensor and silently saves
 one of them, so these keys are never equal.
 """
 
@@ -27,10 +28,10 @@ _log = logging.getLogger("detonation")
 
 
 def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
-    """Copies of the state that is private to this replica and shard: flat keys such as
+    """Copies of the private state of this replica and shard, with flat keys such as
     `0.residual.<parameter>`.
 
-    Together with the model's and the base optimizer's state of the same rank it resumes exactly.
+    With the model's and the base optimizer's state of the same rank, training resumes exactly.
 
     Args:
         optimizer: Made by `replicate`.
@@ -57,7 +58,7 @@ def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> None:
-    """Continues from `state`, on all ranks at once, after the model's weights were loaded.
+    """Restores `state` on all ranks at once, after the model's weights were loaded.
 
     Args:
         optimizer: Made by `replicate`, for the same model and scheme.
@@ -83,11 +84,10 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 
 
 def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a saved state, for which the levels exist then.
+    """The tensors of a saved state; builds the levels for them.
 
-    None of a state of before the first step.
-    Raises `ValueError` where they do not fit, and `OverlapError` where the step of gradients that
-    were sent is missing. Nothing has changed then.
+    Empty for a state saved before the first step. Raises `ValueError` if they do not fit, and
+    `OverlapError` if gradients were sent without their step. Nothing has changed then.
     """
     optimizer.refuse_overlap()
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
@@ -108,10 +108,10 @@ def _require_fit(local: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> No
 
 
 def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) -> None:
-    """Continues after `step` steps from the tensors `saved`, which fit. Collective."""
+    """Continues after `step` steps with the tensors `saved`, whose shapes fit. Collective."""
     optimizer.memory_lost = False
     if not saved and optimizer.is_built and optimizer.local_state():
-        optimizer.forget_levels()  # before the first step nobody remembers anything
+        optimizer.forget_levels()  # an optimizer has no memory before its first step
     for index, replicator in enumerate(optimizer.build() if saved else ()):
         prefix = f"{index}."
         mine = {key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
@@ -126,7 +126,7 @@ def local_state_of(replicators: Sequence[Replicator], alone: bool = False) -> di
 
 
 def parameters_of(keys: Iterable[str]) -> set[str]:
-    """The parameters of which a saved local state holds something.
+    """The parameters with entries in a saved local state.
 
     Example:
         >>> keys = ["0.residual.layers.0.weight", "0.anchor.bias", "0.synchronized_at", "step"]
@@ -137,12 +137,12 @@ def parameters_of(keys: Iterable[str]) -> set[str]:
 
 
 def only_creates_state() -> bool:
-    """True in the call of `step()` by which torch's state-dict helpers create the base optimizer's
-    state.
+    """True in the call of `step()` with which torch's state-dict helpers create the base
+    optimizer's state.
 
-    It is not a step of training: it must not communicate, count or decay. Who calls is the same on
-    all ranks; lr 0 and zero gradients, which the helpers set, may also come from data, on some
-    ranks alone. So lr 0 is no proof.
+    It is no training step: it must not communicate, count or decay. The caller is the same on all
+    ranks. The helpers set lr 0 and zero gradients, but these may also occur in training, on a part
+    of the ranks. So lr 0 is not sufficient.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -169,7 +169,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
-    mark = (  # none where replicas were alike, or replicated by nothing
+    mark = (  # the mark is "" if replicas are alike or not replicated
         f"replica{coordinates.replica}."
     )
     for other in (key for values in rest["state"].values() for key in values):
@@ -187,29 +187,30 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
             odd = f"the saved state is of {', '.join(replicas)}, this rank is {coordinates.name}"
             raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
         private = replicas[coordinates.name]
-        saved = fitting_state(optimizer, private)  # before anything is replaced
+        saved = fitting_state(optimizer, private)  # checks the state before replacing anything
         with optimizer.levels_back_on_error():
             optimizer.base.load_state_dict({**rest, "state": own})
         _replace(optimizer, saved, int(private["step"]))
     else:
         optimizer.base.load_state_dict({**rest, "state": own})
         schemes = [scheme for _, scheme in optimizer.levels]
-        optimizer.forget_levels()  # or an anchor of before would undo the load
+        optimizer.forget_levels()  # drop the levels, or an old anchor would undo the load
         optimizer.memory_lost = any(
             s.feedback or s.round.delay or s.signal == "parameters" for s in schemes
         )
 
 
 def _without(mark: str, key: Any) -> Any:
-    """`key` without `mark`, where the optimizer's own key is a text."""
+    """`key` without `mark`, if the optimizer's own key is text."""
     if isinstance(key, str):
         return key.removeprefix(mark)
     return key
 
 
 def warn_of_lost_memory(optimizer: "Replicated") -> None:
-    """Warns once where a loaded state had no "replication" part, as the checkpoints of other
-    frameworks have none."""
+    """Warns once if a loaded state had no "replication" part; checkpoints of other frameworks have
+    none.
+    """
     lost = optimizer.memory_lost
     optimizer.memory_lost = False
     if lost and (optimizer.coordinates.replica, optimizer.coordinates.shard) == (0, 0):

@@ -1,4 +1,4 @@
-"""The numbers of a replicated optimizer: bytes, waiting, and contributions that were left out."""
+"""Statistics of a replicated optimizer: bytes, waiting time and omitted contributions."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from detonation.core.schemes import arguments_text, collective_for, dense_bytes,
 
 
 class Stats:
-    """Counts since the optimizer was made, as this rank sees them.
+    """Counts since the optimizer was created, as seen by this rank.
 
     Args:
         links: Of each level, from the innermost tier of the network to the outermost.
@@ -54,41 +54,41 @@ class Stats:
 
     @property
     def bytes_sent_by_level(self) -> list[int]:
-        """The same per level."""
+        """Bytes sent, per level."""
         return [sum(link.bytes_sent for link in links) for links in self._links]
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank's host stood still because an exchange was not over."""
+        """Seconds for which this rank's host was blocked by an unfinished exchange."""
         return sum(link.waited_s for links in self._links for link in links)
 
     @property
     def local_steps(self) -> list[int]:
-        """Local steps per round of each replica, where replicas are balanced; else empty."""
+        """Local steps per round of each replica, if replicas are balanced; else empty."""
         if self._local_steps is None:
             return []
         return self._local_steps.counts.tolist()
 
     @property
     def taking(self) -> int | None:
-        """The number of replicas that take the next step, where replicas are balanced."""
+        """Number of replicas that run the next step, if replicas are balanced."""
         if self._local_steps is None:
             return None
         return int(self._local_steps.taken(self._step).sum())
 
     @property
     def skipped(self) -> int:
-        """Contributions of any replica left out because a gradient was not finite."""
+        """Contributions of all replicas that were omitted because a gradient was not finite."""
         return sum(counts.skipped for counts in self._counts)
 
     @property
     def skipped_by_parameter(self) -> dict[str, int]:
-        """The same by the parameter whose gradient it was."""
+        """Omitted contributions by the parameter with the nonfinite gradient."""
         return dict(sum((counts.by_parameter for counts in self._counts), Counter()))
 
     @property
     def refused(self) -> int:
-        """Messages of any replica refused because they failed validation."""
+        """Messages of all replicas that failed validation."""
         return sum(counts.refused for counts in self._counts)
 
 
@@ -108,13 +108,14 @@ def dense_bytes_by_level(
 def described(
     trained: TrainedParameters, levels: Sequence[Level], intra_node: DeviceMesh | None
 ) -> str:
-    """The exchange of a replicated optimizer in one line per level, by arithmetic, without a step.
+    """Describes the exchange of a replicated optimizer in one line per level, computed without a
+    step.
 
-    Bytes are the mean per step of one rank; where shards differ in size, those of this one.
+    Bytes are a rank's mean per step; if shards differ in size, those of this rank.
     """
     try:
         parameters = trained.by_name()
-    except ValueError:  # which the first step explains
+    except ValueError:  # the first step raises and explains this error
         return "Replicated, with parameters that are not in the model"
     lines = [
         f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this"

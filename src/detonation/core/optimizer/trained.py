@@ -1,5 +1,6 @@
-"""The trained parameters: the ones of the optimizer that require a gradient, and whether they
-changed since the last layout."""
+"""The trained parameters: parameters of the optimizer that require a gradient, and whether they
+changed since the last layout.
+"""
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -14,10 +15,11 @@ from detonation.core.flat.padding_rows import note_padding
 from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
 
 _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
-"""Of all replicated optimizers of this process, as keys: another thread may make one while this one
-reads them."""
+"""All instances of this process, as weak keys: another thread may create one while this one
+iterates.
+"""
 
-_KIND = attrgetter("dtype", "shape")  # a step calls no function of Python for it
+_KIND = attrgetter("dtype", "shape")  # implemented in C, so a step calls no Python function for it
 
 
 class TrainedParameters:
@@ -27,7 +29,7 @@ class TrainedParameters:
         self.model = model
         self._base = base
         self.laid_out: Mapping[str, Tensor] = {}
-        """The parameters in the layouts of the levels, by name."""
+        """The parameters in the levels' layouts, by name."""
         self._ids = set[int]()
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
@@ -52,7 +54,7 @@ class TrainedParameters:
     def by_name(self) -> dict[str, Tensor]:
         """The parameters that require a gradient, in the model's order.
 
-        Raises `ValueError` where one is not in the model.
+        Raises `ValueError` if one is not in the model.
         """
         parameters = local_parameters(self.model)
         self._take_shards()
@@ -69,12 +71,11 @@ class TrainedParameters:
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The parameters of the model that nobody trains, by name; those without memory are left
-        out.
+        """The parameters of the model that no optimizer trains, by name, without those on the meta
+        device.
 
-        One that another replicated optimizer trains may be frozen for the moment, as Lightning's
-        `toggle_optimizer` does; one that requires a gradient may belong to a plain optimizer, and
-        differ between replicas.
+        A parameter of another replicated optimizer may be frozen temporarily, as by Lightning's
+        `toggle_optimizer`; a parameter of a plain optimizer may differ between replicas.
         """
         trained = {
             id(p)
@@ -90,16 +91,16 @@ class TrainedParameters:
         }
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The parameters of the optimizer with these `names`, frozen or not, in the order of the
-        model."""
+        """The parameters of the optimizer with these `names`, frozen or not, in model order."""
         everyone = {id(p) for p in self.everyone}
         parameters = local_parameters(self.model)
         note_padding(self.model)
         return {name: p for name, p in parameters.items() if name in names and id(p) in everyone}
 
     def _take_shards(self) -> None:
-        """Puts shards in the place of copies, of which an optimizer or a group is made after an
-        evaluation."""
+        """Replaces gathered copies by shards in an optimizer or group that was created after an
+        evaluation.
+        """
         shards = {
             id(copy): shard for unit in shown_units(self.model) for copy, shard in unit.copies
         }
@@ -113,7 +114,7 @@ class TrainedParameters:
             )
 
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
-        """Notes that the layouts hold `parameters` from now on."""
+        """Records that the layouts hold `parameters` from now on."""
         self.laid_out = parameters
         mine = {id(p) for p in parameters.values()}
         self._kinds = [*map(_KIND, parameters.values())]
@@ -136,9 +137,9 @@ class TrainedParameters:
         self._owned = [number for _, _, number in found]
 
     def show_shards(self) -> bool:
-        """Shows the shards where a forward pass without a backward pass left copies of them.
+        """Shows the shards if a forward pass without a backward pass left gathered copies.
 
-        Called at every step; returns whether other parameters require a gradient than the layouts
+        Called at every step; returns True if other parameters require a gradient than the layouts
         hold.
         """
         for unit in self._units:
@@ -181,15 +182,16 @@ class TrainedParameters:
         return {id(p) for p in self.everyone if p.requires_grad} != self._ids
 
     def _forget_frozen_gradients(self) -> None:
-        """Removes the gradients of frozen parameters: the base optimizer would follow them on this
-        replica alone."""
+        """Removes gradients of frozen parameters, which the base optimizer would apply on this
+        replica alone.
+        """
         for parameter in self.everyone:
             if not parameter.requires_grad:
                 parameter.grad = None
 
 
 def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:
-    """Why parameters of an optimizer are not in the model, and what helps."""
+    """The reason why parameters of an optimizer are not in the model, and a remedy."""
     if any(p.device.type == "meta" for p in odd):
         return "they are on the meta device: make the optimizer after to_empty"
     if any(isinstance(p, DTensor) for p in model.parameters()) and not any(

@@ -1,8 +1,7 @@
-"""Replicators: where a scheme meets the training step, before it with gradients or after it with
-parameters.
+"""Replicators connect a scheme to the training step: gradients before it, or parameters after it.
 
-The channel alone takes a signal through memory, engine and exchange. Called by agreement and
-optimizer.
+Only the channel passes a signal through memory, engine and exchange. Called by `core.agreement` and
+`core.optimizer`.
 """
 
 from detonation.core.replicator.base import Replicator

@@ -1,4 +1,6 @@
-"""A replicator is one level of replication around the step of the base optimizer."""
+"""A replicator is one level of replication, called before and after the step of the base
+optimizer.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,26 +15,27 @@ from detonation.core.replicator.channel import Channel, Transfer
 
 
 class Replicator(ABC):
-    """Where a scheme meets the training step: gradients before the local step, parameters after it.
+    """Connects a scheme to the training step: exchanges gradients before the local step, or
+    parameters after it.
 
     Args:
         parameters: By name, in the order of the channel's layout.
     """
 
     acts_before = True
-    """True where it acts in `before`; otherwise in `after`."""
+    """True if it exchanges in `before`, False if in `after`."""
     holds_padding = False
-    """True if it keeps padding rows where they are, which its codec would move."""
+    """True if it keeps padding rows unchanged that its codec would move."""
     innermost = False
     """True if its signals are those of this replica, and not what other levels agreed on."""
     stepped: BaseStep | None = None
-    """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
+    """The optimizer whose steps all replicas must make alike; None if each steps on its own."""
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
         self.parameters = parameters
         self.channel = channel
         self.round = channel.scheme.round
-        # whether gradients were sent, or are to be, in buckets, and their step has not come
+        # True if gradients were or will be sent in buckets, and their step is still to come
         self.overlapping = False
         self.scheme = channel.scheme
         self.layout = channel.layout
@@ -49,42 +52,48 @@ class Replicator(ABC):
 
     @abstractmethod
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends `Channel.announce` in the place of the message of step `at`, if there is one; all
-        before it have left.
+        """Sends `Channel.announce` instead of the message of step `at`, if that step has one; all
+        earlier messages have been sent.
 
-        Starts and waits for the same collectives as an ordinary step `at`, so that a replica that
-        announces nothing meets it there. Nothing of the step happens.
+        It runs the same collectives as a step `at`, so they match those of a replica that announces
+        nothing. No other part of the step runs.
 
         Args:
             step: The next step, up to `at`.
             name, in_buckets: See `Channel.announce`.
 
-        Returns:
-            The messages, which `discard` receives; none where none is sent at step `at`.
+        Returns: The messages, which `discard` receives; empty if step `at` sends none.
         """
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Receives an announcement, and what was sent before it."""
-        if self.scheme.round.delay:  # otherwise `announce` has received it
+        """Receives an announcement and the messages sent before it, without using them."""
+        if self.scheme.round.delay:  # without a delay, `announce` has already received the messages
             self.local_state()
             self.channel.discard(transfers)
 
     def drain(self) -> None:
-        """Waits for messages in flight, up to the first that announces what this rank does not."""
+        """Waits for messages in flight, up to the first one whose announcement this rank did not
+        make.
+        """
         self.local_state()
 
     @abstractmethod
     def make_portable(self, step: int) -> None:
-        """Brings the state after `step` steps to where another layout can go on from it."""
+        """Brings the state after `step` steps into a form from which another layout can
+        continue.
+        """
 
     @abstractmethod
     def synchronize(self, step: int) -> None:
-        """Completes open rounds and transfers after `step` steps, so that the replicas hold the
-        same weights."""
+        """Completes open rounds and messages in flight after `step` steps, so that replicas hold
+        the same weights.
+        """
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
-        """Context in which backward sends the gradients of `step`, if the level supports it."""
+        """Context manager in which backward sends the gradients of `step`, if the level supports
+        it.
+        """
         yield
 
     def refuse_overlap(self) -> None:
@@ -97,26 +106,26 @@ class Replicator(ABC):
 
     @abstractmethod
     def replicated(self) -> dict[str, Tensor]:
-        """All tensors that must be bitwise equal on all replicas between steps, by name; to read.
+        """All tensors that must be bitwise equal on all replicas between steps, by name, read-only.
 
         Shapes: local shapes.
         """
 
     @abstractmethod
     def repair(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces some of the tensors that `replicated` returned.
+        """Replaces tensors that `replicated` returned.
 
         Shapes: as `replicated`.
         """
 
     def forget_held_rows(self) -> None:
-        """Looks again for the padding rows of its parameters, as some may move from now on."""
+        """Looks for the padding rows of its parameters again, because they may move from now on."""
         return
 
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of other `tensors` of the model that each of its replicas holds on this rank.
+        """The part of `tensors` of the model that each of its replicas holds on this rank.
 
-        All of them, or pieces, where its parameters are pieces.
+        These are all of them, or pieces if its parameters are pieces.
         """
         first = next(iter(self.parameters.values()), None)
         if first is not None:
@@ -125,9 +134,9 @@ class Replicator(ABC):
 
     @abstractmethod
     def local_state(self, alone: bool = False) -> LocalState:
-        """The state that is private to this replica. Waits for messages in flight.
+        """The private state of this replica. Waits for messages in flight.
 
         Args:
-            alone: Whether no other replica asks. Which parameters nobody used in the steps of these
-                messages may then stay open.
+            alone: Whether no other replica asks. The set of parameters that nobody used in these
+                steps may then remain open.
         """

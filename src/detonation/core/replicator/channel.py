@@ -1,4 +1,4 @@
-"""The channel: takes a signal through memory, codec, guard and link to an update."""
+"""The channel: passes a signal through memory, codec, guard and link, and returns an update."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ class BucketPipeline:
     """A bucket, the engine that encodes it into its rows of a message, and the exchange that sends
     this message.
 
-    releases_early: Whether memory releases the bucket before the message leaves.
+    releases_early: True if the bucket is subtracted from memory before the message is sent.
     """
 
     bucket: Bucket
@@ -41,14 +41,14 @@ class BucketPipeline:
 
 @dataclass
 class Transfer:
-    """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes
-    an update.
+    """The message of one replica at one step: encoded bucket by bucket, sent, and finally an
+    update.
 
-    However many collectives it takes, it is one message with one header: all replicas decide once
-    whether to use it. pipeline: of the bucket that is the message, which may be the whole. own: the
-    update of each bucket if all replicas had sent what this one did, for a scheme that needs it.
-    verdict: on the signals of a whole. unreleased: the selections that are still to leave the
-    memory, with their values as every receiver decodes them, if these differ.
+    It is one message with one header for any number of collectives: all replicas decide once
+    whether to use it. pipeline: of the bucket that is the message, or of the whole flat. own: the
+    update of each bucket that would result if all replicas had sent this message, for schemes that
+    need it. verdict: on the signals of a message that is sent whole. unreleased: selections that
+    are not yet subtracted from memory, with their values as receivers decode them, if these differ.
     """
 
     pipeline: BucketPipeline
@@ -59,13 +59,13 @@ class Transfer:
     unreleased: list[tuple[ReferenceEngine, Selected, Tensor | None]] = field(default_factory=list)
 
     def forward(self) -> None:
-        """Starts the second collective, if there is one and it was not started yet."""
+        """Starts the second collective, if there is one and it has not started."""
         if not self.forwarded:
             self.pipeline.exchange.forward(self.message)
         self.forwarded = True
 
     def receive(self) -> "Update":
-        """Waits for the update that all replicas agree on."""
+        """Waits for the agreed update."""
         exchange = self.pipeline.exchange
         if exchange.secluded:
             self.forward()
@@ -74,8 +74,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Update:
-    """The messages that all replicas received, decoded where the update is needed: the same bits on
-    every replica."""
+    """The received messages of all replicas, decoded on demand to the same bits on every
+    replica.
+    """
 
     engine: ReferenceEngine
     received: Received
@@ -86,7 +87,8 @@ class Update:
 
         Shapes: -> `[rows, chunk]` fp32; its padding is undefined.
         """
-        return self.engine.decode(self.received)  # which may share memory with the messages
+        # the decoded update may share memory with the messages
+        return self.engine.decode(self.received)
 
     def rows_of(self, pipeline: BucketPipeline, first: int) -> Tensor:
         """Decodes the rows of a bucket; `first` is the first row of the message.
@@ -108,8 +110,8 @@ class Update:
     ) -> None:
         """Lets the next step of the base optimizer apply this update of gradients.
 
-        SignSGD moves the weights while it decodes, because to store the update and to read it again
-        costs more than decoding. For all others the update takes the place of the gradients.
+        SignSGD moves the weights during decoding, because storing the update and reading it back
+        costs more than decoding. For all other optimizers the update replaces the gradients.
 
         Args:
             unused: The numbers of the parameters that no replica used, which the step leaves alone.
@@ -117,7 +119,7 @@ class Update:
             weights: Then the local part of each parameter.
         """
         received = self.received
-        may_move = signs is not None and not (  # hooks may look at gradients
+        may_move = signs is not None and not (  # hooks may read gradients
             signs._optimizer_step_pre_hooks
             or len(signs._optimizer_step_post_hooks) > 1  # the first is this library's
             or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
@@ -125,7 +127,8 @@ class Update:
         if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
-                moved[number] = torch.empty_like(moved[number])  # moves in its place
+                # this tensor moves instead of the update
+                moved[number] = torch.empty_like(moved[number])
             adds_up = any(group["momentum"] for group in signs.param_groups)
             if not adds_up and self.engine.can_apply_signs(received, moved):
                 each = list(parameters.values())
@@ -133,13 +136,13 @@ class Update:
                 signs.deferred[id(each[0])] = Deferred(each, move, received.release)
                 return
         self.engine.write(received, gradients_to_fill(parameters, unused))
-        if received.release:  # nobody looks at the messages again
+        if received.release:  # free the messages, which are not used any more
             received.release()
 
 
 class Channel:
     """Sends one replica's signals, encoded bucket by bucket, in one collective or in one per
-    bucket: the same bits.
+    bucket, with equal results.
 
     Args:
         scheme: The codec, the memory, the round and the collective.
@@ -171,10 +174,10 @@ class Channel:
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        # one usual norm for all guards: the norms of their messages are alike
+        # one reference norm for all guards, because the norms of their messages are similar
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)
-        # whether messages carry no indices, because all replicas know them; of schemes that send
-        # whole rows, only kernels need to know
+        # True if messages omit indices, because all replicas can compute them.
+        # Schemes that send whole rows need indices only for kernels.
         self._knows = scheme.codec.selection.shared and (
             not scheme.codec.dense or self.engine.guard.on_kernels
         )
@@ -182,7 +185,7 @@ class Channel:
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
         self.unused = Unused(link, layout, self.memory, guard, scheme.round.delay > 0)
         if runtime.decides_on_device:
-            # the basis copies its matrix to the device now, not at the end of the first round
+            # copies the basis to the device now instead of at the end of the first round
             row = torch.zeros(
                 1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
             )
@@ -192,8 +195,9 @@ class Channel:
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
-        """One per bucket, in the order in which all replicas send them: backward computes the last
-        rows first."""
+        """One per bucket, in the order in which all replicas send them: last rows first, as
+        backward computes them.
+        """
         buckets = buckets_of(
             self.scheme,
             self.layout,
@@ -210,12 +214,13 @@ class Channel:
 
     @cached_property
     def _inspector(self) -> SignalInspector:
-        """Of messages that are encoded bucket by bucket."""
+        """The inspector for messages that are encoded bucket by bucket."""
         return self.engine.inspector(len(self.pipelines))
 
     def start(self, step: int, pipeline: BucketPipeline | None = None) -> Transfer:
-        """The transfer of `step`, with nothing in it yet: of the whole, or of a bucket that is a
-        message of its own."""
+        """An empty transfer for `step`: of the whole flat, or of a bucket that is a message of its
+        own.
+        """
         self.counts.due.add(step + self.scheme.round.delay)
         return Transfer(pipeline or self._whole, self._message(step))
 
@@ -226,8 +231,8 @@ class Channel:
         pipeline: BucketPipeline | None = None,
         lost: bool = False,
     ) -> Transfer:
-        """Sends a signal in one collective. A signal with a value that is not finite leaves as an
-        empty message, which tells the reason.
+        """Sends a signal in one collective. If the signal has a nonfinite value, an empty message
+        is sent that reports the reason.
 
         Args:
             pipeline: Of a bucket that is a message of its own, one in memory at a time: `signals`
@@ -250,8 +255,7 @@ class Channel:
         bad = transfer.verdict.bad
         whole = transfer.pipeline
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # engines on a CPU work in blocks of their own, which fit into its caches, and kernels need
-        # no temporaries
+        # CPU engines use their own blocks, which fit into caches; kernels need no temporaries
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)
@@ -259,7 +263,7 @@ class Channel:
                 self._release(transfer)
         else:
             self._encode_in_buckets(transfer, run, signals, bad)
-        del run  # the exchange may send a copy
+        del run  # free the run, because the exchange may send a copy
         whole.exchange.send(transfer.message, transfer.verdict.status)
         if transfer.unreleased:
             self._release(transfer)
@@ -270,10 +274,10 @@ class Channel:
     def send_bucket(
         self, transfer: Transfer, pipeline: BucketPipeline, pieces: Sequence[Tensor | None]
     ) -> bool | Tensor:
-        """Encodes the bucket's part of a signal, sends it and removes it from memory.
+        """Encodes the part of a signal in a bucket, sends it and subtracts it from memory.
 
-        A part that is not finite does not enter the memory, and zeros are sent; the last bucket
-        tells the reason. Returns whether this part is bad, as `Verdict.bad` has it.
+        A nonfinite part is not added to the memory, and zeros are sent; the last bucket reports the
+        reason. Returns whether this part is bad; see `Verdict.bad`.
 
         Shapes: one per piece of the bucket.
         """
@@ -288,7 +292,7 @@ class Channel:
         bad = self._inspector.look(pieces, numbers, pipeline.engine)
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
         self._encode(transfer, pipeline, run, pieces, bad)
-        del run  # the exchange may send a copy
+        del run  # free the run, because the exchange may send a copy
         status: int | Tensor | None = None
         if is_last:
             status = self._inspector.status()
@@ -299,7 +303,8 @@ class Channel:
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends zeros instead of all messages of `step`: this rank began or ceased to train `name`.
+        """Sends zeros instead of all messages of `step`, because this rank began or stopped
+        training `name`.
 
         Args:
             in_buckets: Whether the other replicas send gradients of this step in one collective per
@@ -320,7 +325,7 @@ class Channel:
         return [transfer]
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Waits for the messages of an announcement, and uses none."""
+        """Waits for the messages of an announcement, without using them."""
         kept = {name: tensor.clone() for name, tensor in self.exchange.state().items()}
         for transfer in transfers:
             transfer.forward()
@@ -332,7 +337,7 @@ class Channel:
     def local_state(
         self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None
     ) -> LocalState:
-        """The state of memory and exchange, with a replicator's own `flats` and `others`.
+        """The state of memory and exchange, together with the replicator's `flats` and `others`.
 
         Shapes: flats `[rows, chunk]`.
         """
@@ -346,8 +351,9 @@ class Channel:
     def _play(
         self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True
     ) -> None:
-        """Takes the message from the playback, once its last bucket is due, instead of all
-        collectives."""
+        """Reads the message from the playback instead of all collectives, once its last bucket is
+        due.
+        """
         for pipeline in pipelines if self._knows else ():
             self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
         if is_last:
@@ -358,7 +364,7 @@ class Channel:
     def _send_zeros(
         self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], status: int
     ) -> None:
-        """Sends zeros instead of a message, in as many collectives as the other replicas do."""
+        """Sends zeros instead of a message, in as many collectives as the other replicas use."""
         for pipelines in collectives:
             begin = transfer.pipeline.bucket.first
             buckets = [each.bucket for each in pipelines]
@@ -385,7 +391,9 @@ class Channel:
         signals: Sequence[Tensor | None],
         bad: bool | Tensor,
     ) -> None:
-        """Encodes a signal into `run` bucket by bucket: temporaries are of the size of a bucket."""
+        """Encodes a signal into `run` bucket by bucket, so that temporaries have the size of a
+        bucket.
+        """
         for pipeline in self.pipelines:
             bucket = pipeline.bucket
             part = run.of_rows(bucket.first, bucket.layout.rows)
@@ -401,8 +409,9 @@ class Channel:
         pieces: Sequence[Tensor | None],
         bad: bool | Tensor,
     ) -> None:
-        """Encodes a signal into `run`, or zeros where `bad` is True, and keeps what is needed
-        later."""
+        """Encodes a signal into `run`, or zeros if `bad` is True, and stores what later phases
+        need.
+        """
         engine = pipeline.engine
         step = transfer.message.step
         sent = bad is not True
@@ -421,7 +430,7 @@ class Channel:
             else:
                 own = None
             kept = selected
-            if own is not None:  # `own` replaces the values as they were before rounding
+            if own is not None:  # `own` replaces the values before rounding
                 kept = replace(selected, values=own)
             transfer.unreleased.append((engine, kept, own))
         if self._needs_own_update:
@@ -430,13 +439,13 @@ class Channel:
             )
 
     def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
-        """Keeps the indices that all replicas know."""
+        """Stores the indices that all replicas can compute."""
         transfer.message.know(
             pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices
         )
 
     def _release(self, transfer: Transfer) -> None:
-        """Removes what was sent from memory, while the collective runs."""
+        """Subtracts the sent values from memory, while the collective runs."""
         while transfer.unreleased:
             engine, selected, own = transfer.unreleased.pop(0)
             engine.release(selected, own)
@@ -470,11 +479,11 @@ class Channel:
     def _pipeline_of(
         self, bucket: Bucket, engine: ReferenceEngine, exchange: Exchange
     ) -> BucketPipeline:
-        """The pipeline of `bucket`; it releases a selection early that would take much memory."""
+        """The pipeline of `bucket`; it releases large selections early."""
         on_device = self._needs_own_update and self.runtime.decides_on_device
         return BucketPipeline(bucket, engine, exchange, engine.is_heavy or on_device)
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:
-    """The status for reason `number` among those that name no parameter of the message."""
+    """The status for reason `number` among those that concern no single parameter."""
     return 1 + len(transfer.pipeline.bucket.layout.slots) + number

@@ -174,9 +174,10 @@ class GradientReplicator(Replicator):
     replica has one. A parameter that no replica used gets no gradient, so the base optimizer skips
     it.
 
-    Args: last: Whether no later level exchanges gradients. SignSGD then reads the update directly
-        from the messages if it can, and gradients remain this replica's own: storing the update and
-        reading it costs more than decoding.
+    Args:
+        last: Whether no later level exchanges gradients. SignSGD then reads the update directly
+            from the messages if it can, and gradients remain this replica's own: storing the update
+            and reading it costs more than decoding.
     """
 
     def __init__(

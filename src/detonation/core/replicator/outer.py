@@ -7,10 +7,10 @@ from detonation.core.schemes import Outer
 
 
 class OuterSGD:
-    """A flat, and the SGD that moves it by the updates that arrive, some rows at a time; its
-    momentum begins with zero.
+    """A flat, and the SGD that moves it by received updates, a range of rows at a time; its
+    momentum starts at zero.
 
-    Its arithmetic is that of `torch.optim.SGD`, in place, without fused multiply-add.
+    It computes like `torch.optim.SGD`, in place and without fused multiply-add.
 
     Shapes: `[rows, chunk]` fp32.
     """
@@ -23,12 +23,13 @@ class OuterSGD:
             self._momentum = torch.zeros_like(flat)
 
     def step(self, rows: slice, update: Tensor) -> None:
-        """Takes one step of some rows on `update` as the gradient, which is changed.
+        """Steps a range of rows with `update` as the gradient, which is overwritten.
 
         Shapes: `[len(rows), chunk]`.
         """
         direction = self._direction(rows, update)
-        moves = torch.mul(direction, self._outer.lr, out=update)  # rounded one by one
+        # product and sum are rounded separately
+        moves = torch.mul(direction, self._outer.lr, out=update)
         self.flat[rows].sub_(moves)
 
     def state(self) -> dict[str, Tensor]:
@@ -41,7 +42,9 @@ class OuterSGD:
         return {"momentum_buffer": self._momentum}
 
     def _direction(self, rows: slice, gradient: Tensor) -> Tensor:
-        """The direction for a gradient of some rows, which is changed, to read."""
+        """The direction for a gradient of a range of rows; read-only. The gradient is
+        overwritten.
+        """
         # [len(rows), chunk] -> the same
         if self._momentum is None:
             return gradient

@@ -18,16 +18,17 @@ SAMPLED_VALUES = 1024
 
 
 class OverlapError(DetonationError, RuntimeError):
-    """Gradients that were sent during backward have changed since, came twice, or never had their
-    step."""
+    """Gradients sent during backward have since changed, were computed twice, or were not followed
+    by a step.
+    """
 
 
 class CommStream:
     """The stream of an accelerator on which messages are sent; nothing on a CPU.
 
     Hooks run on the stream that computed the gradient (FSDP2 has its own), so this stream waits for
-    each of them. It orders the buckets, and their use of the memory that they share with the
-    previous step.
+    each of them. This stream orders the buckets, and their use of memory shared with the previous
+    step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class CommStream:
                 tensor.record_stream(self._stream)
 
     def active(self) -> AbstractContextManager[Any]:
-        """Context in which operations go to the comm stream."""
+        """Context manager in which operations run on the comm stream."""
         if self._module:
             return self._module.stream(self._stream)  # type: ignore[no-any-return]
         return nullcontext()
@@ -64,10 +65,9 @@ class CommStream:
 class Overlap:
     """The gradients of one step, sent bucket by bucket as backward computes them.
 
-    The order is that of the channel's pipelines on every rank, in whatever order hooks fire: a
-    bucket that is complete waits for the buckets before it, so that no two ranks ever start
-    collectives in different orders. `finish` sends the rest after backward; a gradient that did not
-    come is zero.
+    Every rank sends in the order of the channel's pipelines, independent of the order of hooks: a
+    complete bucket waits for the buckets before it, so no two ranks start collectives in different
+    orders. `finish` sends the rest after backward; a missing gradient counts as zero.
 
     Args:
         stream: On which an accelerator encodes and sends; None on a CPU.
@@ -89,9 +89,9 @@ class Overlap:
         self._count = len(channel.pipelines)
         self._left = deque(channel.pipelines)
         self._everything = frozenset(range(len(self._names)))
-        # numbers of the parameters whose gradients came
+        # numbers of the parameters whose gradients are computed
         self._arrived: set[int] = set()
-        # of each gradient when its first piece left
+        # stamp of each gradient when its first piece was sent
         self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
         if stream:
@@ -104,10 +104,10 @@ class Overlap:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context in which backward sends."""
+        """Context manager in which backward sends gradients."""
         hooks = []
         for index, parameter in enumerate(self._parameters.values()):
-            if parameter.requires_grad:  # it may have been frozen since
+            if parameter.requires_grad:  # the parameter may have been frozen since
                 hook = partial(self._on_gradient, index)
                 hear: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
                 hooks.append(hear(hook))
@@ -157,7 +157,7 @@ class Overlap:
         if self._stream:
             self._stream.wait_for_current()
         while self._left:
-            # the last bucket needs all gradients, because its header says which are missing
+            # the last bucket needs all gradients, because its header reports missing ones
             last = len(self._left) == 1
             if last:
                 needed = self._everything
@@ -182,7 +182,8 @@ class Overlap:
             self._stamps = gradient_stamps(parameters) | self._stamps
             pieces = pipeline.bucket.cut(signals)
             largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
-            if largest is not None:  # torch's GradScaler does not change the version of a tensor
+            # torch's GradScaler changes gradients without changing their versions
+            if largest is not None:
                 sample = largest.reshape(-1)[:: max(1, largest.numel() // SAMPLED_VALUES)]
                 self._samples.append((sample, sample.clone()))
             self._channel.send_bucket(self._transfer, pipeline, pieces)
@@ -197,7 +198,7 @@ class Overlap:
 
 
 def refuse_unequal(equal: bool) -> None:
-    """Raises `OverlapError` unless the samples of the gradients were `equal` to the sent ones."""
+    """Raises `OverlapError` unless samples of the gradients are `equal` to those sent."""
     if not equal:
         raise _changed("a gradient")
 

@@ -1,4 +1,4 @@
-"""Padding rows that move after all, because a replica has a gradient of them."""
+"""Releases padding rows for which a replica has a gradient."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from detonation.core.replicator.base import Replicator
 
 
 class PaddingRows:
-    """The padding rows that `replicators` hold, until a replica has a gradient of them.
+    """Holds the padding rows of `replicators`, until a replica has a gradient for them.
 
-    The replicas ask each other in a step: in the first one, and in each one that follows as long
-    as no replica has had a gradient of the whole parameter. Later gradients of a row wait for the
-    next comparison of the replicas, which asks, too.
+    The replicas exchange which rows have had a gradient: in the first step, and in each later one
+    until some replica has had a gradient of every parameter with a padding row. A later gradient of
+    a row is found by the next comparison of the replicas, which exchanges this, too.
 
     Args:
-        released: Called after rows were let move.
+        released: Called after rows were released.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PaddingRows:
         self._asks = bool(self._rows)
 
     def look(self) -> None:
-        """Notes the gradients of this replica, before an update takes their place."""
+        """Records which rows have gradients on this replica, before an update replaces the gradients."""
         for link, rows in self._rows.items():
             for seen, (each, name) in zip(self._seen[link], rows, strict=True):
                 parameter = each.parameters[name]
@@ -53,12 +53,12 @@ class PaddingRows:
                     seen[1] |= gradient[padding_row(parameter)].any().to(torch.int64)
 
     def before(self, step: int) -> None:
-        """Asks, where a parameter has had no gradient before, once the gradients have left."""
+        """Calls `agree` if a parameter has had no gradient before; runs after gradients are sent."""
         if self._asks:
             self.agree()
 
     def agree(self) -> None:
-        """Lets the rows move of which any replica has had a gradient. Collective."""
+        """Releases the rows for which any replica has had a gradient. Collective."""
         released = False
         self._asks = False
         for link, rows in self._rows.items():
@@ -73,7 +73,7 @@ class PaddingRows:
 
 
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:
-    """Lets the padding rows of the embeddings `names` move, as the replicas of a training did."""
+    """Releases the padding rows of the embeddings `names`, as the replicas of a training did."""
     for replicator in replicators:
         for name in replicator.parameters.keys() & set(names):
             _use(replicator, name, base)

@@ -1,4 +1,4 @@
-"""ParameterReplicator: replicas train alone for a round, then all move to a common anchor."""
+"""ParameterReplicator: replicas train separately for a round, then all move to a common anchor."""
 
 import math
 from collections import deque
@@ -19,20 +19,20 @@ from detonation.core.round import Round
 from detonation.core.schemes import ParameterScheme
 
 Unsent = Tensor | tuple[Update, float] | None
-"""The part of a bucket's movement that was not sent, if the parameters keep it: as it is, or the
-message and the weight of the movement, from which it can be computed as long as the parameters stay
-where they were."""
+"""A bucket's unsent movement, if the parameters keep it: as a tensor, or as the message and the
+weight of the movement, from which it can be computed until the parameters change.
+"""
 Part = tuple[BucketPipeline, Unsent]
-"""A bucket of a message in flight, and the part of its movement that was not sent."""
+"""A bucket of a message in flight, and the unsent part of its movement."""
 
 
 class ParameterReplicator(Replicator):
-    """Lets the replicas train alone for a round, then moves all of them to a common anchor.
+    """Lets replicas train separately for a round, then moves all of them to a common anchor.
 
-    The signal is start of the round, in the parameters' type, - parameters; the update that all
-    agree on is the gradient of an outer SGD on the anchor. The anchor is fp32 and bitwise equal on
+    The signal is the start of the round (in the parameters' dtype) minus the parameters; the agreed
+    update is the gradient of an outer SGD on the anchor. The anchor is fp32 and bitwise equal on
     all replicas. With a delay the message has that many steps to arrive. The scheme's `resume_from`
-    and `keep` decide how far the parameters then follow the anchor.
+    and `keep` decide how far the parameters follow the anchor afterwards.
     """
 
     acts_before = False
@@ -50,23 +50,24 @@ class ParameterReplicator(Replicator):
         self._divides = scheme.divides_messages
         self._cycle = (
             scheme.codec.selection.period if scheme.resume_from == "sent" else 1
-        )  # messages that send all
+        )  # messages that contain all coordinates
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
         self._arrived: Tensor | None = (
-            None  # the update, instead of parts in flight, once a checkpoint asked for it
+            # the update, which replaces the parts in flight once a checkpoint has asked for it
+            None
         )
         self._lost: dict[
             int, bool | Tensor
-        ] = {}  # by the first row of a bucket: what it sent last was not finite
-        # until the message lands; 0 where none is on its way
+        ] = {}  # by the first row of a bucket: True if its last sent values were nonfinite
+        # steps until the message is applied; 0 if none is in flight
         self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
         self._anchor = OuterSGD(
             self.layout.flatten(locals_of(parameters), channel.runtime.device), scheme.outer
         )
         self._local_steps = channel.runtime.local_steps
         self._rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
-        # by replica, since the last message: the local steps that are in it
+        # local steps of each replica since the last message
         self._taken = torch.zeros(
             channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu"
         )
@@ -84,7 +85,7 @@ class ParameterReplicator(Replicator):
             self._exchange(step, self.round.delay)
 
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        if self._steps_left == at - step + 1:  # it lands at step `at`
+        if self._steps_left == at - step + 1:  # the message in flight is applied at step `at`
             self._arriving()
         if not self.round.sends(at):
             return []
@@ -104,11 +105,11 @@ class ParameterReplicator(Replicator):
         if self._cycle > 1 or not self.round.sends(step - 1):
             first = -(-step // self._cycle) * self._cycle
             for each in range(first, first + self._cycle):
-                self.counts.catch_up(math.inf)  # each message carries a digest of those before it
+                self.counts.catch_up(math.inf)  # each message contains a digest of earlier ones
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # else they are there, or where an outer level has moved them
+        ):  # the parameters are already at the anchor, or an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -130,7 +131,7 @@ class ParameterReplicator(Replicator):
         shift = self._anchor.flat - before
         parts = map(self.layout.parts, (before, shift, self._anchor.flat))
         for weight, was, by, anchor in zip(locals_of(self.parameters), *parts, strict=True):
-            moved = weight + by  # what the replica moved in this round stays
+            moved = weight + by  # the replica keeps its own movement of this round
             alone = (weight == was.to(weight.dtype)) | moved.isfinite().logical_not()
             weight.copy_(torch.where(alone, anchor, moved))
 
@@ -145,16 +146,16 @@ class ParameterReplicator(Replicator):
         return self.channel.local_state(flats, others)
 
     def _agreed(self) -> dict[str, Tensor]:
-        """The flats that are the same on all replicas, by the suffix of their parameters' names."""
+        """The flats that are equal on all replicas, by the suffix of their parameters' names."""
         return {"": self._anchor.flat} | {
             f" ({kind})": flat for kind, flat in self._anchor.state().items()
         }
 
     def _exchange(self, step: int, delay: int) -> None:
-        """Sends the movement in this round, bucket by bucket.
+        """Sends the movement of this round, bucket by bucket.
 
-        Without a delay each bucket that is a message of its own lands while the next one is on its
-        way, so that no more than two are in memory.
+        Without a delay, a bucket with a message of its own is applied while the next one is in
+        flight, so at most two are in memory.
         """
         self._arrived = None
         self._steps_left.fill_(delay)
@@ -162,7 +163,7 @@ class ParameterReplicator(Replicator):
         found, weights = self._weights()
         if self._local_steps and any(
             taken := self._taken.tolist()
-        ):  # its part of all tokens, times the replicas
+        ):  # weight: this replica's share of all tokens, times the number of replicas
             weight = taken[self.link.replica] * len(taken) / sum(taken)
         if not self._divides:
             self._in_flight.append((self.channel.start(step), []))
@@ -194,13 +195,13 @@ class ParameterReplicator(Replicator):
             transfer, _ = self._in_flight[-1]
             lost = self.channel.send_bucket(transfer, pipeline, pieces)
         if isinstance(lost, Tensor) and lost.dim():
-            lost = lost.any()  # of numbers that the next message replaces
+            # True if nonfinite numbers were lost, which the next message replaces
+            lost = lost.any()
         self._lost[pipeline.bucket.first] = lost
         unsent: Unsent = None
         if transfer.own:
             own = transfer.own.pop()
-            # an accelerator has less memory and more time: it subtracts once more when the message
-            # lands
+            # an accelerator recomputes the movement when the message is applied, which saves memory
             kept = delay > 0 or not self.channel.runtime.decides_on_device
             if kept:
                 unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
@@ -224,7 +225,7 @@ class ParameterReplicator(Replicator):
     def _rest(
         self, bucket: Bucket, unsent: Tensor | tuple[Update, float], weights: Sequence[Tensor]
     ) -> Tensor:
-        """The part of a bucket's movement that was not sent, before the anchor moves."""
+        """The unsent part of a bucket's movement, before the anchor moves."""
         # [rows of the bucket, chunk]
         if isinstance(unsent, Tensor):
             return unsent
@@ -233,11 +234,11 @@ class ParameterReplicator(Replicator):
         return torch.sub(moved, self._decoded(bucket, own), out=moved)
 
     def _decoded(self, bucket: Bucket, own: Update) -> Tensor:
-        """The part of a bucket that this replica has sent."""  # [rows of the bucket, chunk]
+        """The part of a bucket that this replica sent."""  # [rows of the bucket, chunk]
         return own.flat()
 
     def _land(self) -> None:
-        """Moves the anchor by the update that arrived, and the parameters after it."""
+        """Moves the anchor by the received update, then the parameters."""
         found, weights = self._weights()
         if self._arrived is not None:
             for pipeline in self.channel.pipelines:
@@ -265,12 +266,12 @@ class ParameterReplicator(Replicator):
                 rest,
                 weights,
             )
-            del rest  # before the next one is made
+            del rest  # free the rest before allocating the next one
 
     def _follow(
         self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]
     ) -> None:
-        """Moves the anchor of a bucket by `update`, and the parameters after it.
+        """Moves the anchor of a bucket by `update`, then the parameters.
 
         Shapes: update and unsent `[rows of the bucket, chunk]`; weights one local shape per
         parameter.
@@ -291,12 +292,12 @@ class ParameterReplicator(Replicator):
             pass
         elif isinstance(lost, Tensor):
             torch.where(lost, anchor, target, out=target)
-        elif lost:  # the weights here are not finite: nothing of their own movement is kept
+        elif lost:  # these weights are nonfinite: nothing of their own movement is kept
             target = anchor
         copy(bucket.cut(weights), bucket.layout.parts(target))
 
     def _arriving(self) -> Tensor:
-        """The update in flight, after waiting for it; zeros where there is none."""
+        """Waits for the update in flight and returns it; zeros if there is none."""
         # [rows, chunk]
         if self._arrived is None:
             self._arrived = self.layout.zeros(self.channel.runtime.device)
@@ -308,12 +309,13 @@ class ParameterReplicator(Replicator):
         return self._arrived
 
     def _position(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
-        """The parameters of a bucket, in memory of their own."""  # [rows of the bucket, chunk]
+        """A copy of the parameters of a bucket."""  # [rows of the bucket, chunk]
         return bucket.layout.flatten(bucket.cut(weights), self.channel.runtime.device)
 
     def _rounded(self, flat: Tensor, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
-        """The rows of a bucket as the parameters hold them: rounding is no movement, and need not
-        be sent."""
+        """The rows of a bucket rounded to the parameters' dtype: rounding is no movement, and is
+        not sent.
+        """
         rows = flat[bucket.rows]
         types = [weight.dtype for weight in bucket.cut(weights)]
         parts = [
@@ -322,8 +324,9 @@ class ParameterReplicator(Replicator):
         return bucket.layout.flatten(parts, rows.device)
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The local parameters, and the same contiguous, so that a piece of one can be written to:
-        to be copied back where they are others."""
+        """The local parameters, and contiguous versions of which pieces can be written; copy these
+        back if they are copies.
+        """
         found = locals_of(self.parameters)
         return found, found if all(each.is_contiguous() for each in found) else [
             each.contiguous() for each in found
@@ -331,8 +334,9 @@ class ParameterReplicator(Replicator):
 
 
 class HoldingReplicator(ParameterReplicator):
-    """Rounds after which the padding rows of embeddings are where they were, though the codec moves
-    them a little."""
+    """A ParameterReplicator that restores the padding rows of embeddings after rounds, because the
+    codec moves them a little.
+    """
 
     def forget_held_rows(self) -> None:
         vars(self).pop("_places", None)
@@ -351,7 +355,7 @@ class HoldingReplicator(ParameterReplicator):
 
     @cached_property
     def _places(self) -> dict[int, Tensor]:
-        """By the first row of a bucket: where it has coordinates of padding rows."""
+        """By the first row of a bucket: its positions that belong to padding rows."""
         marks = [torch.zeros_like(weight) for weight in locals_of(self.parameters)]
         for mark, parameter in zip(marks, self.parameters.values(), strict=True):
             if (row := padding_row(parameter)) is not None:

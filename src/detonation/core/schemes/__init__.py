@@ -1,6 +1,7 @@
-"""Schemes: frozen descriptions of messages and their schedule, their registry, and byte arithmetic.
+"""Schemes: frozen descriptions of messages and their schedule, a registry of them, and formulas for
+their bytes.
 
-Importing this package registers every scheme. A scheme knows no link.
+Importing this package registers every scheme. A scheme knows nothing of links.
 """
 
 from detonation.core.schemes.buckets import aligned_rows, codec_of, rows_of_a_turn

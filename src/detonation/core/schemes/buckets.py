@@ -9,29 +9,31 @@ from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS, Bucket
 from detonation.core.schemes.scheme import Scheme
 
 SMALLEST = 2**20
-"""The least bytes of a bucket in fp32."""
+"""Smallest size of a bucket in bytes of fp32."""
 
 
 def aligned_rows(*codecs: Codec) -> int:
-    """Messages of all `codecs` may be cut after multiples of this number of rows; no bit changes.
+    """Messages of all `codecs` may be cut at multiples of this number of rows without changing a
+    bit.
 
-    At least 64 rows, because a matrix product of few rows may round differently.
+    It is at least 64, because a matrix product of fewer rows may round differently.
     """
     return math.lcm(*(codec.unit for codec in codecs), 64)
 
 
 def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
-    """The rows that one owner gets before the next owner's turn. Messages and replies may be cut
-    after them."""
+    """Number of rows that one owner gets before the next owner gets rows. Messages and replies may
+    be cut at multiples of it.
+    """
     return aligned_rows(scheme.codec, scheme.reply_codec(replicas))
 
 
 def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int, few: bool = False) -> list[Bucket]:
-    """The buckets of `layout` in the order of their rows. Together they send the bytes of one whole
-    message.
+    """The buckets of `layout` in the order of their rows. Together they need the same bytes as one
+    whole message.
 
-    Every bucket but the last has a multiple of `unit` rows (`traffic.buckets_of`). A layout in
-    tiles has one bucket, because such a multiple would end within a line of tiles.
+    Every bucket except the last has a multiple of `unit` rows (`traffic.buckets_of`). A layout in
+    tiles has one bucket, because a multiple of `unit` would end inside a line of tiles.
 
     Args:
         layout: Of the whole flat.
@@ -47,7 +49,7 @@ def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int, few: bool = Fals
 
 
 def block_rows(scheme: Scheme, rows: int, few: bool = False) -> int:
-    """The approximate number of rows of a bucket.
+    """Approximate number of rows of a bucket.
 
     Args:
         rows: Rows of the whole flat.
@@ -64,5 +66,5 @@ def block_rows(scheme: Scheme, rows: int, few: bool = False) -> int:
 
 
 def codec_of(bucket: Bucket, codec: Codec, rows: int) -> Codec:
-    """`codec` for the rows of `bucket` in a flat of `rows` rows."""
+    """`codec` for the rows of `bucket`, in a flat of `rows` rows."""
     return replace(codec, selection=codec.selection.for_rows(bucket.first, rows))

@@ -1,5 +1,4 @@
-"""The bytes that a scheme sends: arithmetic on layouts, so that they are known without a model in
-memory."""
+"""The bytes that a scheme sends: formulas over layouts, which need no model in memory."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -16,12 +15,14 @@ from detonation.core.schemes.scheme import Scheme
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 
 MANY_REPLICAS = 8
-"""From so many on the answers of owners cost at most 0.7 % of loss, among 4 up to 1.0 %
-(research/log.md)."""
+"""From this number of replicas on, replies of owners cost at most 0.7 % of loss; among four
+replicas up to 1.0 % (research/log.md).
+"""
 
 WORTH_A_ROUND = 0.9
-"""Owners must send less than this share of an all-gather: they take a second round, and round
-again."""
+"""The exchange through owners must send less than this share of an all-gather's bytes, because it
+adds a second collective and a second rounding.
+"""
 
 
 class LargerThanDense(DetonationError, ValueError):
@@ -31,13 +32,13 @@ class LargerThanDense(DetonationError, ValueError):
 def collective_for(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> CollectiveKind:
-    """The collective of the scheme or, for "auto", the one that sends the fewest bytes and costs no
-    loss.
+    """The collective of the scheme; for "auto" the one with the fewest bytes among those that cost
+    no loss.
 
-    An all-reduce where the network can add messages. Otherwise an all-gather or, once that sends
-    more, a two-stage all-reduce through the owners of rows. Among few replicas with a selection of
-    their own a small answer costs loss: owners are then the last resort, where an all-gather would
-    send more than full synchronisation.
+    It is an all-reduce if the network can add messages. Else it is an all-gather or, if that sends
+    more, a two-stage all-reduce through owners of rows. Among few replicas that select their own
+    coefficients, a small reply costs loss: owners are then used only if an all-gather would send
+    more than full synchronisation.
     """
     if scheme.link != "auto":
         return scheme.link
@@ -65,11 +66,11 @@ def exchange_bytes(
     local_ranks: int = 1,
     bare: bool = False,
 ) -> int:
-    """Bytes that one of `replicas` sends if all send messages of `rows` rows, on a ring.
+    """Bytes that one of `replicas` sends on a ring if each message has `rows` rows.
 
-    all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners R - 1 slices, and
-    as many replies. Where `local_ranks` of a node carry one message, n is the share of each. bare:
-    without the header of a message, or the status numbers that replace it in an all-reduce.
+    For n bytes and R replicas: an all-reduce sends 2 n (R - 1) / R, an all-gather n (R - 1), owners
+    R - 1 slices and as many replies. If `local_ranks` ranks of a node share one message, n is the
+    part of each. bare: without the header of a message, or the status numbers of an all-reduce.
     """
     codec = scheme.codec
     if kind == "owner":
@@ -94,7 +95,7 @@ def stage_bytes(
 
 @lru_cache(maxsize=256)
 def bytes_per_rank(nbytes: int, local_ranks: int, unit: int = 1) -> int:
-    """Bytes of a message that each of its `local_ranks` carries, in whole numbers of `unit` bytes.
+    """Bytes of a message per rank if `local_ranks` ranks share it, in multiples of `unit` bytes.
 
     >>> bytes_per_rank(10, 4), bytes_per_rank(12, 2, unit=4)
     (3, 8)
@@ -104,7 +105,7 @@ def bytes_per_rank(nbytes: int, local_ranks: int, unit: int = 1) -> int:
 
 @lru_cache(maxsize=256)
 def ring_bytes(kind: Literal["all-reduce", "all-gather"], nbytes: int, replicas: int) -> int:
-    """Bytes that one rank sends when `replicas` of them exchange `nbytes` each in one collective.
+    """Bytes that one rank sends if `replicas` ranks exchange `nbytes` each in one collective.
 
     >>> ring_bytes("all-reduce", 1000, 4), ring_bytes("all-gather", 1000, 4)
     (1500, 3000)
@@ -143,8 +144,9 @@ def bytes_sent(
 def message_bytes(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False
 ) -> int:
-    """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients in one
-    message, the movement of parameters bucket by bucket."""
+    """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients as one
+    message, movements of parameters bucket by bucket.
+    """
     way = collective_for(scheme, layout, replicas, local_ranks)
     others: list[int] = []
     last = layout.rows
@@ -161,7 +163,7 @@ def message_bytes(
 def mean_bytes(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False
 ) -> float:
-    """Bytes per step that one rank sends, as the mean over a round."""
+    """Bytes per step that one rank sends, averaged over a round."""
     parts = scheme.divide(layout)
     return (
         sum(message_bytes(scheme, part, replicas, local_ranks, bare) for part in parts)
@@ -172,11 +174,10 @@ def mean_bytes(
 def buckets_of(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, few: bool = False
 ) -> list[Bucket]:
-    """The buckets in which `layout` is sent while backward computes, or at the end of a round.
+    """The buckets in which `layout` is sent during backward, or at the end of a round.
 
-    Each but the last is a multiple of the rows after which each of the ranks (replicas x local
-    ranks) that carry a message may cut it, so that owners have whole turns and no share has a
-    remainder.
+    All but the last have a multiple of the rows at which each of the (replicas x local ranks) ranks
+    may cut a message, so that owners get equal parts and shares have no remainder.
 
     Args:
         few: See `block_rows`.
@@ -190,8 +191,9 @@ def buckets_of(
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
-    """`message_bytes` of gradients with overlap: the same but for rounding, as all buckets share
-    one header."""
+    """`message_bytes` of gradients sent during backward: equal except for rounding, because all
+    buckets share one header.
+    """
     way = collective_for(scheme, layout, replicas, local_ranks)
     last, *others = [
         bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)
@@ -210,10 +212,10 @@ def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks:
 def require_below_dense(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> None:
-    """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full
+    """Raises `LargerThanDense`, with both numbers, if `scheme` would send more than full
     synchronisation.
 
-    Headers do not count: they matter only for models of a few hundred parameters.
+    Headers are not counted: they matter only for models of a few hundred parameters.
     """
     ours = mean_bytes(scheme, layout, replicas, local_ranks, bare=True)
     dense = dense_bytes(layout.numel, replicas, local_ranks)

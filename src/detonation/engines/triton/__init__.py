@@ -1,5 +1,6 @@
-"""The engine of an accelerator: Triton kernels encode, decode, seal and inspect whole messages,
-each in one launch."""
+"""The engine for accelerators: Triton kernels encode, decode, seal and inspect whole messages, one
+launch each.
+"""
 
 import logging
 from functools import cache
@@ -21,8 +22,9 @@ _log = logging.getLogger("detonation")
 def triton_engine(
     codec: "Codec", layout: "Layout", memory: "Memory | None", runtime: Runtime, room: "Room | None"
 ) -> "TritonEngine | None":
-    """The engine for an accelerator whose kernels know `codec`; None for all else, and the log says
-    once why."""
+    """The engine for an accelerator whose kernels support `codec`; else None, with the reason
+    logged once.
+    """
     if not runtime.decides_on_device:
         return None
     reason = why_not(runtime)
@@ -39,7 +41,7 @@ def triton_engine(
 
 
 def why_not(runtime: Runtime) -> str:
-    """The reason why a step cannot use these kernels; "" where it can."""
+    """The reason why a step cannot use these kernels; "" if it can."""
     if not runtime.kernels:
         return "kernels are turned off"
     if runtime.device.type != "cuda" and not accelerator_is_played():
@@ -64,5 +66,5 @@ def _launches() -> tuple[ModuleType | None, str]:
 
 @cache
 def note_engine(what: str) -> None:
-    """Logs what the engine is, or leaves to ordinary torch, once for each reason."""
+    """Logs which engine runs, or what it leaves to plain torch, once for each reason."""
     _log.info("the engine on the accelerator %s", what)

@@ -1,5 +1,4 @@
-"""A codec as the Triton kernels see it: which ones they know, and the part that is compiled into a
-kernel."""
+"""Codecs for Triton kernels: which ones are supported, and their compile-time constants."""
 
 from torch import Tensor
 
@@ -27,15 +26,15 @@ from detonation.kernels.gpu.inspection import RowRun
 from detonation.kernels.gpu.launching import Coding, Places
 
 LONGEST_TRANSFORM = 128
-"""Longest row whose basis matrix fits into the registers of a program."""
+"""Longest row whose basis matrix fits into a program's registers."""
 LONGEST_ROW = 256
-"""Longest row whose coordinates fit into the registers of a program, with indices of one byte."""
+"""Longest row whose coordinates fit into a program's registers, with one-byte indices."""
 LONGEST_SHARED = 1024
 """Longest row of a shared selection, whose indices are not sent."""
 AGGREGATION_NAMES: dict[type[Aggregation], str] = {
     Mean: "mean", MeanNonzero: "nonzero", MajorityVote: "majority", WeightedMean: "weighted",
 }  # fmt: skip
-"""Aggregations that kernels support, by type."""
+"""Supported aggregations by type."""
 PRECISION_NAMES = {precision: name for name, precision in PRECISIONS.items()}
 _SELECTIONS: dict[type, str] = {
     TopK: "topk",
@@ -46,8 +45,9 @@ _SELECTIONS: dict[type, str] = {
 
 
 def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
-    """The reason why no kernel encodes for `codec`, or decodes for `aggregation`; "" if kernels
-    do."""
+    """The reason why kernels cannot encode for `codec` or decode for `aggregation`; "" if they
+    can.
+    """
     if aggregation is not None and type(aggregation) not in AGGREGATION_NAMES:
         return f"no kernel aggregates by {type(aggregation).__name__}"
     basis = type(codec.basis)
@@ -69,7 +69,7 @@ def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
 
 
 def why_decoded_in_torch(received: Received) -> str:
-    """The reason why no kernel decodes these messages; "" if one does."""
+    """The reason why kernels cannot decode these messages; "" if they can."""
     source = received.source
     aggregation = type(received.aggregation)
     if not isinstance(source, Arrived | Sums):
@@ -80,14 +80,14 @@ def why_decoded_in_torch(received: Received) -> str:
         if source.codec.precision not in PRECISION_NAMES:
             return f"no kernel decodes {source.codec.precision!r}"
         if type(source.codec.selection) in (TopK, Everything):
-            return ""  # these need no step, which others read from `SharedIndices`
+            return ""  # these messages can be decoded without the step of `SharedIndices`
     if isinstance(source.shared, SharedIndices):
         return ""
     return "it is given indices in the place of their rule"
 
 
 def coding_of(codec: Codec) -> Coding:
-    """The part of `codec` that is compiled into a kernel."""
+    """The compile-time constants of `codec` for kernels."""
     selection = codec.selection
     basis = "none"
     if isinstance(codec.basis, DCT):
@@ -105,8 +105,9 @@ def coding_of(codec: Codec) -> Coding:
 
 
 def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Places:
-    """The layout of the bytes of a message of `rows` rows for kernels; with `owners`, of the
-    messages for all owners of rows."""
+    """The byte layout of a message of `rows` rows for kernels; with `owners`, of the messages to
+    all owners of rows.
+    """
     lengths = codec.precision.lengths(rows, codec.selection.k)
     if owners:
         dealt = (owners.replicas, owners.in_turns, owners.run)
@@ -116,7 +117,7 @@ def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Place
 
 
 def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
-    """A run of rows of messages, as kernels read it.
+    """A run of rows of messages in the form that kernels read.
 
     Shapes: octets `[messages, room + nbytes]` uint8.
     """

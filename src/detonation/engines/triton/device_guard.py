@@ -1,4 +1,4 @@
-"""A guard whose messages kernels seal and inspect, in a few launches for all of a collective."""
+"""A guard whose messages are sealed and inspected by kernels, in a few launches per collective."""
 
 from collections.abc import Collection, Sequence
 from functools import cached_property, partial
@@ -32,9 +32,9 @@ from detonation.kernels.gpu import inspection
 
 
 class TritonGuard(Guard):
-    """Seals and inspects by kernels what `Guard` does in tensor arithmetic, with the same result.
+    """Seals and inspects messages by kernels, with the same result as `Guard` in tensor arithmetic.
 
-    Counts, warnings and reasons to stop follow in `FaultCounts.catch_up`.
+    `FaultCounts.catch_up` later updates counts, warnings and reasons to stop.
     """
 
     on_kernels = True
@@ -61,12 +61,14 @@ class TritonGuard(Guard):
         shared: Tensor | SharedIndices | None,
         observer: StepObserver | None = None,
     ) -> Arrived:
-        if message.absent or observer is not None:  # rare, and handled on the host
+        # absent replicas are rare, so the host handles them
+        if message.absent or observer is not None:
             return super().open(message, stage, shared, observer)
         codec = stage.codec
         aggregation = stage.aggregation
         body = self._inspected(message, stage)
-        if isinstance(aggregation, ClippedMean):  # kernels support it as a weighted mean
+        # kernels compute a clipped mean as a weighted mean
+        if isinstance(aggregation, ClippedMean):
             nbytes = 4 * len(body)
             taken = stage.workspace.take(("weights", stage.phase), (nbytes,), body.device)
             weights = taken.view(torch.float32)
@@ -76,7 +78,7 @@ class TritonGuard(Guard):
         return Arrived(codec, body, stage.rows, shared, aggregation, stage.unit, message.release)
 
     def _inspected(self, message: Message, stage: Stage) -> Tensor:
-        """Joins the runs of the received messages. Zeros replace refused ones.
+        """Joins the runs of received messages. Refused messages are replaced by zeros.
 
         Shapes: -> `[replicas, nbytes]` uint8.
         """
@@ -94,7 +96,7 @@ class TritonGuard(Guard):
                 room = HEADER_BYTES
             parts.append(row_run(codec, each, room, count))
         whole = octets[0]
-        # simulated replicas share one receive buffer, which none may overwrite
+        # simulated replicas share one receive buffer, which none of them may overwrite
         if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):
             width = codec.width(rows, HEADER_BYTES)
             whole = stage.workspace.take(("whole", phase), (len(whole), width), whole.device)
@@ -161,8 +163,9 @@ class TritonGuard(Guard):
 
 
 def _readback(numbers: Tensor) -> runtime.Readback:
-    """The readback of numbers that a later inspection overwrites. If the CPU plays an accelerator,
-    a copy is read."""
+    """Reads back numbers that a later inspection overwrites. If the CPU simulates an accelerator, a
+    copy is read.
+    """
     if numbers.device.type == "cpu":
         numbers = numbers.clone()
     return runtime.Readback(numbers)

@@ -1,5 +1,6 @@
-"""The Triton engine: a replica's encode and decode on an accelerator, each in one launch over all
-rows."""
+"""The Triton engine: encode and decode of one replica on an accelerator, one launch each over all
+rows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,14 +52,15 @@ from detonation.engines.triton.device_guard import TritonGuard
 from detonation.kernels.gpu import inspection, launches, launching
 
 OwnerRows = tuple[int, int, int, int, int, int]
-"""Number of an owner; number of owners; rows of each owner: assigned round robin, of one run, and
-all (see `addressing.dealt_row`); rows of the flat."""
+"""Number of an owner; number of owners; rows of an owner: assigned round robin, per run, and in all
+(see `addressing.dealt_row`); rows of the flat.
+"""
 
 
 class StatusInspector(SignalInspector):
-    """Inspects a bucket in one launch, which writes into its line of a table.
+    """Inspects a bucket in one launch, which writes one line of a table.
 
-    one: A status of the engine for the whole flat.
+    one: a status of the engine for the whole flat.
     """
 
     def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:
@@ -82,7 +84,7 @@ class StatusInspector(SignalInspector):
 
 
 class TritonEngine(ReferenceEngine):
-    """The operations of `ReferenceEngine`, each in one launch. Ordinary torch replaces missing
+    """The operations of `ReferenceEngine`, one launch each. Plain torch is used for missing
     kernels.
 
     Args:
@@ -107,7 +109,7 @@ class TritonEngine(ReferenceEngine):
         self._releases = "read"
         if self._exact:
             self._releases = "exact"
-        elif codec.precision == PRECISIONS["bf16"]:  # rounds each value by itself
+        elif codec.precision == PRECISIONS["bf16"]:  # bf16: rounds each value separately
             self._releases = "rounded"
         self.releases_at_once = True
         self._of_owner = of_owner
@@ -131,7 +133,7 @@ class TritonEngine(ReferenceEngine):
         out: Tensor | None = None,
     ) -> Selected:
         codec = self.codec
-        if self._releases != "read":  # else the values to release are read from the message
+        if self._releases != "read":  # otherwise the values to release are read from the message
             codec = replace(codec, precision=FP32)
         rows = self.layout.rows
         octets = partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
@@ -179,7 +181,7 @@ class TritonEngine(ReferenceEngine):
         rows = self.layout.rows
         if not selection.shared:
             return super().empty(step)
-        # indices by their rule, so that all replicas decode by the same kernels
+        # indices in the form of a shared selection, so that all replicas decode by the same kernels
         shared = SharedIndices(selection, rows, step, self._seed, self.device)
         values = torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device)
         return Selected(values, shared)
@@ -191,7 +193,8 @@ class TritonEngine(ReferenceEngine):
         shared = None
         if isinstance(selected.indices, SharedIndices):
             shared = selected.indices
-        mine = Arrived(self.codec, run.body, run.rows, shared, Mean())  # a kernel reads it in place
+        # a kernel reads the message in its buffer
+        mine = Arrived(self.codec, run.body, run.rows, shared, Mean())
         if run.owners:
             return Collected(mine, run.owners)
         return mine
@@ -208,7 +211,7 @@ class TritonEngine(ReferenceEngine):
         if not self.reads(received):
             super().write(received, targets)
             return
-        # targets that no kernel can write are written by way of a copy
+        # targets that kernels cannot write are written through a copy
         odd = [i for i, target in enumerate(targets) if not self._is_writable(target)]
         decoded = list(targets)
         for i in odd:
@@ -236,13 +239,13 @@ class TritonEngine(ReferenceEngine):
         return tensor.dtype in launching.KIND_OF and tensor.is_contiguous()
 
     def reads(self, received: Received) -> bool:
-        """True if a kernel decodes these messages; else the log says once why not."""
+        """True if kernels decode these messages; else logs the reason once."""
         if reason := why_decoded_in_torch(received):
             note_engine(f"decodes in torch, because {reason}")
         return not reason
 
     def reply(self, received: Received, run: MessageRows, step: int) -> None:
-        """Encodes the coefficients that the memory holds together with those of an update."""
+        """Encodes the sum of the coefficients in memory and those of an update."""
         source = received.source
         assert isinstance(source, Arrived)
         coding = coding_of(source.codec)
@@ -278,7 +281,7 @@ class TritonEngine(ReferenceEngine):
         arrivals: Any = None,
     ) -> None:
         self._rotate(codec, step)
-        read: list[Tensor | None] = []  # copies live until the launch
+        read: list[Tensor | None] = []  # keeps copies alive until the kernel is launched
         for signal in signals:
             if signal is not None:
                 if signal.dtype not in launching.KIND_OF:
@@ -334,7 +337,7 @@ class TritonEngine(ReferenceEngine):
         addresses = self._targets
         if targets:
             addresses = addresses.update(targets)
-        # autograd does not see these writes; a graph with the old values must not be used
+        # autograd does not see these writes; the new version invalidates graphs with the old values
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
             _, first = source.runs[0]
@@ -373,7 +376,9 @@ class TritonEngine(ReferenceEngine):
         )
 
     def _rotate(self, codec: Codec, step: int) -> None:
-        """Computes the indices of a shared selection at `step`, unless they are there already."""
+        """Computes the indices of a shared selection at `step`, unless the table already holds
+        them.
+        """
         selection = codec.selection
         coder = self._coder(codec)
         phase = (0, 0, 0)
@@ -388,7 +393,7 @@ class TritonEngine(ReferenceEngine):
         coder.rotations.rotate(coder.coding, words, choices, share, change)
 
     def _coder(self, codec: Codec) -> Any:
-        """The launches for `codec`, whose rows are those of this engine."""
+        """The launches for `codec`, over the rows of this engine."""
         if codec not in self._coders:
             compiled = coding_of(codec)
             side = 1
@@ -401,7 +406,7 @@ class TritonEngine(ReferenceEngine):
                 first = self.codec.selection.first
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
             room = partial(launches.Rotations.room, selecting, self.device)
-            # shared by all buckets and owners of a step
+            # all buckets and owners of a step share it
             rotations = self._runtime.shared(("rotations", selecting), room)
             self._coders[codec] = launches.Coder(
                 compiled,

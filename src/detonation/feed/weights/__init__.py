@@ -1,1 +1,3 @@
-"""Weights of any training, as files that any number of readers follow: bases and differences."""
+"""Publishes the weights of any training as files (bases and differences) that any number of readers
+follow.
+"""

@@ -1,10 +1,11 @@
-"""Exact differences of weights: bit patterns are compared as integers, and changes compressed.
+"""Exact differences of weights: bit patterns are compared as integers, and the changes compressed.
 
-A pattern has 16 bits. A wider element has several patterns; an element of one byte has one, which
-is widened. A difference has the gaps between the changed positions and the deltas there, in planes
-of bytes that zlib compresses. The low bytes of gaps follow a geometric distribution, for which a
-Huffman code is close to the entropy. Almost all deltas are +1 or -1, one bit each. Planes that are
-almost all 0 compress as runs. So one format serves 0.01 % and 100 % of changed weights.
+A pattern has 16 bits. A wider element has several patterns; a one-byte element is widened to one
+pattern. A difference consists of the gaps between changed positions and the deltas at these
+positions, in byte planes that zlib compresses. The low bytes of gaps follow a geometric
+distribution, for which a Huffman code is close to the entropy. Almost all deltas are +1 or -1, one
+bit each. Planes that are almost all 0 compress to runs. So one format serves 0.01 % and 100 % of
+changed weights.
 """
 
 import zlib
@@ -17,14 +18,14 @@ from torch import Tensor
 from detonation.core.flat.tensors import octets
 
 CHUNK = 1 << 22
-"""Patterns that are compared at a time, a multiple of 4. Their differences fit into a cache."""
+"""Number of patterns compared at a time, a multiple of 4. Their differences fit into a cache."""
 MOST_PLANES = {"gaps": 5, "deltas": 2}
 """Largest number of bytes of a number of each kind."""
 
 
 def patterns_of(tensor: Tensor) -> Tensor:
-    """Bit patterns of `tensor`: a view if it is contiguous and has more than one byte per element,
-    else a copy.
+    """The bit patterns of `tensor`: a view if it is contiguous and has more than one byte per
+    element, else a copy.
 
     Shapes: any -> `[patterns]` int16.
 
@@ -39,8 +40,9 @@ def patterns_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
-    """Inverse of `patterns_of`, with the type and shape of `like`; a view of `patterns` if its
-    elements have more than one byte."""
+    """Inverse of `patterns_of`, with the dtype and shape of `like`; a view of `patterns` if
+    elements have more than one byte.
+    """
     # [patterns] int16 -> the shape of like
     bits = patterns
     if like.element_size() == 1:
@@ -49,7 +51,9 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Index of the first pattern of each tensor in their concatenation; under "" their number."""
+    """Index of each tensor's first pattern in the concatenation of all; the key "" has the
+    total.
+    """
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
 
@@ -87,8 +91,8 @@ def _changes_in(new: Tensor, old: Tensor, buffer: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
-    """Adds `deltas` to the patterns of `tensor` at `positions`, which must differ."""
-    # any, [changed] int64, [changed] int16
+    """Adds `deltas` to the patterns of `tensor` at `positions`, which must be distinct."""
+    # any shape, [changed] int64, [changed] int16
     patterns = patterns_of(tensor)
     patterns[positions.to(patterns.device)] += deltas.to(patterns.device)
     if patterns.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
@@ -96,7 +100,7 @@ def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
 
 
 def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
-    """Planes of a difference, by name; none if nothing changed.
+    """Byte planes of a difference, by name; empty if nothing changed.
 
     Shapes: `[changed]` int64 in rising order, `[changed]` int16 -> `[bytes]` uint8 each, on the
     host.
@@ -111,7 +115,7 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
         return {}
     gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
     wide = deltas.to(torch.int32)
-    zigzag = (wide << 1) ^ (wide >> 15)  # 1, 2, 3, 4 for -1, 1, -2, 2
+    zigzag = (wide << 1) ^ (wide >> 15)  # zigzag code: 1, 2, 3, 4 for -1, 1, -2, 2
     return {
         f"{name}.{number}": _compressed(plane)
         for name, numbers in (("gaps", gaps), ("deltas", zigzag))
@@ -123,7 +127,7 @@ def decode_difference(
     planes: Mapping[str, Tensor], count: int, patterns: int
 ) -> tuple[Tensor, Tensor]:
     """Positions and deltas of a difference with `count` changes among `patterns` patterns. The
-    planes need not be trusted.
+    planes may come from an untrusted source.
 
     Raises `ValueError` if the planes do not hold `count` positions below `patterns`.
 
@@ -132,14 +136,14 @@ def decode_difference(
     if not 0 <= count <= patterns:
         raise ValueError(f"a difference has {count} changes of {patterns} patterns")
     gaps, zigzag = (_numbers(planes, name, count) for name in ("gaps", "deltas"))
-    positions = (gaps + 1).cumsum(0) - 1  # may wrap around if a gap is too wide
+    positions = (gaps + 1).cumsum(0) - 1  # positions may wrap around if a gap is too wide
     if count and max(int(gaps.max()), int(positions[-1])) >= patterns:
         raise ValueError("a difference goes beyond the weights")
     return positions, ((zigzag >> 1) ^ -(zigzag & 1)).to(torch.int16)
 
 
 def _planes(numbers: Tensor) -> list[Tensor]:
-    """Bytes of non-negative numbers, lowest first, as many as the largest number needs."""
+    """The bytes of nonnegative numbers, lowest first, as many as the largest number needs."""
     count = max(1, -(-int(numbers.max()).bit_length() // 8))
     octets = numbers.view(torch.uint8).view(len(numbers), -1)
     planes = octets[:, :count].t().contiguous()
@@ -147,7 +151,7 @@ def _planes(numbers: Tensor) -> list[Tensor]:
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # runs and a Huffman code only: a search for repetitions takes 4 times as long and finds none
+    # runs and a Huffman code only: a search for repetitions needs 4 times as long and finds none
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8
@@ -166,7 +170,7 @@ def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
 
 
 def _expanded(plane: Tensor, count: int) -> Tensor:
-    """Decompresses a plane of `count` bytes; a larger one is refused before it uses memory."""
+    """Decompresses a plane of `count` bytes; refuses a larger one before allocating memory."""
     coder = zlib.decompressobj()
     try:
         content = coder.decompress(octets(plane), count + 1)

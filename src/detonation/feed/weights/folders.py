@@ -20,7 +20,7 @@ from detonation.whole_files import reading, write_whole
 class Folder(Protocol):
     """Files by name.
 
-    Readers must see a new file whole or not at all. All methods raise `OSError`.
+    Writes must be atomic for readers. All methods raise `OSError`.
     """
 
     def names(self) -> list[str]: ...
@@ -33,7 +33,7 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """A directory, also one that other machines mount."""
+    """A local directory, which may be mounted by other machines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +83,8 @@ class RemoteFolder:
         self._system, self._path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
 
     def names(self) -> list[str]:
-        with _os_errors(), contextlib.suppress(FileNotFoundError):  # before the first file
+        # the folder does not exist before the first file
+        with _os_errors(), contextlib.suppress(FileNotFoundError):
             return [
                 str(path).rpartition("/")[2]
                 for path in self._system.ls(self._path, detail=False, refresh=True)
@@ -108,7 +109,8 @@ class RemoteFolder:
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
     """Turns every error of a protocol's library into an `OSError`, after which training
-    continues."""
+    continues.
+    """
     try:
         yield
     except OSError:
@@ -129,7 +131,8 @@ def folder_at(target: "Path | str | Folder") -> Folder:
 BASE = "base"
 DIFFERENCE = "difference"
 END = "end"
-"""Kinds of files: all weights at a step; the change from the step before; the end of training."""
+"""Kinds of files: all weights at a step; the change since the previous step; the end of training.
+"""
 _NAME = re.compile(r"(\d{6})-(\d{12})-([0-9a-f]{16})\.(base|difference|end)\.safetensors")
 
 
@@ -152,13 +155,13 @@ class WeightFile:
 
     @classmethod
     def known(cls, names: Iterable[str]) -> list[Self]:
-        """Files among `names`, sorted. Other names are ignored."""
+        """The weight files among `names`, sorted. Other names are ignored."""
         found = filter(None, map(_NAME.fullmatch, names))
         return sorted(cls(int(m[1]), int(m[2]), m[4], m[3]) for m in found)
 
 
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads back the arguments of `shard_content`; the tensors are views of `content`.
+    """Inverse of `shard_content`; the tensors are views of `content`.
 
     Raises `CorruptCheckpoint` if the content does not match the checksum in the name, or is no such
     file.
@@ -187,7 +190,7 @@ def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], 
 
 def _part(content: bytearray, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> Tensor:
     count = torch.Size(shape).numel()
-    if start % dtype.itemsize:  # the length of the header is no multiple of 8
+    if start % dtype.itemsize:  # misaligned if the header's length is not a multiple of 8
         return torch.frombuffer(content[start : start + count * dtype.itemsize], dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=start)
 

@@ -1,4 +1,4 @@
-"""Weight feed: any training loop calls it after a step, so that readers get its exact weights."""
+"""Weight feed: any training loop calls it after a step, and readers get the exact weights."""
 
 import logging
 import secrets
@@ -38,8 +38,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     """Publishes the weights of a model as files: bases, and exact differences between them. See
     `Feed.of_weights`.
 
-    step: the last published one; -1 before. bytes_written: in all files. trouble: the reason, in
-    words, why the last call did not write a file; "" if it wrote all.
+    step: the last published step; -1 if none. bytes_written: in all files. trouble: why the last
+    call did not write a file; "" if it wrote all files.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
                 self._folder.make()
             self._run = max((file.run for file in _begun(self._folder.names())), default=0)
         self._like: dict[str, Tensor] = {}
-        self._held: dict[str, Tensor] = {}  # the patterns that readers have
-        self._state = ""  # the checksum of the last difference, or a random name of the first base
+        self._held: dict[str, Tensor] = {}  # the bit patterns that readers have
+        # the checksum of the last difference, or the random name of the first base
+        self._state = ""
         self._since = self._since_bytes = self._base_bytes = 0
         self.step = -1
         self.bytes_written = 0
@@ -78,9 +79,9 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         """Writes the changes since the last call, after `step` steps; returns the bytes written.
 
         Each rank of a sharded model calls it, because the shards are gathered. If writing fails,
-        as on a full disk, training continues: this logs a warning, sets `trouble` and returns 0,
-        and the next call publishes the changes of both. A `step` that is not above the last one
-        means that training went back, so that readers get a base.
+        for example on a full disk, training continues: this call logs a warning, sets `trouble` and
+        returns 0, and the next call publishes all changes. If `step` is not above the last one,
+        training went back, and readers get a base.
 
         Raises `ValueError` if `step` is negative, or if safetensors lacks the type of a tensor,
         such as complex128.
@@ -106,7 +107,9 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return self.bytes_written - before
 
     def close(self, ended: bool = True) -> None:
-        """Publishes that training has ended, if `ended`. There is nothing else to close."""
+        """Announces to readers that training has ended, if `ended`. There is nothing else to
+        close.
+        """
         if ended and self._folder is not None and self.step >= 0:
             try:
                 self._write(self._folder, self._run, END, self.step, {}, {})
@@ -118,8 +121,9 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self.close(ended=error is None)
 
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Types and shapes of the published tensors, without memory, in the order of a file: wide
-        types are first."""
+        """Dtypes and shapes of the published tensors (on the meta device), in file order: wide
+        dtypes first.
+        """
         kinds = {}
         for name, tensor in tensors.items():
             kinds[name] = tensor.dtype
@@ -135,14 +139,14 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _begin(
         self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder
     ) -> None:
-        """Begins a run with a base. If that fails, the next call tries again."""
+        """Starts a run with a base. If that fails, the next call tries again."""
         self._like = {}
         self._held = {}
         held = {
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
         }
-        # another process may begin the same run now: readers refuse its differences by this name
+        # another process may start the same run now: readers refuse its differences by this name
         state = secrets.token_hex(8)
         base = {name: tensor_of(held[name], like[name]) for name in like}
         self._write_base(folder, self._run + 1, step, state, base)
@@ -164,7 +168,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         file, size = self._write(
             folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about
         )
-        # only after the write has succeeded: otherwise the next difference includes these changes
+        # only after the write succeeded: else the next difference includes these changes
         for name, (changed, moved) in found.items():
             move(self._held[name], changed, moved)
         self.step = step
@@ -204,8 +208,9 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return file, size
 
     def _remove_old(self, folder: Folder, run: int) -> None:
-        """Removes the files before the second newest base of this run. A reader of the older base
-        so has time to finish."""
+        """Removes the files before the second newest base of this run. So a reader of the older
+        base has time to finish.
+        """
         try:
             names = folder.names()
             files = WeightFile.known(names)
@@ -220,7 +225,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
 
 def _begun(names: Iterable[str]) -> list[WeightFile]:
-    """Files among `names`, including those that a killed trainer wrote in part."""
+    """The files among `names`, including incomplete ones of a killed trainer."""
     return WeightFile.known(name.removesuffix(".part") for name in names)
 
 
@@ -229,9 +234,9 @@ def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` as `dtype`, whole. Collective if it is sharded.
+    """The whole `tensor`, converted to `dtype`. Collective if it is sharded.
 
-    Shards are rounded before they are gathered.
+    Shards are converted before they are gathered.
     """
     cast = tensor.detach().to(dtype)
     if isinstance(cast, DTensor):

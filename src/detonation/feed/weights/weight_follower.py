@@ -26,17 +26,17 @@ from detonation.feed.weights.differences import (
 from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, WeightFile, read_content
 
 POLL_S = 0.1
-"""Seconds between two looks at a folder."""
+"""Seconds between two polls of a folder."""
 
 
 @dataclass(frozen=True)
 class WeightPatch:
     """New values of one tensor, with the fields of vLLM's `CheckpointWeightPatch`.
 
-    Three of the fields are those of its `SparseWeightPatch`.
+    Three of these are also fields of its `SparseWeightPatch`.
 
-    name: in the model. indices: `[changed]` int64 in rising order, into the flattened tensor.
-    values: `[changed]`.
+    name: the tensor's name in the model. indices: `[changed]` int64 in rising order, into the
+    flattened tensor. values: `[changed]`.
     """
 
     name: str
@@ -49,12 +49,11 @@ class WeightPatch:
 class WeightFollower(AbstractContextManager["WeightFollower"]):
     """Keeps the weights of a training in a model of this process, from the files of a `WeightFeed`.
 
-    `follow` makes it. Only `update` and `patches` change the model, and only after they have
-    checked a whole file.
+    Made by `follow`. Only `update` and `patches` change the model, and only after checking a
+    complete file.
 
-    model: as it was given to `follow`. step: of the training; -1 before the first base. joins: the
-    number of bases that were loaded. trouble: in words, why a file could not be used; "" if all
-    could.
+    model: the argument of `follow`. step: the step of training; -1 before the first base. joins:
+    number of bases loaded. trouble: why a file could not be used; "" if all could.
     """
 
     def __init__(self, model: nn.Module, folder: Folder) -> None:
@@ -76,13 +75,13 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
     @property
     def behind(self) -> int:
-        """Number of published steps that `update` would take one by one."""
+        """Number of published steps that `update` would apply one by one."""
         here = [each for each in self._files() if each.run == self._run and each.kind == DIFFERENCE]
         return sum(each.step > self.step for each in here)
 
     @property
     def ended(self) -> bool:
-        """True if training has ended and the model has its last weights."""
+        """True if training has ended and the model has its final weights."""
         return self._is_end(self._files())
 
     @property
@@ -91,10 +90,10 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         return hashlib.sha256(bytes.fromhex(digest(self.model.parameters()))).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
-        """Takes the published steps; returns `step`. The arguments are those of `Follower.update`.
+        """Applies the published steps; returns `step`. See `Follower.update` for the arguments.
 
         If training went back to an earlier step, so does the model. If a file is missing or
-        damaged, the model keeps its weights until the next base, and `trouble` says why.
+        damaged, the model keeps its weights until the next base, and `trouble` gives the reason.
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.
@@ -126,11 +125,11 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             raise LostFeed(f"training has ended after {self.step} steps, before {to}")
 
     def patches(self, to: int | None = None, wait_s: float | None = None) -> list[WeightPatch]:
-        """Takes steps like `update`; returns their changes, for a server with its own weights.
+        """Applies steps like `update`; returns their changes, for a server with its own weights.
 
-        After a base, the patches contain all values that differ from those that the model had. A
-        server that began with the weights of `model` has the same weights after each call, unless
-        a call raised an error, or `update` was called between.
+        After a base, the patches contain all values that differ from the model's previous ones. A
+        server that started with the weights of `model` has the same weights after each call, unless
+        a call raised an error or `update` was called in between.
 
         Example:
             >>> import tempfile
@@ -160,21 +159,21 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         ]
 
     def close(self) -> None:
-        """Ends following. The model keeps its weights, and there is nothing to release."""
+        """Stops following. The model keeps its weights, and there is nothing to release."""
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _files(self) -> list[WeightFile]:
-        """Lists the files of the feed; none while the folder cannot be read."""
+        """The files of the feed; empty while the folder cannot be read."""
         try:
             return WeightFile.known(self._folder.names())
-        except OSError as error:  # a mount that is gone for a while
+        except OSError as error:  # a mounted folder may be gone for a while
             self.trouble = f"the folder cannot be read: {error}"
             return []
 
     def _is_end(self, files: Sequence[WeightFile]) -> bool:
-        """True if `files` ends with the step that the model is at."""
+        """True if `files` end at the step of the model."""
         at = (self._run, self.step)
         return (
             any(each.kind == END and (each.run, each.step) == at for each in files)
@@ -182,7 +181,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         )
 
     def _advance(self, files: Sequence[WeightFile], to: int | None) -> bool:
-        """Takes the steps of `files` up to `to`; returns whether `step` or the run changed."""
+        """Applies the steps of `files` up to `to`; returns True if `step` or the run changed."""
         before = self._run, self.step
         usable = [file for file in files if to is None or file.step <= to]
         run = max([self._run, *(file.run for file in usable if file.kind == BASE)])
@@ -197,7 +196,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         return (self._run, self.step) != before
 
     def _later(self, files: Sequence[WeightFile], run: int) -> list[WeightFile]:
-        """Files of `run` that are later than the model; all if the model is of another run."""
+        """Files of `run` that are newer than the model; all of them if the model belongs to another
+        run.
+        """
         found = [each for each in files if each.run == run]
         if run != self._run:
             return found
@@ -205,7 +206,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
     @torch.no_grad()
     def _take(self, file: WeightFile) -> bool:
-        """Sets the weights to the step of `file`; false if the file cannot be used."""
+        """Sets the weights to the step of `file`; returns False if the file cannot be used."""
         if file in self._damaged:
             return False
         try:
@@ -221,7 +222,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             self._damaged.add(file)
             self.trouble = str(error)
             return False
-        except OSError as error:  # the feed removed it, because this reader is too far behind
+        except OSError as error:  # the feed removed the file, because this reader is too far behind
             self.trouble = f"{file.name} cannot be read: {error}"
             return False
         return True
@@ -229,7 +230,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def _take_base(
         self, file: WeightFile, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Loads a base. Raises `ValueError` if it is of another model."""
+        """Loads a base. Raises `ValueError` if it belongs to another model."""
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
             raise ValueError(
@@ -243,7 +244,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
                     f" {own.dtype} {tuple(own.shape)}"
                 )
-        self._run = self.step = -1  # an interruption from here on makes the next base necessary
+        # if interrupted from here on, only the next base restores the weights
+        self._run = self.step = -1
         for name, new in tensors.items():
             own = self._tensors[name]
             if self._touched is not None:

@@ -1,27 +1,31 @@
-"""Rows inside a kernel: where they are in tensors and in dealt messages, and which coefficients of
-them are sent."""
+"""Addresses of rows inside a kernel: in tensors, in messages to owners, and the selected
+coefficients of rows.
+"""
 
 import triton
 import triton.language as tl
 
 FP32, BF16, FP16 = 1, 2, 4
-"""Types of tensors, as bits of a set of types."""
+"""Dtypes of tensors, as bits of a bit set."""
 
 
 @triton.jit
 def wide(number):
-    """A number as int64, `[1]`: products of it do not overflow, and the interpreter's loops count
-    in plain integers."""
+    """A number as int64 `[1]`: its products do not overflow, and the interpreter's loops count in
+    plain integers.
+    """
     return tl.zeros([1], dtype=tl.int64) + number
 
 
 @triton.jit
 def bf16_bits(numbers):
-    """The bits of fp32 numbers as bf16, rounded to nearest, ties to even: integers round alike
-    everywhere."""
+    """The bits of fp32 numbers as bf16, rounded to nearest, ties to even, in integers that round
+    alike on all devices.
+    """
     bits = numbers.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return tl.where(numbers == numbers, rounded, 0x7FC0)  # a NaN would overflow to a zero
+    # integer rounding would overflow a NaN to zero
+    return tl.where(numbers == numbers, rounded, 0x7FC0)
 
 
 @triton.jit
@@ -32,7 +36,7 @@ def as_bf16(numbers):
 
 @triton.jit
 def status_of(status, statuses, STATUSES: tl.constexpr):
-    """The smallest of `[statuses]` int64 that is not 0, or 0."""
+    """The smallest nonzero number of `[statuses]` int64; 0 if there is none."""
     item = tl.arange(0, STATUSES)
     found = tl.load(status + item, mask=item < statuses, other=0)
     least = tl.min(tl.where(found > 0, found, 1 << 62), axis=0)
@@ -41,8 +45,9 @@ def status_of(status, statuses, STATUSES: tl.constexpr):
 
 @triton.jit
 def searched(starts, rows, slots, SEARCH: tl.constexpr):
-    """The last slot that begins at or before each row; slots of no rows precede the one they share
-    a start with."""
+    """The last slot that begins at or before each row; an empty slot precedes the slot with the
+    same start.
+    """
     low = tl.zeros_like(rows).to(tl.int32)
     high = low + slots
     for _ in tl.static_range(SEARCH):
@@ -55,8 +60,9 @@ def searched(starts, rows, slots, SEARCH: tl.constexpr):
 
 @triton.jit
 def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """The slot of row `first`, and whether it has all coordinates of all rows up to `last`, fewer
-    than 2**31."""
+    """The slot of row `first`, and whether it contains all coordinates of all rows up to `last`,
+    fewer than 2**31.
+    """
     slot = searched(starts, first, slots, SEARCH)
     left = tl.load(numels + slot) - (first - tl.load(starts + slot)) * CHUNK
     return slot, tl.minimum(left, 1 << 31) >= (last + 1 - first) * CHUNK
@@ -67,12 +73,10 @@ def rows_of_tile(
     starts, numels, slots, slot, first, last, row, present, column,
     CHUNK: tl.constexpr, SEARCH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `first` up to `last`, of which `slot` mostly holds all: their numbers, their slots,
-    where they begin in the flattened tensors of these, whether they exist, and which coordinates
-    do.
+    """Rows `first` to `last`, most of them in `slot`: their numbers, their slots, their offsets in
+    the flattened tensors, a mask of existing rows, and a mask of existing coordinates.
 
-    WHOLE: All are as `slot_of` says: then nothing is read for each of them, and masks are
-    constants.
+    WHOLE: `slot` contains all of them; then nothing is read per row, and masks are constants.
 
     Shapes: row, present `[rows]` -> row `[rows]`, slot `[1]` or `[rows]`, twice `[rows]`, and
     `[rows, columns]` bool.
@@ -94,8 +98,9 @@ def rows_of_tile(
 
 @triton.jit
 def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.constexpr):
-    """The numbers of some rows, from `begin` on in the tensors of `table`, as fp32; 0 outside, and
-    of absent ones."""
+    """Loads the numbers of rows, from offset `begin` in the tensors of `table`, as fp32; 0 for
+    masked coordinates and absent tensors.
+    """
     address = tl.load(table + slot)
     kind = tl.load(table + slots + slot)
     there = inside & (address != 0)[:, None]
@@ -113,7 +118,7 @@ def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.conste
 
 @triton.jit
 def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS: tl.constexpr):
-    """Writes fp32 numbers to some rows of the tensors of `table`, in the type of each."""
+    """Stores fp32 numbers to rows of the tensors of `table`, in the dtype of each tensor."""
     address = tl.load(table + slot)
     kind = tl.load(table + slots + slot)
     there = inside & (address != 0)[:, None]
@@ -129,7 +134,9 @@ def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS:
 
 @triton.jit
 def rounded_as(numbers, kind, KINDS: tl.constexpr):
-    """`numbers` rounded to the type of each row and back, as torch rounds after every operation."""
+    """`numbers` rounded to the dtype of each row and back, as torch rounds after every
+    operation.
+    """
     found = numbers
     if KINDS & 2:
         found = tl.where(kind == 2, as_bf16(numbers), found)
@@ -140,11 +147,11 @@ def rounded_as(numbers, kind, KINDS: tl.constexpr):
 
 @triton.jit
 def dealt_row(message, begin, item, messages, turns, run, owned):
-    """The row of the flat that is row `begin + item` of message number `message`: see
+    """The row of the flat that is row `begin + item` of message number `message`; see
     `RowOwners.deal`.
 
-    item: int32, so that what is divided for each row has 32 bits. turns: The rows of each message
-    that are dealt in turns of `run` rows; the remainder is split into equal parts.
+    item: int32, so that per-row divisions have 32 bits. turns: the rows of each message that are
+    assigned round robin in runs of `run` rows; the remainder is split into equal parts.
     """
     row = wide(begin + item)
     if messages > 1:
@@ -157,11 +164,12 @@ def dealt_row(message, begin, item, messages, turns, run, owned):
 
 @triton.jit
 def message_of_row(begin, item, messages, turns, run, owned):
-    """The message that row `begin + item` of the flat was dealt to, and its row there; the inverse
-    of `dealt_row`."""
+    """The message that contains row `begin + item` of the flat, and the row's number in it; the
+    inverse of `dealt_row`.
+    """
     of_turn = (begin % run).to(tl.int32) + item
     turn = (begin // run % messages).to(tl.int32) + of_turn // run
-    rest = begin + item - wide(turns) * messages  # below `messages * run` where it counts
+    rest = begin + item - wide(turns) * messages  # below `messages * run` for rows that use it
     left = tl.maximum(wide(owned) - turns, 1).to(tl.int32)
     message = tl.where(rest < 0, turn % messages, rest.to(tl.int32) // left)
     in_turns = (begin // run // messages + turn // messages) * run + of_turn % run
@@ -170,18 +178,19 @@ def message_of_row(begin, item, messages, turns, run, owned):
 
 @triton.jit
 def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """The `K` largest magnitudes of each row, by their bits; of equal ones those with the smallest
-    indices."""
-    # size [rows, COLUMNS] int32, below 0 at the padding -> [rows, COLUMNS] int32, 1 where chosen
+    """Selects the `K` largest magnitudes of each row by their bits; ties go to the smallest
+    index.
+    """
+    # size [rows, COLUMNS] int32, negative in padding -> [rows, COLUMNS] int32, 1 if selected
     chosen = tl.zeros_like(size)
-    if K <= 8:  # one after the other
+    if K <= 8:  # selects one maximum after the other
         for _ in range(K):
             best = tl.max(size, axis=1)[:, None]
             first = tl.min(tl.where(size == best, column[None, :], COLUMNS), axis=1)[:, None]
             hit = column[None, :] == first
             chosen = tl.where(hit, 1, chosen)
             size = tl.where(hit, -2, size)
-    else:  # the bits of the smallest magnitude that is chosen, from the highest down
+    else:  # find the bits of the smallest selected magnitude, highest bit first
         edge = tl.zeros_like(tl.max(size, axis=1))
         for bit in range(31):
             higher = edge | (1 << (30 - bit))
@@ -196,8 +205,7 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def mixed(word):
-    """One output of splitmix64 (Steele, Lea & Flood, 2014): `selection._random_words` does the
-    same."""
+    """One output of splitmix64 (Steele, Lea & Flood, 2014), equal to `selection._random_words`."""
     word = (
         word ^ ((word >> 30) & 0x3FFFFFFFF)
     ) * -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
@@ -207,13 +215,13 @@ def mixed(word):
 
 @triton.jit
 def random_word(start, index):
-    """Word number `index` of those that follow from `start`."""
+    """Random word number `index` of the sequence that begins at `start`."""
     return mixed((index + 1).to(tl.int64) * -7046029254386353131 + start)  # 0x9E3779B97F4A7C15
 
 
 @triton.jit
 def permutation_of_row(start, row):
-    """The number, below 64, of the permutation of a row of the flat in this cycle."""
+    """The number, below 64, of the permutation of a row of the flat in the current cycle."""
     word = random_word(start, row // 8)
     return (word >> (row % 8 * 8)) & 63
 
@@ -223,11 +231,12 @@ def places_of_row(
     table, turn, first_row, row, rows, column,
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
 ):  # fmt: skip
-    """The place of each coefficient of some rows among those that all replicas send, -1 for one
-    that is not sent.
+    """The position of each coefficient of the given rows among the shared selected ones; -1 if it
+    is not selected.
 
-    table, turn: The output of `rotation_kernel`. first_row: The number of row 0 among those of the
-    whole flat. rows: Of the flat; later ones are padding, of which the first coefficients are sent.
+    table, turn: the output of `rotation_kernel`. first_row: the number of row 0 in the whole flat.
+    rows: number of rows in the flat; later rows are padding, of which the first coefficients are
+    sent.
     """
     permutation = tl.zeros_like(row)
     if SELECTION == "random":
@@ -243,20 +252,18 @@ def rotation_kernel(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
     KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Writes for each coordinate of a row its place among those sent at this step, or -1; `EACH`
-    permutations each.
+    """Writes the position of each coordinate of a row among those sent at this step, or -1, for
+    `EACH` permutations per program.
 
-    share, deal: See `selection.Rotation.phase`. Permutation n takes the place of number n ^ deal.
-    Shapes: table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for
-    `permutation_of_row`.
+    share, deal: see `selection.Rotation.phase`. Permutation n is stored as number n ^ deal. Shapes:
+    table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for `permutation_of_row`.
     """
     which = tl.program_id(0) * EACH + tl.arange(0, EACH)
     column = tl.arange(0, COLUMNS)
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-        # the rank of a word among those of its permutation: low bits are the index, no two are
-        # equal
+        # the rank of a word in its permutation; its low bits are the index, so no two are equal
     ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)
@@ -282,5 +289,5 @@ def rotation_kernel(
 
 @triton.jit
 def word_of(words, first, index, BITS: tl.constexpr):
-    """The random word of an index, which its lowest bits are."""
+    """The random word of an index, with the index in its lowest bits."""
     return ((random_word(words, first + index) >> BITS) << BITS) + index

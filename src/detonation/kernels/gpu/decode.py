@@ -1,4 +1,4 @@
-"""Decode: the messages of all replicas become an update, in one pass over the rows."""
+"""Decode: turns the messages of all replicas into an update in one pass over the rows."""
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ def coefficients_of(
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients of some rows of a message, zeros where none was sent.
+    """The coefficients of rows of a message, with zeros for coefficients that were not sent.
 
     Args:
         values, statistics, indices: Where they begin, for each row.
@@ -74,7 +74,7 @@ def aggregated(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
     AGGREGATION: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients of some rows, aggregated over `replicas` messages in replica order.
+    """The coefficients of rows, aggregated over `replicas` messages in replica order.
 
     Args:
         weights: `[replicas]` fp32, for the `AGGREGATION` "weighted".
@@ -113,8 +113,8 @@ def sum_of_vectors(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of the mean of messages: basis vectors times coefficients times `share`, one
-    fused multiply-add after the other, in the order of replicas and of their coefficients.
+    """The inverse transform of the mean of messages: a chain of fused multiply-adds of basis
+    vectors, coefficients and `share`, in the order of replicas and of their coefficients.
 
     Args:
         vectors: `[COLUMNS, COLUMNS]` fp32.
@@ -145,8 +145,8 @@ def sum_of_vectors(
 
 @triton.jit
 def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
-    """The address of the run of a sum that each row lies in, and its number there."""
-    # row [rows] int64 -> twice the same
+    """The address of the run of a sum that contains each row, and the row's number in that run."""
+    # row [rows] int64 -> two tensors of that shape
     address, local = tl.zeros_like(row) + wide(address0), row
     addresses, begins = (address0, address1, address2, address3), (0, row1, row2, row3)
     for run in tl.static_range(1, RUNS):
@@ -166,8 +166,8 @@ def decode_kernel(
     KINDS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
     SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Decodes and aggregates the messages of `replicas`, in replica order, and does with the update
-    what `INTO` says.
+    """Decodes and aggregates the messages of `replicas` in replica order, and uses the update as
+    `INTO` says.
 
     Args:
         message: The first byte of the values of the first message; `stride` bytes further those of
@@ -262,8 +262,8 @@ def weigh_kernel(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
     PARTS: tl.constexpr, REPLICAS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the weights of `aggregate.ClippedMean`; `programs` read a message, and the last of all
-    weighs.
+    """Writes the weights of `aggregate.ClippedMean`; `programs` programs read each message, and the
+    last of all computes the weights.
 
     Args:
         numbers: The values of each message, whose squares are added in the order of
@@ -292,7 +292,7 @@ def weigh_kernel(
         rank = ranks_of(size, number)
         heard = tl.sum((norms > 0).to(tl.int32), axis=0)
         middle = tl.min(tl.where(rank == tl.maximum(heard - 1, 0) // 2, size, float("inf")), axis=0)
-        louder = norms > middle  # a message without values is not
+        louder = norms > middle  # a message without values does not count for the median
         weight = tl.where(
             louder, tl.div_rn(tl.zeros_like(norms) + middle, tl.where(louder, norms, 1.0)), 1.0
         )

@@ -1,5 +1,6 @@
-"""Encode: a signal enters the memory, and the selected coefficients become a message, in one pass
-over the rows."""
+"""Encode: adds a signal to the memory and writes the selected coefficients as a message, in one
+pass over the rows.
+"""
 
 import triton
 import triton.language as tl
@@ -33,11 +34,11 @@ def rows_of_message(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
     SEARCH: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The rows from row `part` of a unit on: which of them the message has, what `rows_of_tile`
-    says of them, and the places of the coefficients that all replicas send.
+    """The rows from row `part` of a unit: which of them are in the message, the results of
+    `rows_of_tile`, and the positions of shared selected coefficients.
 
-    reach: The message, its row where the unit begins, the first and last row of the flat, and the
-    slot of the first. flat, dealing, shared: The arguments of `encode_kernel` from `starts`,
+    reach: the message, its row at which the unit begins, the first and last row of the flat, and
+    the slot of the first. flat, dealing, shared: the arguments of `encode_kernel` from `starts`,
     `count` and `table` on.
     """
     which, begin, first, last, slot = reach
@@ -86,11 +87,11 @@ def encode_kernel(
     MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, STATUSES: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Encodes units of `UNIT` rows, so that no two programs write a byte or a block of the
-    precision.
+    """Encodes units of `UNIT` rows, so that no two programs write the same byte or the same block
+    of the precision.
 
-    A program that works on values of a whole block keeps them in its own part of `scratch`, which
-    stays in a cache.
+    A program that works on values of a whole block keeps them in its part of `scratch`, which fits
+    into a cache.
 
     Args:
         residual: `[rows, CHUNK]` fp32, decayed and added to; without `MEMORY` the signal takes its
@@ -113,7 +114,7 @@ def encode_kernel(
         RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from
             the message, as every receiver does; "" where it stays.
     """
-    # the sent part is a few basis vectors, but for a coefficient that was rounded on the way alone
+    # the sent part is a sum of few basis vectors, unless each coefficient was rounded separately
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
                             and (PRECISION != "bf16" or RELEASE == "rounded"))  # fmt: skip
     EACH: tl.constexpr = CHUNK if BITMAP else K
@@ -210,7 +211,7 @@ def encode_kernel(
                     if RELEASE == "exact" or RELEASE == "rounded":
                         value = as_bf16(value) if RELEASE == "rounded" else value
                         if SPARSE:
-                            # other threads of this program wrote what is read now
+                            # wait for the values that other threads of this program wrote
                             tl.debug_barrier()
                             octets = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (
                                 4 * K
@@ -229,7 +230,7 @@ def encode_kernel(
                             sent = product_of(sent, inverse, COLUMNS) if BASIS == "dct" else sent
                         signal -= sent * alpha
                     tl.store(place, signal, mask=inside)
-        tl.debug_barrier()  # other threads of this program wrote the numbers that are read now
+        tl.debug_barrier()  # wait for the numbers that other threads of this program wrote
         if WIDTH > 0:
             indices_out = values_out + indices_at + begin * EACH * WIDTH // 8
             store_packed(indices_out, numbers, here * EACH, UNIT * EACH, WIDTH, BYTES)
@@ -264,7 +265,7 @@ def encode_kernel(
                     packed.to(tl.uint8),
                     mask=used,
                 )
-        # all have read them: the next unit may overwrite them; and the message is written
+        # wait for all threads before the next unit overwrites the numbers
         tl.debug_barrier()
         if RELEASE == "read":
             for WHOLE in tl.static_range(2):

@@ -1,5 +1,6 @@
-"""Inspection: messages sealed before they leave, and inspected where they arrive, in a few launches
-for all of them."""
+"""Inspection: seals messages before they are sent and inspects received ones, in a few launches for
+all of them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +35,11 @@ PARTS = 128
 if INTERPRETED:
     PARTS = 2
 NORM_LANES = 4096
-"""Lanes of the squares of a norm that weighs a message, as in `scatter_sum.SumOfSquares`."""
+"""Number of squares added in parallel for the norm that weighs a message, as in
+`scatter_sum.SumOfSquares`.
+"""
 NORM_PARTS = 128
-"""Parts of these squares."""
+"""Number of parts of these squares."""
 OCTETS = 4096
 """Number of values that a program inspects at once."""
 SCANNED_ROW = 1024
@@ -44,13 +47,14 @@ SCANNED_ROW = 1024
 SCANNING = 512
 """Largest number of programs that scan one row after the other."""
 RUNS = 4
-"""Largest number of runs of rows of a message."""
+"""Largest number of runs of rows in a message."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The constants of `guard.decide_usable`: what a norm may be, and how the usual norm is
-    remembered."""
+    """The constants of `guard.decide_usable`: limits of a norm, and how the typical norm is
+    averaged.
+    """
 
     limit: float
     louder: float
@@ -59,10 +63,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class RowRun:
-    """Some rows of several messages, which begin at any address.
+    """A range of rows of several messages, which begin at any address.
 
-    octets: `[messages, bytes]` uint8, of each `room` bytes and then its values, statistics and
-    indices, of which `lengths` are the bytes.
+    octets: `[messages, bytes]` uint8; each message has `room` bytes, then its values, statistics
+    and indices, whose sizes in bytes are `lengths`.
     """
 
     octets: Tensor
@@ -72,7 +76,7 @@ class RowRun:
 
 
 class Inspector:
-    """Seals and inspects `count` messages at a time, in memory that it keeps."""
+    """Seals and inspects `count` messages at a time, in memory that it allocates once."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
@@ -87,7 +91,7 @@ class Inspector:
         )
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
-        # zeros again after each launch
+        # each launch resets these to zeros
         self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self._runs: dict[tuple[int, ...], Tensor] = {}
 
@@ -95,8 +99,8 @@ class Inspector:
         self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int,
         origin: int, status: Tensor, received: int,
     ) -> None:  # fmt: skip
-        """Writes the header of each message before the one of its runs that has room for it; rows
-        rise with runs.
+        """Writes the header of each message in front of its first run, which has room for it; the
+        rows of runs rise.
 
         Shapes: status `[n]` int64, see `status_of`.
         """
@@ -113,8 +117,8 @@ class Inspector:
         identity: int, schema: int, step: int, place: int, parameters: int, usual: Tensor,
         signals: bool, limits: Limits,
     ) -> Tensor:  # fmt: skip
-        """Joins messages, decides which of them are refused, replaces these by zeros, and returns
-        the table of `decide_usable`.
+        """Joins messages, refuses invalid ones, replaces these by zeros, and returns the table of
+        `decide_usable`.
 
         Args:
             runs: As in `seal`.
@@ -146,7 +150,7 @@ class Inspector:
 
     def weigh(self, message: Tensor, places: Places, coding: Coding, weights: Tensor) -> None:
         """Writes the weights of `aggregate.ClippedMean`."""
-        # message [count, nbytes] uint8, from the first value on; weights [count] fp32
+        # message [count, nbytes] uint8 from the first value on; weights [count] fp32
         launch(
             weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
             places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
@@ -156,7 +160,7 @@ class Inspector:
         )  # fmt: skip
 
     def _lines(self, runs: Sequence[RowRun]) -> tuple[Tensor, int]:
-        """The positions of the parts of runs in the whole message, as `read_message` reads them,
+        """The positions of the parts of runs in the whole message, as `read_message` needs them,
         and the number of lines of the message.
 
         Shapes: -> `[runs, 16]` int64.
@@ -184,23 +188,23 @@ class Inspector:
 
 
 def _addresses(runs: Sequence[RowRun]) -> list[int]:
-    """Where each of `RUNS` runs begins, and how far its messages are apart."""
+    """The address of each of `RUNS` runs, and the distance between its messages."""
     assert len(runs) <= RUNS
     given = [*runs, *[runs[0]] * (RUNS - len(runs))]
     return [number for run in given for number in (run.octets.data_ptr(), run.octets.stride(0))]
 
 
 class SumInspector:
-    """Seals the sums of an all-reduce, and inspects them, in memory that it keeps."""
+    """Seals and inspects the sums of an all-reduce, in memory that it allocates once."""
 
     def __init__(self, device: torch.device) -> None:
         self._faults = torch.empty(SCANNING, dtype=torch.int32, device=device)
-        # zero again after every launch
+        # each launch resets it to zero
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, added: int) -> None:
-        """Writes a status, and a number `added` to it, as `each` digits from `first` on; else
-        zeros.
+        """Writes a status, and a number `added` to it, as `each` digits starting at `first`; zeros
+        elsewhere.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """
@@ -210,8 +214,8 @@ class SumInspector:
         )  # fmt: skip
 
     def inspect(self, runs: Sequence[Tensor], digits: Tensor, report: Tensor) -> None:
-        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite, and then
-        the digits.
+        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite,
+        followed by the digits (see `seal`).
 
         Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]`
         fp32.
@@ -234,10 +238,10 @@ class SumInspector:
 
 
 class Scanner:
-    """Looks for values that are not finite in tensors of the same sizes, step after step.
+    """Looks for nonfinite values in tensors of fixed sizes, step after step.
 
-    numbers: Of the tensors, rising. addresses: The table of the tensors, for an encoder that reads
-    it, too.
+    numbers: the rising numbers of the tensors. addresses: the table of the tensors, which an
+    encoder may read, too.
     """
 
     def __init__(
@@ -264,8 +268,8 @@ class Scanner:
     def scan(
         self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None
     ) -> Tensor:
-        """Returns a status: its smallest number other than 0 is 1 + the number of the first signal
-        with a value that is not finite or above `limit`. All are 0 without such a signal.
+        """Returns a status: its smallest nonzero number is 1 + the number of the first signal with
+        a nonfinite value or one above `limit`. The status is all zeros if no signal is bad.
 
         Args:
             found: Memory for the status, with zeros; by default memory of the scanner.
@@ -275,7 +279,7 @@ class Scanner:
         slots = self._slots
         if found is None:
             found = self._found
-        read: list[Tensor | None] = []  # copies live until the kernel is launched
+        read: list[Tensor | None] = []  # keeps copies alive until the launch
         for signal in signals:
             if signal is not None:
                 if signal.dtype not in KIND_OF:

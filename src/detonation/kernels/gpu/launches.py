@@ -1,6 +1,6 @@
 """Launches: the host's side of the Triton kernels.
 
-Nothing here reads from a device, or waits for it.
+No function here reads from a device or waits for it.
 """
 
 import math
@@ -19,21 +19,23 @@ from detonation.kernels.gpu.inspection import RUNS, is_aligned, power
 from detonation.kernels.gpu.launching import INTERPRETED, Addresses, Coding, Places, Slots, launch
 
 PROGRAMS = 1024
-"""Largest number of programs of a launch whose programs process one part after the other."""
+"""Largest number of programs of a launch in which each program processes several parts."""
 TILE = 1024
 """Approximate number of coordinates in a program's registers: more would spill. The interpreter
-needs as much time for few as for many."""
+needs the same time for few coordinates as for many.
+"""
 if INTERPRETED:
     TILE = 65536
 WORKED_ON = 2**24
-"""Largest number of values that programs process at once beyond their registers: 64 MiB, about the
-size of a cache."""
+"""Largest number of values that programs process at once outside of registers: 64 MiB, about the
+size of a cache.
+"""
 PERMUTATIONS = 64
 """Number of permutations of a random selection, as in `selection.Random`."""
 
 
 def padded_matrix(matrix: Tensor, columns: int) -> Tensor:
-    """`matrix` with zeros to `columns` rows and columns.
+    """`matrix`, zero-padded to `columns` rows and columns.
 
     Shapes: `[n, n]` -> `[columns, columns]`.
     """
@@ -44,8 +46,8 @@ def padded_matrix(matrix: Tensor, columns: int) -> Tensor:
 
 @dataclass
 class Rotations:
-    """The places of the coefficients that all replicas send at a step, in device memory: one table
-    for all rows, or 64.
+    """The positions of the shared selected coefficients at a step, in device memory: one table for
+    all rows, or 64 tables.
 
     Args:
         table: `[permutations, chunk]` int32.
@@ -59,7 +61,7 @@ class Rotations:
 
     @classmethod
     def room(cls, coding: Coding, device: torch.device) -> "Rotations":
-        """Room for the rotations of `coding`."""
+        """Allocates the table of rotations of `coding`."""
         permutations = 1
         if coding.selection == "random":
             permutations = PERMUTATIONS
@@ -88,7 +90,7 @@ class Rotations:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Messages whose aggregate is the signal of a message: those that the owner of rows received.
+    """Messages that an owner of rows received, whose aggregate is the signal of its reply.
 
     message: `[replicas, nbytes]` uint8, from the first value on. aggregation: "mean", "nonzero",
     "majority", "" for none.
@@ -102,7 +104,7 @@ class Arrivals:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The constants of `encode_kernel` that describe them."""
+        """The constants of `encode_kernel` for these messages."""
         names = ("K", "SELECTION", "PRECISION", "BLOCK", "WIDTH", "BITMAP")
         return {f"ARRIVED_{name}": self.coding.constants[name] for name in names}
 
@@ -141,22 +143,21 @@ class Coder:
         least = 1
         if is_dct:
             side = coding.columns
-            least = 16  # rows of a matrix product
+            least = 16  # least rows of a matrix product
         elif coding.bitmap:
-            least = 8  # rows of whole bytes
+            least = 8  # least rows that fill whole bytes
         self._forward = padded_matrix(forward, side)
         self._inverse = padded_matrix(inverse, side)
         self._rows = max(least, TILE // coding.columns)
-        if INTERPRETED:  # it needs time for rows that do not exist, too
+        if INTERPRETED:  # the interpreter also computes rows that do not exist
             self._rows = min(self._rows, max(16, power(slots.rows)))
         self._together = self._rows
         if is_dct and coding.columns <= 64 and not INTERPRETED:
-            # rows share the reads of the matrix: encode processes four times as many, in twice as
-            # many warps
+            # encode processes four times the rows in twice the warps, to share reads of the matrix
             self._together *= 4
         self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
         most = PROGRAMS
-        values = 0  # scratch of a program
+        values = 0  # scratch memory of a program
         if coding.block > 1:
             values = self._unit * coding.k
             if coding.precision == "int8":
@@ -194,7 +195,7 @@ class Coder:
         negative_zeros: bool,
         arrived: Arrivals | None = None,
     ) -> None:
-        """Writes the messages of a signal, or of that which the messages `arrived` make; see
+        """Writes the messages for a signal, or for the aggregate of the messages `arrived`; see
         `encode_kernel`.
 
         Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]`
@@ -244,7 +245,7 @@ class Coder:
         report: Tensor | None = None,
         summed: bool = False,
     ) -> None:
-        """Decodes messages and does with the update what `into` says; see `decode_kernel`.
+        """Decodes messages and uses the update as `into` says; see `decode_kernel`.
 
         Args:
             aggregation: "mean", "nonzero", "majority" or "weighted"; "sum" for the sum of all
@@ -264,7 +265,7 @@ class Coder:
         at = [first.data_ptr()]
         for row, run in others:
             at += [run.data_ptr(), row]
-        unused = self._inverse  # for absent tensors, which the kernel does not read
+        unused = self._inverse  # stands in for absent tensors, which the kernel does not read
         if report is None:
             report = unused
         if flat is None:
@@ -287,7 +288,7 @@ class Coder:
 
 
 def _scratch(values: int, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory in which programs work.
+    """Scratch memory of programs.
 
     Shapes: -> `[values]` fp32, `[numbers]` uint8.
     """

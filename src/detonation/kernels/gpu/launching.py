@@ -1,4 +1,4 @@
-"""Launching of kernels with their numbers and tables, without a wait of the host."""
+"""Launches kernels with their numbers and tables, without blocking the host."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -13,17 +13,18 @@ from torch import Tensor
 
 from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-# as TRITON_INTERPRET asks, in any of its spellings
+# the interpreter is on if TRITON_INTERPRET says so, in any of its spellings
 INTERPRETED = not isinstance(wide, triton.JITFunction)
-"""True where Triton's interpreter runs the kernels, which takes as long for few numbers as for
-many."""
+"""True if Triton's interpreter runs the kernels; it needs the same time for few numbers as for
+many.
+"""
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-"""The types of tensors that kernels read and write."""
-# whose JIT compiles for the sizes of tensors, too
+"""The dtypes that kernels read and write."""
+# ROCm's JIT also specialises on tensor sizes
 _DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
-] = {}  # with the constants that follow the arguments
+] = {}  # compiled kernels, with the constants that follow the arguments
 launch_counts: Counter[str] = Counter()
 """How often each kernel was launched, and how often a table of addresses was copied to the device.
 """
@@ -31,11 +32,11 @@ launch_counts: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Coding:
-    """The part of a codec that is compiled into a kernel.
+    """The compile-time constants of a codec.
 
     basis: "dct" or "none". selection: "topk", "random", "striding" or "everything". precision:
-    "fp32", "bf16", "sign", "2bit", "4bit" or "int8". block: the values that are encoded together.
-    width: bits of an index; 0 where none is sent. With `bitmap` a row has a bit for each
+    "fp32", "bf16", "sign", "2bit", "4bit" or "int8". block: number of values that are encoded
+    together. width: bits of an index; 0 if no indices are sent. bitmap: a row has a bit for each
     coefficient.
     """
 
@@ -50,7 +51,7 @@ class Coding:
 
     @property
     def columns(self) -> int:
-        """The chunk as kernels see it: a power of two, and 16 or more for a matrix product."""
+        """The chunk size for kernels: a power of two, at least 16 for a matrix product."""
         columns = 1 << (self.chunk - 1).bit_length()
         if self.basis == "dct":
             return max(16, columns)
@@ -58,7 +59,7 @@ class Coding:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Constants that encode and decode share."""
+        """Constants shared by encode and decode."""
         width = self.width
         if self.bitmap:
             width = 1
@@ -77,8 +78,9 @@ class Coding:
 
 @dataclass(frozen=True)
 class Places:
-    """The bytes of a message from its first value on, and how rows are dealt to messages; see
-    `dealt_row`."""
+    """The bytes of a message from its first value on, and the assignment of rows to messages; see
+    `dealt_row`.
+    """
 
     statistics_at: int
     indices_at: int
@@ -89,8 +91,9 @@ class Places:
 
 
 class Slots:
-    """The rows of each of many tensors in a flat, on the device: the first row of each, and its
-    coordinates."""
+    """The rows of each of many tensors in a flat, on the device: the first row and the coordinates
+    of each tensor.
+    """
 
     def __init__(
         self, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device
@@ -104,8 +107,9 @@ class Slots:
 
 
 class Addresses:
-    """A table of the addresses and kinds of some tensors on their device, copied there again only
-    where one changed."""
+    """A table of the addresses and dtypes of tensors on their device, copied again only if one
+    changes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +118,7 @@ class Addresses:
         self.table = torch.zeros(0, dtype=torch.int64, device=device)  # [2, tensors]
 
     def update(self, tensors: Sequence[Tensor | None]) -> "Addresses":
-        """The table of `tensors`: contiguous, of the types in `KIND_OF`, or None."""
+        """The table of `tensors`: contiguous tensors of a dtype in `KIND_OF`, or None."""
         addresses = []
         kinds = []
         for tensor in tensors:
@@ -136,8 +140,9 @@ class Addresses:
 
 
 def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` on `device`, without a wait: by way of pinned memory, which torch keeps until the
-    copy is over."""
+    """`numbers` on `device`, copied from pinned memory without a wait; torch keeps this memory
+    until the copy has ended.
+    """
     # -> [numbers]
     launch_counts["upload"] += 1
     if device.type == "meta":
@@ -147,10 +152,10 @@ def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **constants: Any) -> None:
-    """Starts `programs` programs of `warps` warps each; on the device `meta` it counts them alone.
+    """Starts `programs` programs of `warps` warps each; on the device `meta` it only counts them.
 
-    Products and sums are rounded one by one, as torch does, but in `tl.dot`, where every target
-    fuses them.
+    Products and sums are rounded separately, as in torch, except in `tl.dot`, which every target
+    fuses.
     """
     launch_counts[kernel.__name__] += 1
     device = next(each.device for each in arguments if isinstance(each, Tensor))
@@ -161,7 +166,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
         on_device = torch.cuda.device(device)
     with on_device:
         kinds = []
-        if _DIRECT:  # the JIT would inspect each argument, which takes longer than the launch
+        if _DIRECT:  # the JIT would inspect each argument, which costs more time than the launch
             kinds = [_COMPILED_FOR.get(type(each), _kind_of_tensor)(each) for each in arguments]
         key = id(kernel), device, warps, *constants, *constants.values(), *kinds
         if known := _DIRECT and _compiled.get(key):
@@ -189,7 +194,8 @@ def _kind(value: int) -> int:
 
 
 _COMPILED_FOR: dict[type, Callable[[Any], Hashable]] = {int: _kind, float: type, bool: type}
-"""The kind of an argument that the JIT compiles for: too many kinds are harmless, too few not.
+"""The property of an argument that the JIT specialises on: too many classes are harmless, too few
+are not.
 
-Others are tensors.
+Arguments of other types are tensors.
 """

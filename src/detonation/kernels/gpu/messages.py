@@ -1,6 +1,6 @@
-"""Inspection: checksums and headers written, and everything inspected that decides whether values
-may be used: of messages, of sums that the network has added up, and of signals before they enter a
-memory."""
+"""Kernels of inspection: write checksums and headers, and check received messages, sums of an
+all-reduce, and signals before they enter a memory.
+"""
 
 import triton
 import triton.language as tl
@@ -16,23 +16,25 @@ from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)
-"""Number of programs whose sums are added up together."""
+"""Number of programs whose sums are added together."""
 HEADER_WORDS = tl.constexpr(16)
 _ADDRESSES = ["address0", "address1", "address2", "address3"]
 
 
 @triton.jit
 def place_number(index):
-    """The number of a column, or of a line after all columns, before its lowest bit is set: see
-    `checksum._numbers`."""
+    """The factor of a column, or of a line after all columns, before its lowest bit is set; see
+    `checksum._numbers`.
+    """
     at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15
     return at ^ ((at >> 32) & 0xFFFFFFFF)
 
 
 @triton.jit
 def add_run(words, octets, run, line):
-    """Adds to the words of a line the bytes that one run of rows has of it, part by part; see
-    `read_message`."""
+    """Adds to the words of a line the bytes that one run of rows contributes, part by part; see
+    `read_message`.
+    """
     octet = (
         wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
     )
@@ -56,11 +58,11 @@ def read_message(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Reads messages that lie in up to four runs of rows: sums for the checksum, and facts; `parts`
-    programs a message.
+    """Reads messages in up to four runs of rows and computes their checksums and facts; `parts`
+    programs read one message.
 
-    A run holds its own header, values, statistics and indices; in the whole message each of these
-    is joined from all runs. The checksum is that of the whole.
+    A run holds its own header, values, statistics and indices; the whole message joins each of
+    these parts from all runs. The checksum is computed over the joined message.
 
     Args:
         address0: Where the first run of the first message begins; `stride0` bytes further that of
@@ -124,13 +126,12 @@ def read_message(
 
 @triton.jit
 def is_last(arrivals, programs):
-    """True in the last of `programs` programs that come here; it sees what all of them have written
-    before.
+    """True in the last of `programs` programs that call it, which sees all writes of the others.
 
-    arrivals: A counter, 0 at first and 0 again afterwards. The order in which programs come decides
-    who goes on, and nothing that is computed.
+    arrivals: a counter, 0 before and after. The order in which programs call it decides which one
+    continues, but changes no result.
     """
-    # all threads of this program have written; the addition makes that visible to the others
+    # all threads of this program have written; the atomic addition makes the writes visible
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1
     if last:
@@ -142,11 +143,13 @@ def is_last(arrivals, programs):
 @triton.jit
 def checksum_of(which, columns, sums, firsts, parts, header, of_header):
     """The checksum of a message from the output of `read_message` and the words of its header,
-    `[1024]` int32."""
+    `[1024]` int32.
+    """
     column = tl.arange(0, LINE_WORDS)
     total = header
     weighted = tl.zeros([1], dtype=tl.int64)
-    for begin in range(0, parts, TOGETHER):  # one program does this while all others have ended
+    # one program adds these sums after all others have ended
+    for begin in range(0, parts, TOGETHER):
         part = begin + tl.arange(0, TOGETHER)
         there = part < parts
         place = (which * parts + part)[:, None] * LINE_WORDS + column[None, :]
@@ -178,9 +181,9 @@ def seal_kernel(
     status, statuses, received: tl.int64,
     RUNS: tl.constexpr, STATUSES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the header of each message, which begins at any address, with its checksum.
+    """Writes the header of each message, at any address, with its checksum.
 
-    `parts` programs read a message, see `read_message`; the last of them writes.
+    `parts` programs read a message (see `read_message`); the last of them writes.
 
     Args:
         message: The first byte of the run with the header of the first message, `stride` bytes
@@ -242,8 +245,8 @@ def inspect_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
     REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
-    """Reads the messages of all replicas, `parts` programs each: its last inspects a message, the
-    last of all decides.
+    """Reads the messages of all replicas with `parts` programs each; the last program of a message
+    inspects it, and the last of all decides.
 
     Args:
         message: The whole messages, which are joined here with `JOIN`; see `read_message` and
@@ -274,8 +277,9 @@ def inspect_message(
     replica, message, stride, columns, sums, firsts, squares, faults, parts, scale, identity,
     schema, step, place, nbytes, parameters, limit, table,
 ):  # fmt: skip
-    """Writes a line of the table of `decide_messages`; the norm is the root of the squares, times
-    `scale`."""
+    """Writes one line of the table of `decide_messages`; the norm is the root of the squares, times
+    `scale`.
+    """
     which = tl.zeros([1], dtype=tl.int64) + replica
     head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)
     found = checksum_of(
@@ -317,7 +321,7 @@ def decide_messages(
     REPLICAS: tl.constexpr,
     SIGNALS: tl.constexpr,
 ):
-    """Decides which messages are refused, as `guard.decide_usable` and `Arrived.facts`, and
+    """Decides which messages are refused, like `guard.decide_usable` and `Arrived.facts`, and
     replaces these by zeros.
 
     Args:
@@ -347,7 +351,7 @@ def decide_messages(
     tl.store(table + number * 13 + 11, bits, mask=number < replicas)
     tl.store(table + number * 13 + 12, (1 - fine).to(tl.int64), mask=number < replicas)
     for replica in range(replicas):
-        # rare, so that one program may take its time: a launch for it would cost each step
+        # refusals are rare, so one slow program clears the message instead of a separate launch
         spoiled = tl.sum(tl.where(number == replica, 1 - fine, 0), axis=0)
         for first in range(0, tl.where(spoiled > 0, tl.cdiv(nbytes, LINE_WORDS), 0)):
             octet = wide(first) * LINE_WORDS + column
@@ -360,10 +364,10 @@ def scan_kernel(
     signals, starts, numels, numbers, slots, rows, limit, found,
     ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Writes for each program 1 + the number of the first tensor with a value that is not finite or
-    above `limit`; 0 where none has.
+    """Writes 1 + the number of the first tensor with a nonfinite value or one above `limit`, for
+    each program; 0 if there is none.
 
-    numbers: Of the tensors, rising, `[slots]` int64.
+    numbers: the rising numbers of the tensors, `[slots]` int64.
     """
     column = tl.arange(0, ROW)
     first = tl.zeros([ROWS], dtype=tl.int64) + slots
@@ -400,7 +404,8 @@ def seal_sum_kernel(
 ):  # fmt: skip
     """Writes a status, and a number `added` to it, after the values of an all-reduce.
 
-    These are `EACH` numbers below 256 from number `first` on, and zeros for the other replicas.
+    The status is encoded as `EACH` numbers below 256 starting at number `first`, with zeros for the
+    other replicas.
 
     Shapes: digits `[count]` fp32 or bf16, which holds such numbers exactly.
     """
@@ -418,8 +423,8 @@ def inspect_sum_kernel(
     RUNS: tl.constexpr, PRECISION: tl.constexpr, SOME: tl.constexpr, PARTS: tl.constexpr,
     DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """Reads the sum of an all-reduce, which lies in up to four runs; the last of `parts` programs
-    writes the report.
+    """Reads the sum of an all-reduce in up to four runs; the last of `parts` programs writes the
+    report.
 
     Args:
         address0: Where the first run begins, of `count0` values.

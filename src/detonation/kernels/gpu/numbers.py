@@ -1,5 +1,6 @@
-"""Numbers of a message: values, packed numbers and statistics, read, written and inspected at any
-address."""
+"""Numbers of a message: reads, writes and checks values, packed numbers and statistics at any
+address.
+"""
 
 import triton
 import triton.language as tl
@@ -20,8 +21,9 @@ def halves_of(numbers):
 
 @triton.jit
 def sum_of_halves(numbers):
-    """The sum of each row in the order of `scatter_sum.added`, where that of `tl.sum` is the
-    compiler's, which lays numbers out for each target anew: `[rows, n]` -> `[rows]`."""
+    """The sum of each row in the order of `scatter_sum.added`, because the order of `tl.sum`
+    depends on the compiler and the target: `[rows, n]` -> `[rows]`.
+    """
     if numbers.shape[1] > 1:
         first, last = halves_of(numbers)
         found = sum_of_halves(first + last)
@@ -32,9 +34,9 @@ def sum_of_halves(numbers):
 
 @triton.jit
 def product_of(numbers, matrix, COLUMNS: tl.constexpr):
-    """The product of rows with a matrix, each element one fused multiply-add after the other, from
-    zero on (`scatter_sum.product_in_order`). A row that is longer than 64 is read in quarters: a
-    whole one spills.
+    """The product of rows with a matrix, each element a chain of fused multiply-adds from zero on
+    (`scatter_sum.product_in_order`). A row longer than 64 is read in quarters, because whole rows
+    would spill registers.
 
     Shapes: numbers `[rows, COLUMNS]` fp32, matrix `[COLUMNS, COLUMNS]` in memory -> `[rows,
     COLUMNS]` fp32.
@@ -56,7 +58,7 @@ def product_of(numbers, matrix, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_bf16(octets, index, mask):
-    """The bf16 number `index` from `octets` on, at any address, as fp32."""
+    """Loads bf16 number `index` after address `octets`, which may be unaligned, as fp32."""
     low = tl.load(octets + 2 * index, mask=mask, other=0).to(tl.int32)
     high = tl.load(octets + 2 * index + 1, mask=mask, other=0).to(tl.int32)
     return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
@@ -64,8 +66,9 @@ def load_bf16(octets, index, mask):
 
 @triton.jit
 def store_bf16(octets, index, numbers, mask):
-    """Writes `numbers` in bf16 as number `index` from `octets` on, at any address; returns them as
-    they are read."""
+    """Stores `numbers` in bf16 as number `index` after address `octets`, which may be unaligned;
+    returns the rounded values.
+    """
     bits = bf16_bits(numbers)
     tl.store(octets + 2 * index, (bits & 255).to(tl.uint8), mask=mask)
     tl.store(octets + 2 * index + 1, (bits >> 8).to(tl.uint8), mask=mask)
@@ -74,7 +77,7 @@ def store_bf16(octets, index, numbers, mask):
 
 @triton.jit
 def load_fp32(octets, index, mask):
-    """The fp32 number `index` from `octets` on, at any address."""
+    """Loads fp32 number `index` after address `octets`, which may be unaligned."""
     bits = tl.load(octets + 4 * index, mask=mask, other=0).to(tl.int32)
     for byte in tl.static_range(1, 4):
         bits |= tl.load(octets + 4 * index + byte, mask=mask, other=0).to(tl.int32) << (8 * byte)
@@ -83,7 +86,7 @@ def load_fp32(octets, index, mask):
 
 @triton.jit
 def store_fp32(octets, index, numbers, mask):
-    """Writes fp32 `numbers` as number `index` from `octets` on, at any address."""
+    """Stores fp32 `numbers` as number `index` after address `octets`, which may be unaligned."""
     bits = numbers.to(tl.int32, bitcast=True)
     for byte in tl.static_range(4):
         tl.store(octets + 4 * index + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8), mask=mask)
@@ -91,10 +94,10 @@ def store_fp32(octets, index, numbers, mask):
 
 @triton.jit
 def load_packed(octets, index, mask, WIDTH: tl.constexpr):
-    """Number `index` of `WIDTH` bits, at most 8, among packed ones."""
+    """Loads packed number `index` of `WIDTH` bits, at most 8."""
     bit = index * WIDTH
     found = tl.load(octets + (bit >> 3), mask=mask, other=0).to(tl.int32)
-    if 8 % WIDTH:  # it may end in the next byte
+    if 8 % WIDTH:  # the number may end in the next byte
         ends = mask & ((bit & 7) + WIDTH > 8)
         found |= tl.load(octets + (bit >> 3) + 1, mask=ends, other=0).to(tl.int32) << 8
     return (found >> (bit & 7).to(tl.int32)) & ((1 << WIDTH) - 1)
@@ -105,8 +108,8 @@ def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.c
     """Packs `total` numbers of one byte each, of which the first `count` are real, into whole
     bytes.
 
-    Each byte is put together from the numbers that have a bit in it, so that no two programs or
-    threads write one.
+    Each byte is assembled from all numbers with a bit in it, so that no two programs or threads
+    write the same byte.
     """
     for first in range(0, (tl.minimum(count, total) * WIDTH + 7) // 8, BYTES):
         byte = first + tl.arange(0, BYTES)
@@ -117,7 +120,7 @@ def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.c
             value = tl.load(numbers + number, mask=number < tl.minimum(count, total), other=0).to(
                 tl.int32
             )
-            # below 8 where it has a bit in the byte, below 0 where it began before
+            # below 8 if the number has a bit in the byte, negative if it began in an earlier byte
             shift = number * WIDTH - byte * 8
             moved = tl.where(
                 shift < 0,
@@ -161,7 +164,7 @@ def load_value(
         return load_bf16(statistics, index // BLOCK * 4 + code, mask)
     if PRECISION == "4bit":
         code = load_packed(octets, index, mask, 4)
-        # 2 to the power of minus the exponent
+        # two to the power of the negated exponent
         power = ((127 - (code & 7)) << 23).to(tl.float32, bitcast=True)
         size = tl.where((code & 7) == 7, 0.0, load_bf16(statistics, index // BLOCK, mask) * power)
         return tl.where(code > 7, -size, size)
@@ -171,8 +174,9 @@ def load_value(
 
 @triton.jit
 def negative_of(values, scale, negative_zeros):
-    """True where a value is sent as a negative number; the rounding error of values of size `scale`
-    counts as zero."""
+    """True if a value is sent as negative; the rounding error of values of size `scale` counts as
+    zero.
+    """
     zero = scale * 3.814697265625e-06  # 2**-18
     return tl.where(negative_zeros != 0, values <= zero, values < -zero)
 
@@ -188,9 +192,10 @@ def quantised(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encodes the block number `block` of a message: writes its statistics, and returns the code of
-    each value."""
-    # values and real [BLOCK], the second False at the padding
+    """Encodes block number `block` of a message: writes its statistics and returns the code of each
+    value.
+    """
+    # values and real [BLOCK]; `real` is False at the padding
     values = tl.where(real, values, 0.0)
     size = tl.abs(values)
     written = tl.max(real.to(tl.int32)) > 0
@@ -217,7 +222,7 @@ def quantised(
     largest = store_bf16(statistics, block, tl.max(size), written)
     code = tl.zeros_like(size).to(tl.int32)
     for octave in tl.static_range(6):
-        # rounded where the ratio passes a half-integral power of two: no logarithm
+        # rounded up if the ratio exceeds a half-integral power of two; needs no logarithm
         code += (largest > size * (2.0 ** (octave + 0.5))).to(tl.int32)
     code = tl.where(size <= largest * 0.0078125, 7, code)
     return code + tl.where(values < 0, 8, 0)
@@ -225,19 +230,19 @@ def quantised(
 
 @triton.jit
 def rounded(numbers):
-    """The nearest whole numbers to fp32 numbers, ties to even."""
+    """Rounds fp32 numbers to whole numbers, ties to even."""
     size = tl.abs(numbers)
-    # 2**23: from there on all are whole
+    # from 2**23 on all fp32 numbers are whole
     whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
     return tl.where(numbers < 0, -whole, whole)
 
 
 @triton.jit
 def write_int8(octets, statistics, values, count, block, totals, SOME: tl.constexpr):
-    """Encodes the block number `block` of a message, of `count` values: its codes and statistics
+    """Encodes block number `block` of a message with `count` values: its codes and statistics
     (`precision.Int8`).
 
-    The only additions of values whose order is open: of whole numbers, so that it changes no bit.
+    Only here the order of additions is open: the numbers are whole, so the order changes no bit.
 
     Args:
         octets: Where the code of the first value goes.
@@ -263,9 +268,9 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
             tl.zeros([SOME], tl.float32) + width,
         )
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
-        code = tl.minimum(tl.maximum(code, 0), 255)  # of what is not a number, too
+        code = tl.minimum(tl.maximum(code, 0), 255)  # also clamps NaN
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
-        # 5,461 at most, but where squares of all are 0
+        # scaled values are at most 5,461, unless the squares of all values are 0
         far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)
         units = rounded(far * 4096.0).to(tl.int64)
         tl.atomic_add(totals + code, units * 131072 + 1, mask=real, sem="relaxed", scope="cta")
@@ -279,28 +284,28 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
         tl.where(bin_number == 128, 0.0, mean),
         bin_number < 256,
     )
-    tl.debug_barrier()  # before the next block begins with zeros
+    tl.debug_barrier()  # wait before the next block begins with zeros
 
 
 @triton.jit
 def ranks_of(size, number):
-    """How many of some numbers are less than each, of equal ones those before it."""
+    """The rank of each number: how many are smaller, or equal and at a smaller index."""
     less, equal = size[None, :] < size[:, None], size[None, :] == size[:, None]
     return tl.sum((less | (equal & (number[None, :] < number[:, None]))).to(tl.int32), axis=1)
 
 
 @triton.jit
 def square_of(value):
-    """The square of fp32 numbers, above 0 unless they are 0: a norm of 0 says that nothing was
-    sent."""
+    """The squares of fp32 numbers, nonzero for nonzero numbers: a norm of 0 means that nothing was
+    sent.
+    """
     square = value * value
     return tl.where(value == 0, 0.0, tl.where(square < 1.2e-38, 1.2e-38, square))
 
 
 @triton.jit
 def finite_size(statistic):
-    """The magnitudes of fp32 numbers, infinite of what is not a number: a maximum would pass over
-    it."""
+    """The magnitudes of fp32 numbers, infinite for NaN, because a maximum would ignore NaN."""
     size = tl.abs(statistic)
     return tl.where(size <= LARGEST, size, float("inf"))
 
@@ -312,10 +317,10 @@ def facts_of(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Adds the facts that decide about the content of a message, over some rows of one run.
+    """Adds the facts that decide on the content of a message, over rows of one run.
 
-    square: `[SOME]` fp32, whose sum is that of the squares that make the norm. found: `[SOME]`
-    int32: 1 for an index outside of its row, 2 for one out of order, 4 for a statistic that no
+    square: `[SOME]` fp32, whose total is the sum of the squares of the norm. found: `[SOME]` int32:
+    1 for an index outside of its row, 2 for an index out of order, 4 for a statistic that no
     encoder produces.
     """
     values = octets + tl.load(run + 5)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the library's checkpoints, which also hold the recipe and the counts."""
+"""Checkpoints of a run: the library's checkpoints, extended by the recipe and by counts."""
 
 import json
 import logging
@@ -23,10 +23,11 @@ from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
 _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
-"""Settings that `compare_settings` does not report: another line reports the change, or only a new
-run reads the setting."""
+"""Settings that `compare_settings` does not report, because another line reports the change or only
+a new run reads the setting.
+"""
 
-# The run prints these messages itself.
+# the run prints these messages itself
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
@@ -48,7 +49,7 @@ def save_async(
     }
     if isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
-        # Without positions, a resumed run reads the stream again up to the step of the checkpoint.
+        # Without positions, a resumed run rereads the stream up to the checkpoint's step.
         with suppress(PeerLost):
             positions = session.world.texts().gather(json.dumps(position))
             extra["positions"] = [json.loads(text) for text in positions]
@@ -56,20 +57,22 @@ def save_async(
 
 
 def as_json(extra: Table) -> Table:
-    """`extra` as JSON returns it: tuples become lists."""
+    """`extra` as it will be read back from JSON: tuples become lists."""
     return dict(json.loads(json.dumps(extra)))
 
 
 def save_now(
     session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None
 ) -> Path:
-    """Saves and waits for the end. Raises `Unwritable` on all ranks if one of them cannot write."""
+    """Saves and waits until the checkpoint is complete. Raises `Unwritable` on all ranks if one of
+    them cannot write.
+    """
     save_async(session, checkpoints, before, followed)
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
         if isinstance(error.__cause__, PeerLost):
-            session.optimizer.synchronize()  # removes the lost replica
+            session.optimizer.synchronize()  # synchronize removes the lost replica
             return save_now(session, checkpoints, before, followed)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]
@@ -81,7 +84,7 @@ def save_now(
 def resume(
     session: Session, directory: Path, may_start: bool = False, most: int | None = None
 ) -> tuple[Loaded | None, list[str]]:
-    """Loads the newest complete checkpoint in `directory`; returns it, and the lines to print.
+    """Loads the newest complete checkpoint in `directory`; returns it with the lines to print.
 
     Args:
         may_start: Start from the beginning if no checkpoint exists, instead of raising.
@@ -109,7 +112,7 @@ def resume(
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):
         if len(positions) == session.world_size:
             session.data.train.go_to(session.rank, session.world_size, positions[session.rank])
-        else:  # another number of ranks divides the stream into other parts
+        else:  # another number of ranks divides the stream differently
             changed.append(
                 "the stream is read again up to this step, because other ranks divide it"
             )
@@ -129,7 +132,7 @@ def _restore_setting(session: Session, setting: object) -> None:
 
 
 def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:
-    """Lists the settings that differ from those saved in `path`: one line, or no line.
+    """Lists the settings that differ from those saved in `path`, in at most one line.
 
     Raises `ValueError` if the model, data, scheme, seed or optimizer differs.
 
@@ -161,8 +164,8 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
 def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
     """Raises `ValueError` if the options of the saved optimizer differ, except lr.
 
-    A checkpoint restores the options; only lr follows the schedule of this run. The options of
-    another optimizer do not compare.
+    A checkpoint restores the options; only lr follows the schedule of this run. If the run has
+    another optimizer, its options are not compared.
     """
     if was.get("name") != now["name"]:
         return
@@ -173,7 +176,9 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
 
 
 def _data_mark(data: Data) -> list[object]:
-    """Number of training examples, and a hash of three. A stream counts its held-out examples."""
+    """Number of training examples, and a hash of three of them. For a stream, the number of its
+    held-out examples.
+    """
     examples = data.train
     if isinstance(examples, Streamed):
         examples = data.validation
@@ -183,7 +188,7 @@ def _data_mark(data: Data) -> list[object]:
 
 
 def _other_data(saved: object, data: Data) -> list[str]:
-    """One line if the data differ from the data of the checkpoint."""
+    """A line if the data differ from those of the checkpoint."""
     now = _data_mark(data)
     if saved is None or saved == now:
         return []

@@ -27,8 +27,7 @@ def validate(session: Session) -> dict[str, float]:
     held_out = list(batches(session.data.validation, train.batch_size, most))
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
-        # FSDP gathers weights in every forward pass, so a rank without a batch computes one, too,
-        # and does not count it.
+        # A rank without a batch repeats one without counting it, because FSDP gathers in forward.
         index = i * session.world_size + session.rank
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):
@@ -53,8 +52,8 @@ def validate(session: Session) -> dict[str, float]:
 def translate(session: Session) -> dict[str, float]:
     """`val_bleu` of greedy translations of held-out sentences, from 0 to 100.
 
-    Collective: ranks share the sentences. Each generated id needs a forward pass; all ranks run
-    equally many, because FSDP gathers weights in each.
+    Collective: ranks share the sentences. Each generated id needs a forward pass; all ranks run the
+    same number, because FSDP gathers weights in each.
     """
     from sacrebleu.metrics.bleu import BLEU
 
@@ -63,12 +62,12 @@ def translate(session: Session) -> dict[str, float]:
     bleu = BLEU()
     assert isinstance(pairs, TranslationPairs)
     session.model.eval()
-    # matching 1- to 4-grams, all 1- to 4-grams, length of the translations and of the references
+    # matching 1- to 4-grams, all 1- to 4-grams, lengths of translations and of references
     counts = torch.zeros(10, dtype=torch.int64, device=session.device)
     wanted = min(train.bleu_sentences, len(pairs))
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
-        indices = [*mine] or [0]  # a rank without a sentence computes one that does not count
+        indices = [*mine] or [0]  # a rank without a sentence translates one that does not count
         batch = to(pairs[torch.tensor(indices)], session.device)
         ids = greedy(session, batch)
         if mine:
@@ -93,10 +92,10 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
         with autocast(session):
             output = model(**given, decoder_input_ids=ids[-1][:, None], use_cache=True)
         ids.append(output.logits[:, -1].argmax(-1))
-        # The next pass reuses the encoder's output and the cached keys and values: it reads one id.
+        # the next pass reads one id, and reuses the encoder's output and cached keys and values
         given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         cached = "past_key_values"
-        if hasattr(output, "cache"):  # the name since transformers 5.24
+        if hasattr(output, "cache"):  # its name since transformers 5.24
             cached = "cache"
         given[cached] = getattr(output, cached)
     return torch.stack(ids[1:], 1)

@@ -1,4 +1,6 @@
-"""Training loop of one rank. A step is forward, backward, agreement on loss and signals, update."""
+"""Training loop of one rank. A step consists of forward, backward, agreement on loss and signals,
+and update.
+"""
 
 import math
 import signal
@@ -22,7 +24,7 @@ from detonation.wire.units import shard_bytes_sent
 
 
 class Unsafe(RunError):
-    """The optimizer refuses to continue: non-finite gradients, refused messages or desync.
+    """The optimizer refuses to continue after nonfinite gradients, refused messages or a desync.
 
     Raised on all ranks.
     """
@@ -75,7 +77,7 @@ def fit(
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # a rank's number selects its data
+        session.optimizer.renumber()  # the number of a rank selects its data
         meter.begin()
         with _safely():
             if rounds:
@@ -114,7 +116,7 @@ class _Meter:
         self._taking = _taking(self._session)
 
     def computed(self) -> None:
-        """Records the time at which the gradients are ready and the optimizer's step begins."""
+        """Records the time at which gradients are ready and the optimizer's step begins."""
         self._computed = time.perf_counter()
 
     def end(self, outcome: Outcome, agreed_late: bool) -> None:
@@ -155,8 +157,7 @@ class _Meter:
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # Elsewhere this waiting is no time lost to the network: an accelerator computes while
-            # its host waits, and replicas of a simulation run one after the other.
+            # only real CPU replicas lose this time: an accelerator computes meanwhile
             record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
             record = replace(record, shard_bytes_sent=self._shard_bytes())
@@ -199,8 +200,8 @@ class UnevenRounds:
     """Gradients of rounds in which slower replicas run fewer steps. Ranks agree once per round.
 
     A replica whose loss is not finite skips the rest of the round. At the end of the round all
-    ranks learn of it, and of a signal to stop. The loss that a step reports is the mean over all
-    ranks in the round before; in the first round it is the latest loss of this rank.
+    ranks learn of nonfinite losses and of stop signals. A step reports the mean loss of all ranks
+    in the previous round; in the first round, this rank's latest loss.
     """
 
     def __init__(self, session: Session, until: int) -> None:
@@ -209,8 +210,8 @@ class UnevenRounds:
         self._every = session.optimizer.levels[0][1].round.every
         self._loss = math.nan
         self._known = False
-        self._losses: list[float] = []  # of this rank, in this round
-        self._lost_at = 0  # the number of the step whose loss was not finite
+        self._losses: list[float] = []  # losses of this rank in this round
+        self._lost_at = 0  # the number of the step with a nonfinite loss
 
     def ends(self, step: int) -> bool:
         """True for the last step of a round or of the run."""
@@ -231,7 +232,7 @@ class UnevenRounds:
                 self._losses.append(total)
                 if not self._known:
                     self._loss = total
-        elif math.isnan(self._loss):  # resumed in the middle of a round
+        elif math.isnan(self._loss):  # the run resumed in the middle of a round
             with torch.no_grad():
                 self._loss = sum(float(loss) for loss in _losses(session, step))
         return Outcome(self._loss, asked=0, agreeing_s=0.0)
@@ -268,7 +269,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
     """Computes the gradients of one step, and agrees on their loss. Collective.
 
     A scheme that sends gradients during backward cannot recall them, so ranks agree on the loss
-    before the last backward. Under other schemes they agree while it computes.
+    before the last backward. With other schemes they agree during backward.
     """
     losses: list[torch.Tensor] = []
     for loss in _losses(session, step):

@@ -1,4 +1,4 @@
-"""Summary of a finished run, as in `summary.json`, and the faults counted over all its starts."""
+"""The summary of a finished run, as in `summary.json`, and its faults counted over all starts."""
 
 import math
 import statistics
@@ -55,9 +55,9 @@ def counted(session: Session, before: Counts) -> Counts:
     mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
     gathered = torch.tensor(session.world.all_gather(mine)())
     replicas = torch.split_with_sizes(gathered, session.world.sizes)
-    if len({*session.world.sizes}) > 1:  # replicas of other sizes shard a parameter elsewhere
+    if len({*session.world.sizes}) > 1:  # replicas of other sizes shard parameters differently
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # Every replica counts the same faults of a shard, but some only the owner sees: take the most.
+    # the maximum over replicas, because only an owner sees certain faults
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     together = Counter(before.skipped) + Counter(dict(zip(names, here, strict=True)))
     return Counts(dict(together.most_common()), before.refused + refused)
@@ -174,7 +174,7 @@ def portion(session: Session) -> Portion:
 
 
 def _examples(session: Session) -> int:
-    """Examples of one replica in one step; the mean if replicas differ in size."""
+    """Examples of one replica in one step; the mean if replicas have different sizes."""
     train = session.config.train
     sizes = session.config.mesh.sizes
     return train.batch_size * train.accumulate * sum(sizes) // len(sizes)
@@ -182,11 +182,11 @@ def _examples(session: Session) -> int:
 
 @dataclass(frozen=True)
 class FullSync:
-    """The bytes that one replica sends over an axis in a step of full synchronisation.
+    """Bytes that one replica sends over an axis in a step of full synchronisation.
 
-    bytes: In the world as it is.
-    weights: Of one replica, in fp32; None where the number of replicas stays.
-    replicas: Those of a step whose record has no number; `members` of them are one on the axis.
+    bytes: in the current world. weights: bytes of one replica in fp32; None if the number of
+    replicas is constant. replicas: their number in steps whose record has none; `members` of them
+    form one replica on the axis.
     """
 
     bytes: int
@@ -195,7 +195,7 @@ class FullSync:
     members: int = 1
 
     def per_step(self, records: Sequence[Record]) -> int:
-        """The mean over these steps, each among the replicas that took it.
+        """Mean bytes over these steps, each with the replicas that ran it.
 
         >>> steps = [Record(1, 2.0, 0.1, 0.5, 0, taking=taking) for taking in (2, 2, 2, 1)]
         >>> FullSync(0).per_step(steps), FullSync(0, weights=4000).per_step(steps)
@@ -217,7 +217,7 @@ def full_sync_by_level(session: Session) -> list[FullSync]:
     """Full synchronisation over each axis, from the innermost outwards. Collective."""
     dense = [session.world.over_shards(each) for each in session.optimizer.dense_bytes_by_level]
     found = [FullSync(each) for each in dense]
-    # Under `balance` a record counts the replicas that did not sit its step out.
+    # with `balance`, a record counts the replicas that ran its step
     if isinstance(session.world, ElasticRanks) and not session.config.train.balance:
         trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
         weights = session.world.over_shards(4 * sum(local(each).numel() for each in trained))
@@ -227,7 +227,7 @@ def full_sync_by_level(session: Session) -> list[FullSync]:
 
 
 def full_sync_per_step(levels: Sequence[FullSync], records: Sequence[Record]) -> int:
-    """The mean over these steps, of all axes together."""
+    """Mean bytes over these steps, of all axes together."""
     return sum(level.per_step(records) for level in levels)
 
 

@@ -1,4 +1,4 @@
-"""World of a run as one rank sees it: collectives of the training loop, and waiting times."""
+"""The world of a run as one rank sees it: collectives of the training loop, and waiting times."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ class _Together:
     listening = ""
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """Signal that ends the run after this step; 0 for none.
+        """The signal that ends the run after this step; 0 for none.
 
         Args:
             numbers: Signal that each rank received; 0 for none.
@@ -54,7 +54,7 @@ class Ranks(_Together):
         self._comm = CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
-            # Counts in host memory travel by gloo: a device would first finish its queue.
+            # Counts in host memory are sent by gloo, because a device would first finish its queue.
             # All ranks create the groups of all replicas.
             ends = [*accumulate(sizes)]
             for size, end in zip(sizes, ends, strict=True):
@@ -71,7 +71,7 @@ class Ranks(_Together):
             work = dist.all_gather(everyone, values, async_op=True)
             if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
-            work.wait()  # the comm stream waits, not the host
+            work.wait()  # the comm stream waits, instead of the host
             return runtime.Readback(torch.stack(everyone)).read
 
     def over_shards(self, count: int) -> int:
@@ -81,11 +81,11 @@ class Ranks(_Together):
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        """Hash of the first replica's parameters; True if all replicas are bitwise equal."""
+        """Hash of the first replica's parameters, and True if all replicas are bitwise equal."""
         return fingerprint(model, self._mesh)
 
     def texts(self) -> TextExchange:
-        """Texts between all ranks."""
+        """The exchange of texts between all ranks."""
         return Texts(torch.device(self._mesh.device_type))
 
 
@@ -95,14 +95,14 @@ class ElasticRanks:
     A replica of the outermost level may itself contain replicas, one per node.
     """
 
-    _asked = False  # True if this rank received a signal in the step before
+    _asked = False  # True if this rank received a signal in the previous step
 
     def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
         self._axis = axis
         self._hosts = mesh.get_group("shard")
         self._shards = mesh["shard"].size()
-        self._ranks = mesh.size()  # ranks of one replica
-        self.losses = axis.losses  # lost replicas and guests
+        self._ranks = mesh.size()  # number of ranks of one replica
+        self.losses = axis.losses  # the axis records lost replicas and guests
 
     @property
     def rank(self) -> int:
@@ -114,12 +114,12 @@ class ElasticRanks:
 
     @property
     def listening(self) -> str:
-        """Address, in words, at which this rank accepts other replicas; "" for loopback."""
+        """Describes the address at which this rank accepts other replicas; "" for loopback."""
         return self._axis.listening
 
     @property
     def sizes(self) -> list[int]:
-        """Ranks of each node that took part in the last finished collective."""
+        """Numbers of ranks of the nodes that took part in the last finished collective."""
         present = self._axis.size() - len(self._axis.absent)
         return [self._shards] * (present * self._ranks // self._shards)
 
@@ -153,27 +153,28 @@ class ElasticRanks:
         return self._axis.texts()
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """As with constant ranks, but SIGTERM ends only the replicas that received it, if enough
-        remain."""
+        """Like `Ranks.stopped_by`, but SIGTERM ends only the replicas that received it, if enough
+        remain.
+        """
         terminated = torch.tensor(numbers).view(-1, self._ranks) == signal.SIGTERM
         remaining = int((~terminated.any(1)).sum())
         others = {*numbers} - {0, signal.SIGTERM}
         if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
-        # A signal to all replicas may reach some a step earlier: leave at the second step, not the
-        # first.
+        # A signal to all replicas may reach a part of them one step earlier:
+        # leave at the second step after it.
         if mine and self._asked:
             self._axis.depart()
         self._asked = mine > 0
         return 0
 
     def close(self) -> None:
-        """Leaves together with the others."""
+        """Leaves together with the other replicas."""
         self._axis.close()
 
 
 class Alone(_Together):
-    """Replicas of a simulation, of one shard each, connected by a communicator."""
+    """Simulated replicas with one shard each, connected by a communicator."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.rank = communicator.replica
@@ -235,8 +236,8 @@ def require_same_settings(membership: Membership, config: Config) -> None:
 def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str, Any]) -> None:
     """Raises `ValueError` on all ranks if one of them has other settings or flags than rank 0.
 
-    Collective. Such a rank would leave out a collective for which the others wait. flags: values of
-    the command line, by name.
+    Collective. Such a rank would skip a collective for which the others wait. flags: flags of the
+    command line, by name.
     """
     gathered = texts.gather(json.dumps({**_alike(config), **flags}))
     first, *others = map(json.loads, gathered)
@@ -248,7 +249,7 @@ def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str
 
 
 def _alike(config: Config) -> dict[str, Any]:
-    """The settings in which all replicas must be alike, after a round trip through JSON."""
+    """The settings that must be equal on all replicas, after a round trip through JSON."""
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
     return {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
 
@@ -275,8 +276,8 @@ class Waits:
 
     Ranks report their busy and waiting seconds in the message that carries their losses. Between
     two reports the slowest replica is the one that was busy longest. Each other replica waited for
-    it at most the difference of their busy seconds; the rest of its waiting is network time. The
-    sums restart when the number of replicas changes.
+    it at most for the difference of their busy seconds; the rest of its waiting is network time.
+    The sums start again when the number of replicas changes.
 
     >>> waits = Waits()
     >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])
@@ -292,7 +293,7 @@ class Waits:
         self._waited = torch.zeros(0, 1, dtype=torch.float64)
 
     def add(self, seconds: float, waited: float) -> None:
-        """Adds a step of this rank that lasted `seconds`, `waited` seconds of them idle."""
+        """Adds a step of this rank that lasted `seconds`, of which it waited for `waited`."""
         self.own = (self.own[0] + seconds - waited, self.own[1] + waited)
 
     def meet(self, reports: Sequence[Sequence[float]], sizes: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Measurements of a run: one record per step in `metrics.jsonl`, and lines for people."""
+"""Measurements of a run: one record per step in `metrics.jsonl`, and log lines."""
 
 import contextlib
 import errno
@@ -82,7 +82,9 @@ class MetricsFile:
         self._waiting = b""
 
     def write(self, record: Record) -> None:
-        """Appends one line. On a full disk the line waits for the next call: the run continues."""
+        """Appends one line. If the disk is full, the line waits for the next call, and the run
+        continues.
+        """
         self._waiting += record.line().encode()
         with contextlib.suppress(OSError):
             self._append()
@@ -104,7 +106,7 @@ class MetricsFile:
             self._file.close()
 
     def _append(self) -> None:
-        """Appends all waiting lines, or none: after an error it removes the written part."""
+        """Appends all waiting lines or none: after an error it removes what it has written."""
         written = 0
         try:
             while written < len(self._waiting):
@@ -124,7 +126,7 @@ def read_metrics(path: Path) -> list[Record]:
 def parse_metrics(text: str) -> tuple[list[Record], int]:
     """Records in the text of a metrics file, and the number of damaged lines.
 
-    A loss of power may damage lines.
+    A power loss may damage lines.
     """
     found = [_record(line) for line in text.split("\n") if line]
     return [record for record in found if record is not None], found.count(None)
@@ -143,7 +145,7 @@ def _record(line: str) -> Record | None:
 
 
 def reduction(sent: float, full: float) -> float | None:
-    """Bytes of full synchronisation divided by the bytes sent; None if nothing was sent."""
+    """Bytes of full synchronisation divided by the bytes sent; None if no bytes were sent."""
     if sent:
         return full / sent
     return None
@@ -151,7 +153,7 @@ def reduction(sent: float, full: float) -> float | None:
 
 @dataclass(frozen=True)
 class Portion:
-    """Data that one replica processes in one step: `count` of `unit`, such as 4096 tokens.
+    """The data that one replica processes in one step: `count` of `unit`, such as 4096 tokens.
 
     Args:
         replicas: Replicas that train in a step, unless its record holds another number.
@@ -185,7 +187,7 @@ class Portion:
 
 
 def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Portion) -> str:
-    """Line about the steps since the last line: last loss and lr, mean bytes and mean time."""
+    """A line about the steps since the last line: last loss and lr, mean bytes and mean time."""
     last = records[-1]
     count = len(records)
     sent = sum(record.bytes_sent for record in records) / count

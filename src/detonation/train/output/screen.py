@@ -1,4 +1,6 @@
-"""Screen of a run: plain lines, and on a terminal a bar with steps, time left, loss and waiting."""
+"""The terminal output of a run: plain lines, and on a terminal a progress bar with steps, time
+left, loss and waiting.
+"""
 
 import os
 import sys
@@ -18,7 +20,7 @@ _ERASE = b"\r\x1b[J"
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Prints lines to stdout, or to stderr with `to_stderr`. All ranks but 0 are `silent`."""
+    """Prints lines to stdout, or to stderr with `to_stderr`. All ranks except 0 are `silent`."""
 
     def __init__(self, silent: bool, to_stderr: bool) -> None:
         self._console = _console(to_stderr)
@@ -32,7 +34,7 @@ class Screen(AbstractContextManager["Screen"]):
         self._silent = False
 
     def start(self, done: int, total: int) -> None:
-        """Shows a bar of `total` steps, `done` of them in earlier starts."""
+        """Shows a bar of `total` steps, `done` of them from earlier starts."""
         if self._silent or not _can_live(self._console):
             return
         cropped = Column(no_wrap=True, overflow="crop")
@@ -42,7 +44,7 @@ class Screen(AbstractContextManager["Screen"]):
             TimeRemainingColumn(compact=True, table_column=cropped),
             TextColumn("left{task.fields[latest]}", style="cyan", table_column=cropped),
         )
-        # A fork would not have the refresh thread of rich. The speed is the mean of all steps.
+        # A fork would lack rich's refresh thread. The speed is the mean over all steps.
         self._bar = Progress(
             *columns,
             console=self._console,
@@ -84,7 +86,7 @@ class Screen(AbstractContextManager["Screen"]):
             discard(self._console.file)
 
     def wipe(self) -> None:
-        """Clears the bar, from any thread, in a process that is about to end."""
+        """Clears the bar from any thread of a process that is about to end."""
         if self._bar is not None:
             os.write(self._console.file.fileno(), _ERASE)
 

@@ -1,5 +1,6 @@
-"""Trackers of a run behind one protocol: TensorBoard, trackio, Weights & Biases, a web page, your
-own."""
+"""Trackers of a run behind one protocol: TensorBoard, trackio, Weights & Biases, a web page, and
+your own.
+"""
 
 import contextlib
 import errno
@@ -24,7 +25,7 @@ PORT = 8000
 
 
 class Logger(Protocol):
-    """Receives the record of each step. `MetricsFile` is a logger, too."""
+    """Receives the record of each step. `MetricsFile` implements it, too."""
 
     def write(self, record: Record) -> None:
         """Receives the record of one step."""
@@ -72,7 +73,7 @@ class WeightsAndBiases:
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         os.environ.setdefault("WANDB_MODE", "offline")
-        # Otherwise wandb looks up a host, even offline.
+        # else wandb contacts a host, even offline
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -95,7 +96,7 @@ class Trackio(WeightsAndBiases):
         import trackio
 
         quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        # Drops the greetings of trackio: stdout is only for results.
+        # drops trackio's greetings, because stdout is only for results
         with contextlib.redirect_stdout(io.StringIO()):
             return trackio.init(
                 project="detonation", name=name, config=config, resume="allow", **quiet
@@ -105,12 +106,12 @@ class Trackio(WeightsAndBiases):
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            # After `run.finish()` trackio would finish once more at exit, and print.
+            # `run.finish()` alone would make trackio finish again at exit, and print
             trackio.finish()
 
 
 class Web:
-    """Page about the run in `path` at http://127.0.0.1:PORT, which reads the files of the run."""
+    """A page about the run in `path` at http://127.0.0.1:PORT, which reads the files of the run."""
 
     def __init__(self, path: Path, config: Config, done: int, port: int = PORT) -> None:
         with listener_on(port) as listener:
@@ -166,8 +167,9 @@ OPENERS: dict[str, Opener] = {
     "wandb": WeightsAndBiases,
     "web": Web,
 }
-"""Openers by name; each but "web" needs the package of that name. Others are named
-"package.module:function"."""
+"""Openers by name; each except "web" needs the package of that name. Others are named
+"package.module:function".
+"""
 
 
 class Forgiving:
@@ -184,7 +186,7 @@ class Forgiving:
 
     @property
     def said(self) -> str:
-        """Line of the logger to print; "" without one."""
+        """The line that the logger wants printed; "" if it has none."""
         return getattr(self._inner, "said", "")
 
     def write(self, record: Record) -> None:
@@ -260,6 +262,6 @@ def values(record: Record) -> dict[str, float]:
         elif name == "waits":
             for i, row in enumerate(value["seconds"]):
                 found |= {f"waited/{i} for {j}": seconds for j, seconds in enumerate(row) if i != j}
-        elif name not in ("step", "setting"):  # a setting is a text
+        elif name not in ("step", "setting"):  # a setting is text
             found[name] = value
     return found

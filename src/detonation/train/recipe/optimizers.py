@@ -13,7 +13,7 @@ from detonation.core.optim import Muon, SignSGD
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
 RATIO = "lr_ratio"
-"""Key of a parameter group: its learning rate divided by the recipe's, if they differ."""
+"""Key of a parameter group for its learning rate divided by the recipe's, if they differ."""
 
 REFUSED = {
     "LBFGS": (
@@ -57,7 +57,7 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
     """Builds the optimizer `chosen` over all parameters of `model`.
 
     The name is one of `optimizer_classes`, or "package.module:function" for a class or a function
-    that takes parameter groups and `lr`. If it gives groups different learning rates, the schedule
+    that takes parameter groups and `lr`. If the groups have different learning rates, the schedule
     scales each. Raises `ValueError` for a wrong name or argument.
     """
     arguments = dict(chosen.arguments)
@@ -105,7 +105,7 @@ def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, A
 def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """Factor of lr as a function of the step, 0 .. steps - 1.
 
-    Never 0 at the first step; "linear" and "cosine" end at `floor`.
+    It is never 0 at the first step; "linear" and "cosine" end at `floor`.
 
     >>> factor = lr_factor(ScheduleConfig("linear", warmup=2, floor=0.0), 5)
     >>> [round(factor(step), 2) for step in range(5)]

@@ -32,7 +32,7 @@ def shipped_recipes() -> dict[str, Traversable]:
 
 
 def headline(text: str) -> str:
-    """Comment at the top of a recipe, joined to one line.
+    """The comment at the top of a recipe, joined to one line.
 
     >>> headline("# A small model:\\n# two minutes.\\nseed = 0")
     'A small model: two minutes.'
@@ -56,7 +56,9 @@ class Layers:
         return resolve(self.tables, self.overrides)
 
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
-        """Configuration with another scheme, and with the settings that the recipe tunes for it."""
+        """The configuration with another scheme, and with the settings that the recipe tunes for
+        it.
+        """
         return resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})
 
 
@@ -89,7 +91,7 @@ def read_layers(
     levels = replicas_of_levels(tables, overrides)
     if levels is None or "replicas" in over:
         over = fill_mesh(over, place)
-    else:  # the levels of the recipe set the number of replicas
+    else:  # the levels of the recipe determine the number of replicas
         over = fill_mesh({**over, "replicas": levels}, place)
         del over["replicas"]
     return Layers(tables, {**overrides, "mesh": over})
@@ -97,7 +99,7 @@ def read_layers(
 
 @dataclass(frozen=True)
 class Request:
-    """Command of a user; the fields have the names of the flags of `detonation train`.
+    """A user's command; its fields are named after the flags of `detonation train`.
 
     Args:
         overrides: Assignments of --set, and of flags that are short for a setting.
@@ -131,7 +133,7 @@ class Request:
     def layers(self, place: LaunchPosition | None) -> Layers:
         """The recipe, with the overrides of the launcher and of the command line."""
         mesh = {"replicas": self.replicas, "shards": self.shards}
-        if self.replica is not None or self.join:  # the launcher started one replica of several
+        if self.replica is not None or self.join:  # the launcher started one of several replicas
             if place is not None and self.shards is None:
                 mesh["shards"] = place.world_size
             place = None
@@ -166,7 +168,7 @@ def from_plain(kind: type[_R], table: Mapping[str, Any]) -> _R:
 
 
 def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
-    """`mesh` with the replicas and shards of a launcher: a replica per node, unless `mesh` has
+    """`mesh` with the replicas and shards of a launcher: one replica per node, unless `mesh` sets
     other numbers.
 
     Raises `ValueError` unless the launcher started replicas x shards processes.
@@ -203,7 +205,7 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
 
 
 def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
-    """Count in [mesh]; None without one. Raises `ValueError` unless it is at least 1."""
+    """A count in [mesh]; None if it is not set. Raises `ValueError` unless it is at least 1."""
     value = mesh.get(name)
     if value is None:
         return None
@@ -214,9 +216,9 @@ def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
 def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """Configuration of `recipe` with `overrides`, both nested tables.
 
-    The scheme is chosen first. Its table `[tuned.<scheme>]` overrides the rest of the recipe, and
-    `overrides` override both. A table with another name discards the arguments of the table that it
-    overrides. Raises `ValueError` for an invalid key, value or name in [tuned].
+    The scheme is determined first. Its table `[tuned.<scheme>]` overrides the rest of the recipe,
+    and `overrides` override both. A table that selects another name discards the arguments of the
+    table that it overrides. Raises `ValueError` for an invalid key, value or name in [tuned].
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
@@ -234,8 +236,8 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """`base` with the keys of `over`; a table in `over` that chooses another name replaces the
-    table.
+    """`base` with the keys of `over`; a table in `over` that selects another name replaces the
+    whole table.
 
     >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"lr": 2}})
     {'optimizer': {'name': 'SGD', 'lr': 2}}
@@ -255,7 +257,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
-    """`levels` with the tables of `over`, by axis; another scheme keeps only axis and replicas.
+    """`levels` with the tables of `over`, by axis; if the scheme changes, only axis and replicas
+    remain.
 
     >>> levels = [{"axis": "rack", "replicas": 2, "name": "full"}]
     >>> merge_levels(levels, {"rack": {"name": "demo", "topk": 1}})

@@ -244,7 +244,7 @@ class MeshConfig:
         conflict = self.elastic or bool(self.link) or self.shard_nodes > 1
         require(not conflict, "mesh.nodes", nodes, "left out with elastic, link or shard_nodes")
         object.__setattr__(self, "replicas", len(nodes))
-        object.__setattr__(self, "shards", min(nodes))  # a rank of this node sends most
+        object.__setattr__(self, "shards", min(nodes))  # a rank of the smallest node sends most
 
     @property
     def sizes(self) -> list[int]:
@@ -253,7 +253,7 @@ class MeshConfig:
 
     @property
     def shard_wire(self) -> ShardWire | None:
-        """Compression between the nodes of one copy; None if each copy is on one node."""
+        """Compression between the nodes of one replica; None if each replica is on one node."""
         if self.shard_nodes == 1:
             return None
         return ShardWire(self.shard_weights, self.shard_gradients, self.shard_nodes, link=self.link)

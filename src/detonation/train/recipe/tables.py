@@ -24,7 +24,7 @@ from detonation.train.recipe.schema import (
 _T = TypeVar("_T")
 
 CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "name"}
-"""Key that chooses the kind in a table; all other keys are arguments of that kind."""
+"""The key that selects the kind in a table; all other keys are arguments of that kind."""
 
 REPLICATE = "replicate"
 """Axis of the level in a recipe with one level."""
@@ -96,7 +96,9 @@ def settings_of(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _require_kept(setting: str, value: object) -> None:
-    """Raises `ValueError` for values that files of a run cannot hold: dates and invalid UTF-8."""
+    """Raises `ValueError` for values that the files of a run cannot represent: dates and invalid
+    UTF-8.
+    """
 
     def refuse(date: object) -> NoReturn:
         raise ValueError(f"{setting} has {date}, which TOML takes for a date or a time: quote it")
@@ -114,8 +116,8 @@ def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:
 
 
 def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, ...]:
-    """Levels of a recipe: `[scheme]` is one level over all replicas of the mesh, and each
-    `[[scheme]]` is a level with its own `replicas`.
+    """Levels of a recipe: `[scheme]` is one level over all replicas of the mesh; each `[[scheme]]`
+    is a level with its own `replicas`.
 
     Args:
         spelled: Value of the key `scheme`.
@@ -193,7 +195,7 @@ _LISTS: dict[Any, tuple[tuple[type, ...], str]] = {
     tuple[int, ...]: ((int,), "a list of whole numbers"),
     tuple[float, ...]: ((int, float), "a list of numbers"),
 }
-"""For each type of a list: the types that its items may have, and words for an error."""
+"""For each type of list: the allowed types of its items, and words for an error."""
 
 
 def _typed(kind: Any, setting: str, value: Any) -> Any:

@@ -6,11 +6,11 @@ from detonation.log.continuity import LogFile, log_faults, log_files
 from detonation.train.output import directory, metrics
 
 _MOST_SHARDS = 1 << 12
-"""A foreign configuration may hold any number."""
+"""Largest number of shards; a configuration from elsewhere may contain any number."""
 
 
 def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
-    """Files of the log in the directory `run`, and its faults in words.
+    """Files of the log in the directory `run`, and its faults as text.
 
     Args:
         saved: Step of the newest complete checkpoint; 0 without one.
@@ -33,7 +33,7 @@ def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
 
 
 def _measured(path: Path) -> tuple[int, list[str]]:
-    """Last step in a metrics file, 0 without one, and the reason if it cannot be read."""
+    """The last step in a metrics file (0 if none), and the reason if it cannot be read."""
     try:
         records = metrics.read_metrics(path)
     except FileNotFoundError:

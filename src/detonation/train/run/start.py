@@ -50,7 +50,7 @@ def _run(
     place: LaunchPosition | None,
     set_up: SetUp,
 ) -> Table:
-    """`run_training`; calls `set_up.done` once the ranks report faults themselves."""
+    """Does `run_training`; calls `set_up.done` once the ranks report failures themselves."""
     if place is None:
         compute_with_one_thread()
         finished = _finished(request, None)
@@ -60,7 +60,7 @@ def _run(
         return run_task(task, set_up)
 
     def on_this_rank() -> Table:
-        # Rank 0 decides for all: nodes may restart separately, and need not share a file system.
+        # rank 0 decides for all: nodes may restart separately, without a shared file system
         said: list[Any] = []
         if place.rank == 0:
             said = [
@@ -92,7 +92,7 @@ def _run(
 
 
 def _flags(request: Request, config: Config) -> dict[str, Any]:
-    """Flags, by name, that all ranks of a launcher must have alike besides the recipe."""
+    """Flags, by name, that must be equal on all ranks of a launcher in addition to the recipe."""
     return {
         "--resume": request.resume,
         "--stop-after": request.stop_after,
@@ -105,7 +105,8 @@ def _flags(request: Request, config: Config) -> dict[str, Any]:
 
 
 def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
-    """Steps that a resumed run computed from its epochs; they stay if the number of ranks changes.
+    """Number of steps computed from epochs when a resumed run first started; unchanged if the
+    number of ranks changes.
 
     0 for a new run, and if the recipe sets steps.
     """
@@ -124,7 +125,9 @@ def _with_steps(request: Request, steps: int) -> Request:
 
 
 def compute_with_one_thread() -> None:
-    """Prepares this process for forks: a fork has no other threads, and would wait for them."""
+    """Limits this process to one thread before forks: a child has no other threads, and would wait
+    for them.
+    """
     torch.set_num_threads(1)
 
 
@@ -166,10 +169,12 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
     if not task.request.replica and not task.request.join:
         _check_directory(task)
     use_interface(os.environ, task.request.interface)
-    keep_to_loopback(os.environ)  # for the ranks here; an elastic axis chooses its own interface
+    # loopback for these ranks; an elastic axis chooses its own interface
+    keep_to_loopback(os.environ)
     try:
         mesh = task.config.mesh
-        if task.request.replica is not None or task.request.join:  # only one replica runs here
+        # only one replica runs on this machine
+        if task.request.replica is not None or task.request.join:
             mesh = replace(
                 mesh, replicas=task.config.nodes_inside, elastic=False, min_replicas=1, meet=""
             )
@@ -183,7 +188,7 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
 
 
 def train_afresh(request: Table, may_start: bool) -> Table:
-    """Trains on a spawned rank, which shares no memory with its parent and reads the recipe."""
+    """Trains in a spawned rank, which shares no memory with its parent and reads the recipe."""
     task = make_task(from_plain(Request, request), None)
     return train_on_rank(replace(task, may_start=may_start))
 
@@ -224,7 +229,7 @@ def _check_directory(task: RunTask) -> None:
 
 
 def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
-    """Summary of a run that had finished before its launcher restarted it; None for other runs."""
+    """Summary of a run that finished before its launcher restarted it; None for other runs."""
     if request.out is None or not restarted(os.environ):
         return None
     summary = request.out / directory.SUMMARY
@@ -241,7 +246,7 @@ def restarted(env: Mapping[str, str]) -> bool:
 
 
 def restartable(env: Mapping[str, str]) -> bool:
-    """True if the launcher may start the same command line again, or has done so.
+    """True if the launcher may start the same command line again, or has started it again.
 
     >>> restartable({"TORCHELASTIC_MAX_RESTARTS": "3"})
     True

@@ -1,1 +1,1 @@
-"""Commands other than `train`: compare, simulate, probe, plan, export and follow, one file each."""
+"""Verbs other than `train`: compare, simulate, probe, plan, export and follow, one file each."""

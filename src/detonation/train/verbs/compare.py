@@ -26,7 +26,7 @@ from detonation.train.run.start import compute_with_one_thread, make_task, run_t
 from detonation.whole_files import read_text
 
 _COMMA = re.compile(r",(?![^\[{]*[\]}])")
-"""A comma between values, not one inside a list or a table."""
+"""A comma between values, but not inside a list or a table."""
 
 
 def compare_runs(
@@ -35,8 +35,8 @@ def compare_runs(
     """Trains a recipe with each scheme and each combination of settings; returns the summaries.
 
     Each run has its own directory in `request.out`, named after its scheme and settings. Finished
-    runs are kept, and stopped runs continue. A failed run has no summary: it returns its
-    `directory`, `scheme` and `optimizer`, the `error`, and `diverged`.
+    runs are kept, and stopped runs continue. A failed run has no summary: its entry has
+    `directory`, `scheme`, `optimizer`, `error` and `diverged`.
 
     Args:
         request: The recipe and its overrides.
@@ -120,7 +120,7 @@ def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple
 def _one_after_another(
     tasks: Sequence[RunTask], finished: Sequence[Table | None], screen: Screen
 ) -> list[Table]:
-    """Runs the unfinished tasks, and prints a line before each; returns the summaries of all."""
+    """Runs the unfinished tasks, printing a line before each; returns the summaries of all."""
     summaries: list[Table] = []
     for number, (task, summary) in enumerate(zip(tasks, finished, strict=True), start=1):
         if summary is None:
@@ -130,7 +130,7 @@ def _one_after_another(
 
 
 def _run(task: RunTask) -> Table:
-    """Summary of a run, or its error.
+    """The summary of a run, or its error.
 
     Raises `StopRequested` if a signal ended it, to stop all runs.
     """
@@ -181,7 +181,7 @@ def _finished(task: RunTask) -> Table | None:
 
 
 def _continued(task: RunTask) -> RunTask:
-    """`task`, which resumes if a run with the same configuration was stopped.
+    """`task`, set to resume if a run with the same configuration was stopped.
 
     Raises `ValueError` if the directory holds anything else.
     """

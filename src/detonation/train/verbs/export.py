@@ -20,16 +20,16 @@ from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import from_table
 
 _MODEL = "model."
-"""Prefix of the weights in a checkpoint."""
+"""Prefix of weights in a checkpoint."""
 
 
 @torch.no_grad()
 def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, Any]:
     """Writes the model of the newest complete checkpoint of a run, for `from_pretrained`.
 
-    It also writes the tokenizer. A model that is not of transformers becomes a state dict, for
-    `safetensors.torch.load_model`. So does the model of your own loop, whose checkpoint names no
-    model. In the middle of a round the result is the mean of the replicas whose files are on this
+    It also writes the tokenizer. A model that is not from transformers becomes a state dict, for
+    `safetensors.torch.load_model`. So does the model of a user's own loop, whose checkpoint names
+    no model. In the middle of a round, it writes the mean of the replicas whose files are on this
     node.
 
     Args:
@@ -57,7 +57,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         numel, for_transformers = _write_model(config, source, out)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
-        file.chmod(0o666 & ~mask)  # some libraries write through private temporary files
+        file.chmod(0o666 & ~mask)  # the library may write through a private temporary file
     mean = {}
     if not manifest.alike and len(here) != manifest.replicas:
         mean = {"replicas": f"{len(here)} of {manifest.replicas}"}
@@ -73,8 +73,9 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
 
 
 def _config(manifest: Manifest) -> Config | None:
-    """Recipe in a checkpoint; None in a checkpoint of a user's own loop, whose values may have any
-    name."""
+    """Recipe in a checkpoint; None for a checkpoint of a user's own loop, whose values may have any
+    name.
+    """
     extra = manifest.given
     config = extra.get("config")
     if isinstance(config, dict) and "setting" in extra:

@@ -37,12 +37,14 @@ _OFF: Table = {
     "train": {"log_updates": False, "publish": ""},
     "mesh": {"elastic": False, "min_replicas": 1, "meet": ""},
 }
-"""Values for settings that the probe does not measure, and that would refuse scheme `none`."""
+"""Values for settings that the probe does not measure, and with which scheme `none` would be
+refused.
+"""
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Command of a user; the fields have the names of the flags of `detonation probe`.
+    """A user's command; its fields are named after the flags of `detonation probe`.
 
     Without `recipe` it measures only the links.
     """
@@ -58,7 +60,9 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """Mesh to measure, and the recipe, read and checked. Forked ranks inherit it in memory."""
+    """The mesh to measure, and the recipe after reading and checking. Forked ranks inherit it in
+    memory.
+    """
 
     mesh: MeshConfig
     name: str = ""
@@ -67,9 +71,10 @@ class ProbeTask:
 
 
 def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | None:
-    """Measures in the processes of a launcher, or starts its own; None on all ranks but the first.
+    """Measures in the processes of a launcher, or starts its own; returns None on all ranks but the
+    first.
 
-    `fail` and errors are those of `train.run.start.run_training`.
+    See `train.run.start.run_training` for `fail` and errors.
     """
     place = launch_position(os.environ)
     if place is None:
@@ -111,7 +116,7 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
 
 
 def probe_afresh(request: Table) -> Table:
-    """Measures on a spawned rank, which shares no memory with its parent and reads the recipe."""
+    """Measures in a spawned rank, which shares no memory with its parent and reads the recipe."""
     return probe_on_rank(_prepare(from_plain(ProbeRequest, request), None))
 
 
@@ -139,7 +144,7 @@ def probe_on_rank(task: ProbeTask) -> Table:
 def _compute(session: Session, name: str, layers: Layers) -> Compute:
     everyone = Everyone(session.device)
     median, spread = forward_backward(session, everyone)
-    # Each scheme with the recipe's settings for it, without `--set`.
+    # each scheme with the recipe's settings for it, without `--set`
     plain = Layers(layers.tables, {**_OFF, "mesh": asdict(session.config.mesh)})
     steps = {}
     for scheme in dict.fromkeys([*known_schemes(), session.config.scheme.name]):
