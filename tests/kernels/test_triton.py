@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import detonation as dt
 from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.agreement import selftest
+from detonation.core.agreement import self_tests as selftest
 from detonation.core.codec.aggregate import ClippedMean, Divided
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace
