@@ -357,8 +357,9 @@ class Replicated(OptimizerWrapper):
 
         State that differs between replicas has a key that names the replica, as
         torch.distributed.checkpoint takes equal keys on different ranks for one tensor; under
-        schemes that exchange parameters the base optimizer's, too. Save one file per rank. Helpers
-        of torch leave "replication" out; see `detonation.TrainingState`.
+        schemes that exchange parameters the base optimizer's, too. Save one file per rank. With a
+        delay all ranks call it at the same step, to receive what is in flight. Helpers of torch
+        leave "replication" out; see `detonation.TrainingState`.
         """
         return self.with_saving_hooks(lambda: states.to_state_dict(self))
 
