@@ -24,7 +24,7 @@ from torch import nn
 import detonation as dt
 from detonation import plugins
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.schemes.registry import SCHEMES
+from detonation.extend import SCHEMES
 from detonation.testing import check_scheme
 
 ROOT = Path(__file__).parents[2]
