@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 from before.trained import STEPS, gradient
-from detonation.core.schemes import SCHEMES
 from torch import nn
 
 import detonation as dt
 from detonation import plugins
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.extend import SCHEMES
 from detonation.testing import check_scheme
 
 ROOT = Path(__file__).parents[2]
