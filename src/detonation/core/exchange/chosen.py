@@ -13,9 +13,9 @@ from detonation.core.schemes import Scheme, collective_for, rows_of_a_turn
 
 
 def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
-    """The memory that the temporaries of a step may take, beside messages: that of a quarter of the
-    flat, and half of it at the end of a round, which has the movement of the parameters beside
-    them."""
+    """Memory budget for the temporaries of a step: a quarter of the flat; an eighth at the end of a
+    round, when the movement is also in memory.
+    """
     is_round = scheme.signal == "parameters"
     is_vote = scheme.codec.selection.shared and not scheme.codec.summable
     costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or is_vote

@@ -27,12 +27,12 @@ from detonation.core.schemes import Scheme
 
 
 class TwoStage(Exchange):
-    """A two-stage all-reduce: each replica owns some of the rows, receives them from all,
+    """A two-stage all-reduce: each replica owns a part of the rows, receives them from all,
     aggregates them, and sends the result to all.
 
-    The bytes that a replica sends do not grow with the number of replicas. The result is selected
-    and encoded again by the codec of the reply; the rest stays in the server residual of the owner
-    and is sent later, so that nothing is lost (law 1) between the two stages.
+    The bytes sent by a replica do not grow with the number of replicas. The reply codec selects and
+    encodes the result again; the remainder stays in the owner's server residual and is sent later,
+    so nothing is lost (law 1) between the stages.
 
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
@@ -61,7 +61,7 @@ class TwoStage(Exchange):
         self.residual = residual
         self.replica = (
             link.replica
-        )  # the owner that this replica is, until the replicas are renumbered
+        )  # the owner number of this replica, until replicas are renumbered
         answer = replace(
             self._answer, selection=self._answer.selection.for_rows(first, owners.rows)
         )
@@ -82,7 +82,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # messages and replies can be cut there
+        )  # messages and replies can be cut at multiples of this number of rows
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows
@@ -91,7 +91,7 @@ class TwoStage(Exchange):
             owners = self.owners
         else:
             owners = self.owners.of_bucket(rows)
-        # without kernels a whole message is sealed where it lies
+        # without kernels a whole message is sealed in its own buffer
         aligned = whole and not self._guard.on_kernels
         shape = (
             owners.replicas,
@@ -142,7 +142,9 @@ class TwoStage(Exchange):
         reply.arriving.append(self._link.all_gather(sent[0]))
 
     def _reply(self, block: Coefficients, run: MessageRows) -> None:
-        """Writes into `run` the coefficients of the mean of some rows; the rest stays here."""
+        """Writes the coefficients of the mean of a block of rows into `run`; the remainder stays in
+        the server residual.
+        """
         residual = self.residual[run.first : run.first + run.rows]
         residual += aggregate(block, self._scheme.aggregation, self._codec.selection.chunk)
         selected = self._answer.pick(
@@ -151,7 +153,7 @@ class TwoStage(Exchange):
         self._answer.write(selected, run)
         sent = self._answer.written(run)
         indices = selected.indices
-        if isinstance(indices, Tensor):  # no two of a row are equal
+        if isinstance(indices, Tensor):  # the indices of a row are distinct
             residual.scatter_add_(1, indices, sent.neg())
         else:
             residual -= sent
@@ -164,8 +166,7 @@ class TwoStage(Exchange):
         return Collected(opened, self.owners)
 
     def _reply_to(self, message: Message) -> Message:
-        """The reply, with the indices that all replicas know: of all rows by their rule, or of
-        those of each owner."""
+        """The reply and its shared indices, if any: of all rows, or of the rows of each owner."""
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         reply.missing = message.missing
         if message.shared:
@@ -197,5 +198,5 @@ class TwoStage(Exchange):
             self._scheme, self._link, owners, residual, guard, self._room, self._engine, first
         )
 
-    def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
+    def state(self) -> dict[str, Tensor]:  # shapes: [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}
