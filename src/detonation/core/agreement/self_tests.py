@@ -1,5 +1,6 @@
-"""The self-test: hashes of decoded test messages and of optimizer steps, because threads,
-processors and libraries round differently."""
+"""The self-test: hashes of decoded test messages and of optimizer steps. Threads, processors and
+libraries may round differently.
+"""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,12 @@ STEP_SELFTEST = "optimizer's steps on a test vector"
 NORM_SELFTEST = "norm of a test vector"
 CLOSE = "replicas that stay close"
 TESTS = SELFTEST, STEP_SELFTEST, NORM_SELFTEST, CLOSE
-"""Entries that may differ between replicas that only stay close."""
+"""Entries that may differ between replicas that are only kept close to each other."""
 _SHAPE = (512, 512)
 _PROBED = SGD, Adam, AdamW, Muon, SignSGD
-"""Optimizers whose steps are tested. For others the operations of which optimizers consist are
-tested."""
+"""Optimizers whose own steps are tested. For other optimizers, the operations they are built of are
+tested.
+"""
 
 
 def selftest(
@@ -37,11 +39,11 @@ def selftest(
     base: BaseStep | None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Hashes of two fixed messages, decoded as in training, and of steps of the optimizer with the
-    settings in `base`.
+    """Hashes of two fixed messages, decoded as in training, and of steps with the settings of
+    `base`.
 
-    Two processes with equal hashes very likely turn the same messages into the same weights: the
-    test covers 262,144 numbers.
+    Two processes with equal hashes very likely compute equal weights from equal messages: the test
+    covers 262,144 numbers.
 
     Args:
         base: Steps that must be equal; None if each replica steps by itself. Steps by signs are
@@ -64,10 +66,10 @@ def selftest(
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
-                # `before` is not zeros: adding to zero rounds alike with and without fused
-                # multiply-add
+                # `before` is nonzero: adding to zero hides whether multiply-add is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
-                if isinstance(base.optimizer, Muon):  # matrix products of all rows take long
+                # the test is smaller for Muon, because matrix products over all rows would be slow
+                if isinstance(base.optimizer, Muon):
                     before = before[:64]
                     gradient = gradient[:64]
                 steps = _steps([before], [gradient], base.optimizer, options)
@@ -78,13 +80,14 @@ def selftest(
 def _message(
     scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device
 ) -> Tensor:
-    """A message with the same bytes on all processors. It is not selected from a signal, because
-    processors may select and encode differently."""
+    """A message with the same bytes on all processors. It is generated instead of selected from a
+    signal, because processors may select and encode differently.
+    """
     codec = scheme.codec
     rows = layout.rows
     k = codec.selection.k
     values = _ramp(rows * k, device)
-    if codec.precision.block > 1:  # integers whose squares add up exactly, in any order
+    if codec.precision.block > 1:  # integers whose squares have an exact sum in any order
         values = (values * 1024).remainder(11).floor() - 5
     indices = shared
     if not codec.selection.shared:
@@ -96,10 +99,10 @@ def _message(
 
 
 def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if a step of `base` rounds numbers at the end of a shard differently, as vectorised
-    loops of CPUs may do.
+    """True if a step of `base` rounds numbers at the end of a shard differently, as vectorised CPU
+    loops may do.
 
-    For Muon only its elementwise operations are tested, because it multiplies whole matrices.
+    For Muon only the elementwise operations are tested, because it multiplies whole matrices.
     """
     before = _ramp(257 * 5, device).view(257, 5).to(dtype)
     update = before.flip(0)
@@ -117,14 +120,15 @@ def _steps(
     base: Optimizer | None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Each tensor after two steps of an optimizer like `base`, or, for other optimizers, after the
-    operations of which they consist."""
+    """Each tensor after two steps of an optimizer like `base`; for an untested optimizer, after the
+    operations it is built of.
+    """
     kind: Any = type(base)
     if base is not None and kind in _PROBED:
         weights = [torch.nn.Parameter(each.clone()) for each in before]
         given = {**base.param_groups[0], **(options or {})}
         made = kind([{**given, "params": weights, "lr": 1e-3}])
-        for scale in (1.0, 0.7):  # at the first step all state is zero
+        for scale in (1.0, 0.7):  # the first step starts from zero state
             for weight, update in zip(weights, updates, strict=True):
                 weight.grad = update * scale
             made.step()
@@ -140,13 +144,13 @@ def _operations(before: Tensor, update: Tensor) -> Tensor:
 
 
 def norm_selftest(device: torch.device) -> str:
-    """Hash of the norm of a fixed vector: clipping on all replicas needs equal norms."""
+    """Hash of the norm of a fixed vector: clipping needs equal norms on all replicas."""
     vector = _ramp(_SHAPE[0] * _SHAPE[1], device)
     return digest([norms_of([vector], device)])[:16]
 
 
 def selftest_conditions(device: torch.device) -> str:
-    """The settings on which these hashes depend, as text: threads, processor, GPU and CUDA."""
+    """The settings that influence these hashes, as text: threads, processor, GPU and CUDA."""
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     settings = [f"threads={torch.get_num_threads()}", f"cpu={processor}"]
     if device.type == "cuda":
@@ -158,8 +162,9 @@ def selftest_conditions(device: torch.device) -> str:
 
 
 def _ramp(numel: int, device: torch.device) -> Tensor:
-    """Numbers of many magnitudes and both signs, with the same bits everywhere: computed without
-    a random generator and without functions that may round."""
+    """Numbers of many magnitudes and both signs, bitwise equal everywhere: computed without a
+    random generator and without functions that may round.
+    """
     prime = 1048573
     mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % prime
     powers = torch.tensor([2.0**at for at in range(11)], dtype=torch.float32, device=device)

@@ -1,5 +1,6 @@
-"""Finds values that must not enter a memory: NaN would win top-k for ever and freeze its chunk on
-all replicas."""
+"""Finds values that must not enter a memory: a NaN would win every top-k and freeze its chunk on
+all replicas.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,22 +13,23 @@ from detonation.core.compute import kernel_library
 from detonation.core.runtime import Runtime
 
 LIMIT = 1e18
-"""Largest norm of a message. The square of a larger one overflows fp32, as in Adam's second moment.
+"""Largest norm of a message. The square of a larger norm overflows fp32, as in Adam's second
+moment.
 """
 SIGNAL_LIMIT = 1e12
-"""The largest value of a signal.
+"""Largest value of a signal.
 
-The norm of a million of them is `LIMIT`, so that their sender learns of it first.
+A million such values have the norm `LIMIT`, so the sender detects bad values before its receivers.
 """
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Finding of an inspection of the signals of a message, or of a bucket of it.
+    """Result of inspecting the signals of a message or of a bucket.
 
-    bad: Whether these signals must not enter the memory. Where only the device knows, numbers of
-    which one is not 0 then.
-    status: What the header says of these signals; see `Header`.
+    bad: whether these signals must not enter the memory. If only the device knows, `bad` is a
+    tensor in which any nonzero number means True. status: the header's status for these signals;
+    see `Header`.
     """
 
     bad: bool | Tensor
@@ -35,22 +37,14 @@ class Verdict:
 
 
 FINE = Verdict(False, 0)
-"""Of signals that are finite, or that nobody sends."""
-
-
-def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int | Tensor:
-    """1 + the number of the first signal that is bad; 0 if there is none. See `inspected`.
-
-    Shapes: any -> an int, or `[]` int64 if the device decides and the host does not wait.
-    """
-    return inspected(signals, runtime).status
+"""Verdict on finite signals, and on signals that nobody sends."""
 
 
 def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
-    """The verdict on signals, in ordinary torch or by a compiled kernel on a CPU.
+    """The verdict on signals, computed in plain torch or by a compiled kernel on a CPU.
 
-    A signal is bad with NaN or a magnitude above `SIGNAL_LIMIT`. If the device decides, the host
-    does not wait.
+    A signal is bad if it contains NaN or a magnitude above `SIGNAL_LIMIT`. If the device decides,
+    the host does not wait.
 
     Shapes: any.
     """
@@ -71,7 +65,7 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
             at = library.beyond(tensors, SIGNAL_LIMIT)
             return FINE if at < 0 else Verdict(True, 1 + present[at][0])
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-        if (norms <= SIGNAL_LIMIT).all():  # no value is larger than the norm of all
+        if (norms <= SIGNAL_LIMIT).all():  # no value is larger than the norm of all values
             return FINE
     numbers, within = signals_within(signals, tensors[0].device)
     found = first_outside([numbers], [within])
@@ -84,7 +78,7 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
 def signals_within(
     signals: Sequence[Tensor | None], device: torch.device
 ) -> tuple[list[int], Tensor]:
-    """The numbers of the signals that are not empty, and True for each that is within the limit.
+    """The numbers of the nonempty signals, and True for each one within the limit.
 
     Shapes: any -> `[signals that are not empty]` bool.
     """
@@ -101,7 +95,8 @@ def signals_within(
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
-    """1 + the smallest of `numbers` whose signal exceeds the limit, on the device; 0 if none does.
+    """1 + the smallest of `numbers` whose signal exceeds the limit, computed on the device; 0 if
+    none does.
 
     Shapes: `[signals]` bool each -> `[]` int64.
     """
@@ -110,7 +105,7 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
     if len(within) > 1:
         together = torch.cat(list(within))
     count = max(each) + 1
-    # signals within the limit get the number after the last one, which becomes 0
+    # a signal within the limit gets a number past the end, which becomes 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 

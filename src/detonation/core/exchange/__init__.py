@@ -6,6 +6,7 @@ that arrive. Called by the channel; a bucket of gradients is a piece of a messag
 header and one decision are enough for a step.
 """
 
+from detonation.core.exchange.chosen import exchange_for, room_of
 from detonation.core.exchange.exchange import Exchange
-from detonation.core.exchange.two_stage import TwoStage, exchange_for, room_of
+from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.exchange.unused import Unused

@@ -1,4 +1,4 @@
-"""The exchange of two collectives, through the owners of rows, and the choice of an exchange."""
+"""The exchange of two collectives, through the owners of rows."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,24 +16,23 @@ from detonation.core.codec import (
     aggregate,
     narrow,
 )
-from detonation.core.engine import ReferenceEngine, Room, replied_at_once, rows_at_once
-from detonation.core.exchange.exchange import AllGather, AllReduce, Exchange, negative_zeros, played
-from detonation.core.flat.layout import Layout
-from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS, KeptRows, RowOwners
+from detonation.core.engine import ReferenceEngine, Room, replied_at_once
+from detonation.core.exchange.exchange import Exchange, negative_zeros, played
+from detonation.core.flat.rows import KeptRows, RowOwners
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.message import HEADER_BYTES, Message
 from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.link import Link
-from detonation.core.schemes import Scheme, collective_for, rows_of_a_turn
+from detonation.core.schemes import Scheme
 
 
 class TwoStage(Exchange):
-    """A two-stage all-reduce: each replica owns some of the rows, receives them from all,
+    """A two-stage all-reduce: each replica owns a part of the rows, receives them from all,
     aggregates them, and sends the result to all.
 
-    The bytes that a replica sends do not grow with the number of replicas. The result is selected
-    and encoded again by the codec of the reply; the rest stays in the server residual of the owner
-    and is sent later, so that nothing is lost (law 1) between the two stages.
+    The bytes sent by a replica do not grow with the number of replicas. The reply codec selects and
+    encodes the result again; the remainder stays in the owner's server residual and is sent later,
+    so nothing is lost (law 1) between the stages.
 
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
@@ -62,7 +61,7 @@ class TwoStage(Exchange):
         self.residual = residual
         self.replica = (
             link.replica
-        )  # the owner that this replica is, until the replicas are renumbered
+        )  # the owner number of this replica, until replicas are renumbered
         answer = replace(
             self._answer, selection=self._answer.selection.for_rows(first, owners.rows)
         )
@@ -83,7 +82,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # messages and replies can be cut there
+        )  # messages and replies can be cut at multiples of this number of rows
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows
@@ -92,7 +91,7 @@ class TwoStage(Exchange):
             owners = self.owners
         else:
             owners = self.owners.of_bucket(rows)
-        # without kernels a whole message is sealed where it lies
+        # without kernels a whole message is sealed in its own buffer
         aligned = whole and not self._guard.on_kernels
         shape = (
             owners.replicas,
@@ -143,7 +142,9 @@ class TwoStage(Exchange):
         reply.arriving.append(self._link.all_gather(sent[0]))
 
     def _reply(self, block: Coefficients, run: MessageRows) -> None:
-        """Writes into `run` the coefficients of the mean of some rows; the rest stays here."""
+        """Writes the coefficients of the mean of a block of rows into `run`; the remainder stays in
+        the server residual.
+        """
         residual = self.residual[run.first : run.first + run.rows]
         residual += aggregate(block, self._scheme.aggregation, self._codec.selection.chunk)
         selected = self._answer.pick(
@@ -152,7 +153,7 @@ class TwoStage(Exchange):
         self._answer.write(selected, run)
         sent = self._answer.written(run)
         indices = selected.indices
-        if isinstance(indices, Tensor):  # no two of a row are equal
+        if isinstance(indices, Tensor):  # the indices of a row are distinct
             residual.scatter_add_(1, indices, sent.neg())
         else:
             residual -= sent
@@ -165,8 +166,7 @@ class TwoStage(Exchange):
         return Collected(opened, self.owners)
 
     def _reply_to(self, message: Message) -> Message:
-        """The reply, with the indices that all replicas know: of all rows by their rule, or of
-        those of each owner."""
+        """The reply and its shared indices, if any: of all rows, or of the rows of each owner."""
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         reply.missing = message.missing
         if message.shared:
@@ -198,37 +198,5 @@ class TwoStage(Exchange):
             self._scheme, self._link, owners, residual, guard, self._room, self._engine, first
         )
 
-    def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
+    def state(self) -> dict[str, Tensor]:  # shapes: [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}
-
-
-def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
-    """The memory that the temporaries of a step may take, beside messages: that of a quarter of the
-    flat, and half of it at the end of a round, which has the movement of the parameters beside
-    them."""
-    is_round = scheme.signal == "parameters"
-    is_vote = scheme.codec.selection.shared and not scheme.codec.summable
-    costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or is_vote
-    few_launches = (
-        costly
-        and not is_round
-        and not layout.tiled
-        and layout.rows * layout.chunk < rows_at_once.LARGE
-    )
-    return Room(max(1, -(-layout.rows // (SMALL_BUCKETS if is_round else BUCKETS))), few_launches)
-
-
-def exchange_for(
-    scheme: Scheme, link: Link, layout: Layout, engine: ReferenceEngine, guard: Guard, room: Room
-) -> Exchange:
-    """The exchange for the collective that `collective_for` chooses."""
-    chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
-    if chosen == "all-reduce":
-        return AllReduce(scheme, link, guard, layout.rows)
-    if chosen == "all-gather":
-        return AllGather(scheme, link, guard, layout.rows)
-    owners = RowOwners(layout.rows, link.replicas, rows_of_a_turn(scheme, link.replicas))
-    residual = torch.zeros(
-        owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=engine.device
-    )
-    return TwoStage(scheme, link, owners, residual, guard, room, engine)
