@@ -13,6 +13,7 @@ from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ReplicaFiles, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.snapshot import (
+    PADDING,
     entry_of,
     frozen_weights,
     generators,
@@ -31,6 +32,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import local_state_of, parameters_of
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
+from detonation.core.replicator.padding import use_rows
 from detonation.gates.closeness import Closeness
 from detonation.wire.units import load_shard_state, shard_units
 
@@ -78,7 +80,8 @@ def restore(
     if stays_close:
         optimizer.closeness = Closeness(moved)
     keys = [key.removeprefix("replica.") for key in file.keys if key.startswith("replica.")]
-    optimizer.build(parameters_of(keys))
+    padding = [key.removeprefix(PADDING) for key in file.values if key.startswith(PADDING)]
+    use_rows(padding, optimizer.build(parameters_of(keys)), optimizer.base_step)
     of_shards = replicators_of_shards(optimizer, held)
     if not same:
         assert isinstance(source, Elastic)

@@ -15,6 +15,7 @@ from detonation.checkpoint.files.extra_values import encoded_number
 from detonation.checkpoint.files.reader import MOVED, Box
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.agreement.options import python_number
+from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import Piece, local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.gathered import local_parameters
@@ -92,6 +93,8 @@ def plain(key: str, value: Any) -> Any:
 
 
 _log = logging.getLogger("detonation.checkpoint")
+PADDING = "padding."
+"""Prefix of the plain values that name embeddings whose padding rows move."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ def take_snapshot(
         k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out
     }
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
+    values |= {PADDING + name: 1 for name in used_rows(model)}
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
     # contiguous copies on the host that share no memory with the model
