@@ -29,7 +29,7 @@ from torch.distributed.tensor import _op_schema, _sharding_prop
 
 from detonation.cluster.processes import heartbeat
 from detonation.cluster.survive import groups, membership, surviving
-from detonation.core.agreement import selftest
+from detonation.core.agreement import self_tests as selftest
 from limits import LIMIT_S
 
 torch.set_num_threads(1)

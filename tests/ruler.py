@@ -24,7 +24,7 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 314_850,
+    "tokens of src": 314_900,
     "tokens of core": 88_950,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,

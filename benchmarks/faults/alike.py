@@ -20,7 +20,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import detonation as dt
-from detonation.core.agreement.selftest import _ramp
+from detonation.core.agreement.self_tests import _ramp
 from detonation.core.flat.tensors import digest
 from detonation.gates.single_rounding import SingleRounding
 

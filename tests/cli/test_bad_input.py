@@ -84,11 +84,11 @@ def fails(capsys, monkeypatch, tmp_path):
         ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer]"),
         (
             "model.name=vit",
-            "model vit is for images, but the data sotu-sample are text: take olmo2 or olmoe, or other data",
+            "model vit is for images, but the data sotu-sample are text: choose olmo2 or olmoe, or other data",
         ),
         (
             "model.name=t5",
-            "model t5 is for translation, but the data sotu-sample are text: take olmo2 or olmoe, or other data",
+            "model t5 is for translation, but the data sotu-sample are text: choose olmo2 or olmoe, or other data",
         ),
         (
             "model.name=hf:nowhere/at/all",

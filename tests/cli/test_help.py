@@ -1,9 +1,13 @@
 """The help of each verb: on one screen, with what people use first at its top."""
 
+import dataclasses
 import re
 
 import pytest
+import tyro
+from torch.distributed import run as torchs_run
 
+from detonation.cli.arguments import Probe, Train
 from detonation.cli.command import run_command
 from detonation.cli.verbs import VERBS
 
@@ -53,3 +57,14 @@ def test_a_live_run_needs_a_directory_and_a_log_has_no_checkpoints_to_keep(tmp_p
     assert run_command(["follow", str(tmp_path), "--every", "3"]) == 2
     said = f"--every is of a live run, HOST:PORT, and {tmp_path} is a directory: leave it out"
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize("kind", [Train, Probe])
+def test_torchrun_passes_each_flag_on_by_one_of_its_names(kind):
+    """torchrun of Python 3.11 refuses what may abbreviate two of its own options."""
+    others = {"log": "log-updates"}
+    for field in dataclasses.fields(kind):
+        flag = f"--{others.get(field.name, field.name).replace('_', '-')}"
+        given = torchs_run.get_args_parser().parse_args(["-m", "detonation", flag])
+        assert given.training_script_args == [flag]
+    assert tyro.cli(Train, args=["quick-lm", "--log-updates"]).log

@@ -34,7 +34,11 @@ for name in sys.argv[1:]:
     child = os.fork()
     if not child:
         sys.argv[1:] = ["--help"]
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code or 0)  # at once: the end of torch takes a second
         os._exit(99)  # whoever has no --help has worked instead
     print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -18,7 +18,7 @@ import detonation as dt  # noqa: E402
 from covering import covered  # noqa: E402
 from detonation.cluster.network.loopback import LoopbackCommunicator  # noqa: E402
 from detonation.cluster.network.simulated import simulate_replicas  # noqa: E402
-from detonation.core.agreement import selftest  # noqa: E402
+from detonation.core.agreement import self_tests as selftest  # noqa: E402
 from detonation.core.codec.basis import Identity  # noqa: E402
 from detonation.core.codec.codec import Codec  # noqa: E402
 from detonation.core.codec.message_rows import MessageRows  # noqa: E402

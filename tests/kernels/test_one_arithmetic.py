@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import detonation as dt
-from detonation.core.agreement import selftest
+from detonation.core.agreement import self_tests as selftest
 from detonation.core.agreement.clipping import Clip, norms_of
 from detonation.core.codec.basis import dct_matrix
 from detonation.core.codec.codec import Selected

@@ -12,13 +12,14 @@ pytest.importorskip("triton")
 import detonation as dt
 from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.agreement import selftest
+from detonation.core.agreement import self_tests as selftest
 from detonation.core.codec.aggregate import ClippedMean, Divided
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace
 from detonation.core.codec.received import Arrived, Sums
 from detonation.core.codec.selection import Random, Rotation, Striding, TopK, random_start
-from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
+from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT
+from detonation.core.compute.nonfinite import inspected as verdict_on
 from detonation.core.engine.reference import ReferenceEngine, engine_for
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usable, unsealed
 from detonation.core.integrity.message import HEADER_BYTES, IDENTITY, Header
@@ -198,9 +199,9 @@ def test_a_signal_that_is_not_finite_is_found_and_changes_nothing():
         given = signals(1, (torch.float32, torch.bfloat16))
         given[number].view(-1)[-1] = value
         given[2] = None
-        status = first_nonfinite(given, runtime)
+        status = verdict_on(given, runtime).status
         assert int(status) == 1 + number
-    assert int(first_nonfinite(signals(1), runtime)) == 0
+    assert int(verdict_on(signals(1), runtime).status) == 0
     selected = mine.encode(given, 1, bad=status)
     assert not selected.values.any() and torch.equal(mine.memory.residual, before)
 

@@ -27,6 +27,7 @@ from detonation.feed.weights.differences import (
     encode_difference,
     move,
     patterns_of,
+    starts,
 )
 from detonation.feed.weights.folders import LocalFolder, RemoteFolder, WeightFile
 from worlds import run
@@ -159,6 +160,15 @@ def test_every_type_moves_by_its_bits(dtype, shape, transposed):
     old, new = made(0), made(1)
     move(old, *changes(patterns_of(new), patterns_of(old)))
     assert digest([old]) == digest([new])
+
+
+def test_patterns_of_several_tensors_follow_each_other_without_a_gap():
+    kinds = torch.int8, BF16, torch.float32, torch.bool, torch.float64, torch.float8_e4m3fn
+    tensors = {str(kind): torch.zeros(3, number + 1).to(kind) for number, kind in enumerate(kinds)}
+    at = 0
+    for name, start in starts(tensors | {"last": torch.zeros(0)}).items():
+        assert start == at
+        at += len(patterns_of(tensors[name])) if name in tensors else 0
 
 
 @pytest.mark.parametrize(

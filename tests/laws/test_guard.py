@@ -19,7 +19,7 @@ from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.received import Arrived
 from detonation.core.compute import checksum as summing
 from detonation.core.compute import kernel_library
-from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
+from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, inspected
 from detonation.core.integrity.fault_counts import (
     IN_A_ROW,
     STRIKES,
@@ -217,11 +217,11 @@ def test_a_signal_that_must_not_reach_the_memory_is_found(value, size, dtype, la
         torch.tensor(0.0),
         ones.clone(),
     ]
-    assert first_nonfinite(signals, runtime) == 0 and first_nonfinite([None], runtime) == 0
+    assert inspected(signals, runtime).status == 0 and inspected([None], runtime).status == 0
     signals[5][size // 2] = value
-    assert first_nonfinite(signals, runtime) == 6
+    assert inspected(signals, runtime).status == 6
     ones[size // 2] = value
-    assert first_nonfinite(signals, runtime) == 4
+    assert inspected(signals, runtime).status == 4
 
 
 def test_a_change_of_some_replicas_is_named_by_what_the_first_of_them_changed():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.compute import kernel_library
-from detonation.core.compute.nonfinite import SIGNAL_LIMIT, first_nonfinite
+from detonation.core.compute.nonfinite import SIGNAL_LIMIT, inspected
 from detonation.core.runtime import Runtime
 from worlds import caught
 from zoo import TALKING, Plain, batch, built
@@ -79,9 +79,9 @@ def test_the_first_signal_that_is_not_finite_is_found_in_every_type(each, seed):
     outside = [not (signal.double().abs() <= SIGNAL_LIMIT).all() for signal in signals]
     expected = outside.index(True) + 1 if any(outside) else 0
     runtime = Runtime(torch.device("cpu"))
-    assert first_nonfinite(signals, runtime) == expected
+    assert inspected(signals, runtime).status == expected
     with patch.object(kernel_library, "load_library", lambda: None):
-        assert first_nonfinite(signals, runtime) == expected
+        assert inspected(signals, runtime).status == expected
 
 
 POISONED_AT = {"loco": 3, "random-late": 3, "diloco": 2, "streaming": 4}

@@ -1,5 +1,7 @@
 """The law of options: an lr of any kind gives a follower the bits of training."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -125,3 +127,16 @@ def test_a_log_tells_of_hooks_of_the_base_optimizer_once(tmp_path, caplog):
     again.base.register_step_pre_hook(halve)
     assert dt.replay(tmp_path, again) == 4
     assert digest(other.parameters()) == digest(model.parameters())
+
+
+def test_an_option_of_another_kind_is_refused_by_its_name_and_value():
+    """Where the optimizer is made, before anything is sent."""
+    switches = ["no", 1, None, 0.0]
+    numbers = [True, "1", [1.0]]
+    wrong = {"kernels": switches, "balance": switches, "clip": numbers, "safety": [{}, "skip"]}
+    for name, values in wrong.items():
+        for value in values:
+            model = built(Plain)
+            base = torch.optim.SGD(model.parameters(), lr=0.1)
+            with pytest.raises(TypeError, match=f"{name} is {re.escape(repr(value))}, must be a?"):
+                dt.replicate(base, model, LoopbackCommunicator(), dt.full(), **{name: value})

@@ -6,6 +6,7 @@ from test_written import SMEARING, TOKEN
 from torch import nn
 
 import detonation as dt
+import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 
@@ -94,6 +95,31 @@ def test_law_11_a_padding_row_that_is_used_later_moves_from_the_next_comparison_
 
     first, second = simulate_replicas(act, 2)
     assert first == second == [False] * (FIRST + 1) + [True] * (STEPS - FIRST - 1)
+
+
+def resumed(mesh, name, folder):
+    """The words of a run, and of one that goes on from a checkpoint; the padding row has one gradient, before it."""
+    weights = []
+    for begun in (True, False):
+        model = Words()
+        model.load_state_dict(MODEL.state_dict())
+        base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = dt.replicate(base, model, mesh["replicate"], SMEARING[name], safety=SAFETY)
+        replica = mesh["replicate"].get_local_rank()
+        if begun:
+            train(model, optimizer, replica, [("output", "words")] * 2)
+            dt.save_checkpoint(folder, model, optimizer)
+        else:
+            dt.load_checkpoint(folder, model, optimizer)
+        train(model, optimizer, replica, [("words", "words")] * 2)
+        weights.append(model.words.weight.detach().clone())
+    return weights
+
+
+@pytest.mark.parametrize("name", ["demo", "muloco-2bit"])
+def test_law_9_a_padding_row_that_moves_goes_on_from_a_checkpoint(name, tmp_path):
+    for weights, again in worlds.run(resumed, 2, 1, name, tmp_path):
+        assert torch.equal(weights, again) and weights[0].any()
 
 
 def test_law_15_a_follower_has_a_padding_row_that_moves_late():

@@ -40,14 +40,23 @@ def normalise(model):
     weight_norm(model.layers[1])
 
 
+def assign_frozen(model):
+    """In `started` the other one of its layer is frozen."""
+    state = {name: tensor.clone() for name, tensor in model.layers[0].state_dict().items()}
+    frozen, trained = model.layers[0].bias, model.layers[0].weight
+    model.layers[0].load_state_dict(state, assign=True)
+    model.layers[0].weight = trained
+    assert not frozen.requires_grad and model.layers[0].bias is not frozen
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("act", [assign, replace, normalise])
+@pytest.mark.parametrize("act", [assign, replace, normalise, assign_frozen])
 @pytest.mark.parametrize("name", NAMES)
 def test_law_15_a_parameter_that_was_replaced_is_named_at_the_next_step(name, act, overlap):
     model, optimizer = started(LoopbackCommunicator(2), SCHEMES[name])
     advance(model, optimizer, range(2), overlap)
     act(model)
-    with pytest.raises(ValueError, match=r"layers\.1\.weight of the model is another parameter"):
+    with pytest.raises(ValueError, match=r"layers\.\d\.\w+ of the model is another parameter"):
         advance(model, optimizer, [2], overlap)
 
 

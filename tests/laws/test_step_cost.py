@@ -11,7 +11,7 @@ import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.compute import kernel_library
 from detonation.core.compute.checksum import checksums
-from detonation.core.compute.nonfinite import first_nonfinite
+from detonation.core.compute.nonfinite import inspected
 from detonation.core.engine.reference import engine_for
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.rows import Bucket
@@ -132,7 +132,7 @@ def test_nor_do_those_of_what_an_accelerator_decides(name, plain):
         gradients = [torch.randn(slot.shape) for slot in layout.slots]
         for step in range(2):
             with Watch() as watch:
-                engine.encode(gradients, step, bad=first_nonfinite(gradients, runtime) > 0)
+                engine.encode(gradients, step, bad=inspected(gradients, runtime).status > 0)
         counted.append(len(watch.names))
     assert counted[0] == counted[1]
 

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from detonation.core.codec.aggregate import AGGREGATIONS, WeightedMean, message_norms
 from detonation.core.compute.scatter_sum import LANES, SumOfSquares, added
 
 COUNT = 3 * LANES + 17
@@ -40,3 +41,13 @@ def test_squares_are_added_in_one_order_however_they_are_cut(cuts):
 def test_every_number_is_added_once(count):
     each = torch.arange(3 * count, dtype=torch.float32).view(3, count)
     assert torch.equal(added(each), each.sum(1))
+
+
+def test_a_clipped_mean_weighs_whole_messages_by_the_same_bits_however_they_are_cut():
+    aggregation = AGGREGATIONS["clipped_mean"]
+    rows = 130
+    values = numbers(15, rows * 64).view(15, rows, 64)
+    norms = message_norms(values.split([64, 64, 2], 1), rows)
+    assert torch.equal(norms, message_norms([values], rows))
+    weighed = WeightedMean(aggregation.weights(norms))
+    assert torch.equal(aggregation(values, None, 64), weighed(values, None, 64))

@@ -28,6 +28,7 @@ from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
     RankReport,
+    agreement_record,
     axis_key,
     axis_store,
     beat_of,
@@ -43,7 +44,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
-from limits import LIMIT_S
+from limits import LIMIT_S, Clock
 from steps import Died, Mortal, Passing, step_on, together, unsent
 from zoo import KINDS, TALKING, Plain, batch, built
 
@@ -778,6 +779,25 @@ def stopped(store):
     membership.stop()
     membership._stopped.clear()
     return membership
+
+
+def test_a_replica_that_the_others_left_out_ends_by_itself_after_a_while(monkeypatch):
+    """Its main thread, where it looks, hears of that before; one that waits elsewhere does not."""
+    store, clock, ends = HashStore(), Clock(), []
+    membership = stopped(store)
+    membership.end = ends.append
+    monkeypatch.setattr(memberships, "time", SimpleNamespace(monotonic=clock))
+    membership.called = True
+    membership._watch_record()  # nobody has agreed yet
+    record = agreement_record([1], 1, {1: vars(RankReport(0, [], {}, 3))}, -1)
+    membership.store.set("1/record", json.dumps(record))
+    looks = 0
+    while not ends:
+        membership._watch_record()
+        clock.sleep(memberships.LEAVE_S / 4)
+        looks += 1
+    assert looks == 6  # the first look, four quarters, and one beyond them
+    assert len(ends) == 1 and "replica 0" in ends[0]
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,32 @@ def mean_of(found):
     return sum(memory for memory, _ in found) / len(found) + sum(owned for _, owned in found)
 
 
+def leaving_in_turns(axis, earlier):
+    """Two optimizers, between whose steps replica 1 is asked to leave; replica 2 has left before."""
+    model = copy.deepcopy(MODEL)
+    pair = [optimizer_of(axis, TALKING["demo"], model, layer) for layer in model.layers]
+    for number in range(9):
+        model(batch(axis.replica, number, 32)).mean().backward()
+        for place, optimizer in enumerate(pair):
+            if earlier and (number, place) == (2, 0):
+                asked(axis, 2)
+            if (number, place) == (5, 1):
+                asked(axis, 1)
+            try:
+                optimizer.step()
+            except ReplicaLeft:
+                return number, place
+        model.zero_grad()
+    return axis.size(), [each.build()[0].link.replicas for each in pair]
+
+
+def test_a_departure_is_at_its_turn_whichever_optimizer_let_another_replica_go_before():
+    *_, usual, _ = replicas(partial(leaving_in_turns, earlier=False))
+    stays, then, first = replicas(partial(leaving_in_turns, earlier=True))
+    assert then == usual and first < then
+    assert stays == (1, [1, 1])
+
+
 def moved_by_one(axis):
     """Two optimizers with open rounds, in which replica 1 alone moves, and leaves."""
     model = copy.deepcopy(MODEL)

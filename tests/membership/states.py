@@ -255,3 +255,16 @@ def agreed(world, epoch):
 
 def agreements(world, epochs: Iterable[int]):
     return [agreed(world, epoch) for epoch in epochs]
+
+
+def dead(rank):
+    """A rank that was killed; of what it knew only what others may have received is left."""
+    return Rank(
+        rank.number,
+        state="dead",
+        epoch=rank.epoch,
+        sent=rank.sent,
+        begins=rank.begins,
+        enters=rank.enters,
+        chain=rank.chain,
+    )

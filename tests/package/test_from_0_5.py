@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from before.moves import STEPS, gradient
-from detonation.core.schemes.registry import SCHEMES
+from before.trained import STEPS, gradient
 from torch import nn
 
 import detonation as dt
 from detonation import plugins
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.extend import SCHEMES
 from detonation.testing import check_scheme
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def forget():
 def before(tmp_path_factory):
     """By case the weights of both replicas of 0.5.2 after each step."""
     out = tmp_path_factory.mktemp("before")
-    program = Path(__file__).with_name("before") / "moves.py"
+    program = Path(__file__).with_name("before") / "trained.py"
     done = subprocess.run(
         [sys.executable, "-I", program, FOLDER, out],
         input=json.dumps(CASES),
@@ -116,7 +116,7 @@ def scheme_here(name):
 
 
 def weights_here(scheme, shape, base):
-    """Of both replicas after each step, as in `before/moves.py`."""
+    """Of both replicas after each step, as in `before/trained.py`."""
 
     def act(axis):
         model = nn.ParameterList([torch.zeros(shape)])

@@ -170,3 +170,29 @@ def test_the_frontier_joins_runs_with_the_lowest_loss_at_their_bytes(tmp_path):
         [[*size]] for size in sizes.values()
     ]
     assert [text.get_text() for text in axes.texts] == ["4 s"] * 4 and axes.get_xscale() == "log"
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 300.0])
+@pytest.mark.parametrize("ratio", [1.2, 5.0, 40.0, 1e4], ids=lambda ratio: f"x{ratio:g}")
+def test_no_label_is_outside_the_figure_or_mathematical(tmp_path, monkeypatch, factor, ratio):
+    """Losses and bytes of three runs that differ by a factor, a little and much."""
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
+    spread = [1.0, math.sqrt(ratio), ratio]
+    runs = [
+        made(tmp_path / str(i), sent=int(1000 * x), val_loss=factor * x)
+        for i, x in enumerate(spread)
+    ]
+    for chart in charts(read_all(runs))[0]:
+        chart.image()
+    for figure in shown:
+        (axes,) = figure.axes
+        figure.draw_without_rendering()
+        label = axes.yaxis.label.get_window_extent()
+        low, high = axes.get_ylim()
+        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        inside = [text for tick, text in ticks if low <= tick <= high]
+        assert label.x0 >= 0 and inside, axes.get_ylabel()
+        assert all(label.x1 <= text.get_window_extent().x0 for text in inside)
+        ticks = [*axes.get_xticklabels("both"), *axes.get_yticklabels("both")]
+        assert not any("$" in text.get_text() for text in ticks)

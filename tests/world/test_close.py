@@ -17,7 +17,7 @@ from detonation.checkpoint.files.reader import ShardReader
 from detonation.checkpoint.files.shard_file import ShardSummary
 from detonation.checkpoint.verify import verify
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, STEP_SELFTEST
+from detonation.core.agreement.self_tests import NORM_SELFTEST, SELFTEST, STEP_SELFTEST
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.tensors import local, locals_of
 from detonation.gates import closeness

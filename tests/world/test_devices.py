@@ -13,7 +13,7 @@ from commands import free_port
 from detonation.cluster import devices
 from detonation.cluster.devices import GPUs, choose_device, require_gpu_each, require_own_devices
 from detonation.cluster.init import gpus_for, launch_position
-from detonation.core.agreement.selftest import selftest_conditions
+from detonation.core.agreement.self_tests import selftest_conditions
 from detonation.train.recipe.resolve import fill_mesh
 
 TORCHRUN = {

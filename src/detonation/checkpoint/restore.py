@@ -13,6 +13,7 @@ from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ReplicaFiles, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.snapshot import (
+    PADDING,
     entry_of,
     frozen_weights,
     generators,
@@ -27,7 +28,7 @@ from detonation.core.flat.tensors import local
 from detonation.core.link import Coordinates
 from detonation.core.memory import require_same_keys
 from detonation.core.optimizer import Replicated, local_parameters, local_state_of, parameters_of
-from detonation.core.replicator import Channel, Replicator
+from detonation.core.replicator import Channel, Replicator, use_rows
 from detonation.gates.closeness import Closeness
 from detonation.wire.units import load_shard_state, shard_units
 
@@ -75,7 +76,8 @@ def restore(
     if stays_close:
         optimizer.closeness = Closeness(moved)
     keys = [key.removeprefix("replica.") for key in file.keys if key.startswith("replica.")]
-    optimizer.build(parameters_of(keys))
+    padding = [key.removeprefix(PADDING) for key in file.values if key.startswith(PADDING)]
+    use_rows(padding, optimizer.build(parameters_of(keys)), optimizer.base_step)
     of_shards = replicators_of_shards(optimizer, held)
     if not same:
         assert isinstance(source, Elastic)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from detonation.checkpoint.files.extra_values import encoded_number
 from detonation.checkpoint.files.reader import MOVED, Box
 from detonation.core.agreement import persistent_buffers, python_number
+from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import Piece, local
 from detonation.core.link import Coordinates
 from detonation.core.optimizer import Replicated, local_parameters
@@ -90,6 +91,8 @@ def plain(key: str, value: Any) -> Any:
 
 
 _log = logging.getLogger("detonation.checkpoint")
+PADDING = "padding."
+"""Prefix of the plain values that name embeddings whose padding rows move."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,7 @@ def take_snapshot(
         k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out
     }
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
+    values |= {PADDING + name: 1 for name in used_rows(model)}
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
     # contiguous copies on the host that share no memory with the model

@@ -120,7 +120,8 @@ class Train(Shortcuts, Processes):
     """Stop after so many steps with the state saved."""
     logger: Annotated[UseAppendAction[tuple[str, ...]], shown("NAME")] = ()
     """Send steps to tensorboard, trackio, wandb, web:PORT or module:function."""
-    log: Flag = False
+    # torchrun of Python 3.11 takes --log for an abbreviation of its own options
+    log: Annotated[bool, arg(aliases=["--log-updates"], help_behavior_hint="")] = False
     """Keep the updates since the last checkpoints, for --resume and follow."""
     publish: Address = None
     """Serve the weights for detonation follow; needs DETONATION_TOKEN."""

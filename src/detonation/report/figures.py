@@ -29,7 +29,6 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.linewidth": 0.6,
-    "figure.subplot.left": 0.14,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "font.size": 10,
@@ -45,6 +44,9 @@ _HEIGHT = 2.9
 """Height of a figure in inches, close to its size on a phone, so that its text is as large as other
 text.
 """
+_LEFT = 0.075
+"""Left margin for the label of the y axis; each `_CHARACTER` of its ticks adds to it."""
+_CHARACTER = 0.025
 _BUCKETS = 60
 _FAR = 8.0
 """Values that differ by more than this factor get a log axis."""
@@ -114,6 +116,8 @@ class Chart:
             figure = Figure(figsize=(_WIDTH, height))
             axes = figure.add_subplot()
             self.draw(axes)
+            if axes.get_ylabel():
+                figure.subplots_adjust(left=_left(axes))
             # Fixed margins in inches: an automatic layout needs longer than the drawing.
             bottom = legend + 0.32
             if axes.get_xlabel():
@@ -187,11 +191,13 @@ def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
             axes.plot(*point, key.marker, color=key.colour, markersize=7, markeredgewidth=0)
             text = duration(run.seconds_so_far()[-1])
             axes.annotate(text, point, textcoords="offset points", xytext=(6, 5), fontsize=8)
-        axes.set(
-            xlabel="sent by one replica in a step", ylabel="validation loss (nats)", xscale="log"
-        )
+        axes.set(xlabel="sent by one replica in a step", ylabel="validation loss (nats)")
         axes.margins(0.14)
-        axes.xaxis.set_major_formatter(_bytes_text)
+        sent = [sent for sent, _ in points]
+        if max(sent) > _FAR * min(sent):
+            axes.set_xscale("log")
+        _ticks(axes.xaxis, _bytes_text)
+        _ticks(axes.yaxis, "{x:,g}")
 
     note = (
         "After the last step; beside each point the time of all steps. A line joins the runs that"
@@ -262,8 +268,7 @@ def _curves(
             axes.set_xscale("log")
         else:
             axes.set_xlim(left=0)
-            axes.locator_params(axis="x", nbins=6)
-        axes.xaxis.set_major_formatter(form)
+        _ticks(axes.xaxis, form)
 
     return Chart(name, title, note, [key for _, key, _ in curves], draw)
 
@@ -295,6 +300,32 @@ def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
     else:
         margin = 0.05 * (high - low) or 0.5
         axes.set_ylim(low - margin, high + margin)
+    _ticks(axes.yaxis, "{x:,g}")
+
+
+def _ticks(axis: Any, form: Any) -> None:
+    """Labels the ticks of a linear or log axis by `form`; matplotlib's labels of a log axis are
+    mathematical text."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        steps = [1.0]
+        if high < 100 * low:
+            steps = [1.0, 3.0]
+        axis.set_major_locator(LogLocator(subs=steps))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.axes.locator_params(axis=axis.axis_name, nbins=6)
+    axis.set_major_formatter(form)
+
+
+def _left(axes: Any) -> float:
+    """Left margin that holds the label and the ticks of the y axis."""
+    low, high = axes.get_ylim()
+    inside = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    texts = axes.yaxis.get_major_formatter().format_ticks(inside)
+    return _LEFT + _CHARACTER * max(map(len, texts), default=0)
 
 
 def _rows(axes: Any, count: int) -> None:

@@ -11,7 +11,7 @@ from detonation.core.agreement.desync import Difference, differences, options_of
 from detonation.core.agreement.gates import StepGate
 from detonation.core.agreement.options import python_number, recorded_options, take_recorded
 from detonation.core.agreement.safety import Safety
-from detonation.core.agreement.selftest import (
+from detonation.core.agreement.self_tests import (
     CLOSE,
     NORM_SELFTEST,
     STEP_SELFTEST,

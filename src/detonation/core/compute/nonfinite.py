@@ -40,14 +40,6 @@ FINE = Verdict(False, 0)
 """Verdict on finite signals, and on signals that nobody sends."""
 
 
-def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int | Tensor:
-    """1 + the number of the first signal that is bad; 0 if there is none. See `inspected`.
-
-    Shapes: any -> an int, or `[]` int64 if the device decides and the host does not wait.
-    """
-    return inspected(signals, runtime).status
-
-
 def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
     """The verdict on signals, computed in plain torch or by a compiled kernel on a CPU.
 

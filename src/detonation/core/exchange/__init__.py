@@ -5,6 +5,7 @@ messages. The channel calls it; a bucket of gradients is a piece of a message, s
 one header and one decision.
 """
 
+from detonation.core.exchange.chosen import exchange_for, room_of
 from detonation.core.exchange.exchange import Exchange
-from detonation.core.exchange.two_stage import TwoStage, exchange_for, room_of
+from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.exchange.unused import Unused

@@ -1,4 +1,4 @@
-"""The exchange with two collectives through owners of rows, and the choice of an exchange."""
+"""The exchange with two collectives through owners of rows."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,15 +16,14 @@ from detonation.core.codec import (
     aggregate,
     narrow,
 )
-from detonation.core.engine import ReferenceEngine, Room, replied_at_once, rows_at_once
-from detonation.core.exchange.exchange import AllGather, AllReduce, Exchange, negative_zeros, played
-from detonation.core.flat.layout import Layout
-from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS, KeptRows, RowOwners
+from detonation.core.engine import ReferenceEngine, Room, replied_at_once
+from detonation.core.exchange.exchange import Exchange, negative_zeros, played
+from detonation.core.flat.rows import KeptRows, RowOwners
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.message import HEADER_BYTES, Message
 from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.link import Link
-from detonation.core.schemes import Scheme, collective_for, rows_of_a_turn
+from detonation.core.schemes import Scheme
 
 
 class TwoStage(Exchange):
@@ -201,35 +200,3 @@ class TwoStage(Exchange):
 
     def state(self) -> dict[str, Tensor]:  # shapes: [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}
-
-
-def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
-    """Memory budget for the temporaries of a step: a quarter of the flat; an eighth at the end of a
-    round, when the movement is also in memory.
-    """
-    is_round = scheme.signal == "parameters"
-    is_vote = scheme.codec.selection.shared and not scheme.codec.summable
-    costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or is_vote
-    few_launches = (
-        costly
-        and not is_round
-        and not layout.tiled
-        and layout.rows * layout.chunk < rows_at_once.LARGE
-    )
-    return Room(max(1, -(-layout.rows // (SMALL_BUCKETS if is_round else BUCKETS))), few_launches)
-
-
-def exchange_for(
-    scheme: Scheme, link: Link, layout: Layout, engine: ReferenceEngine, guard: Guard, room: Room
-) -> Exchange:
-    """The exchange for the collective that `collective_for` chooses."""
-    chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
-    if chosen == "all-reduce":
-        return AllReduce(scheme, link, guard, layout.rows)
-    if chosen == "all-gather":
-        return AllGather(scheme, link, guard, layout.rows)
-    owners = RowOwners(layout.rows, link.replicas, rows_of_a_turn(scheme, link.replicas))
-    residual = torch.zeros(
-        owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=engine.device
-    )
-    return TwoStage(scheme, link, owners, residual, guard, room, engine)

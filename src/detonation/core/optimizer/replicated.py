@@ -361,8 +361,9 @@ class Replicated(OptimizerWrapper):
 
         torch.distributed.checkpoint treats equal keys on different ranks as one tensor, so state
         that differs between replicas has a key that names the replica; under schemes that exchange
-        parameters this includes the base optimizer's state. Save one file per rank. Helpers of
-        torch omit "replication"; see `detonation.TrainingState`.
+        parameters this includes the base optimizer's state. Save one file per rank. With a delay,
+        all ranks call it at the same step, to receive what is in flight. Helpers of torch omit
+        "replication"; see `detonation.TrainingState`.
         """
         return self.with_saving_hooks(lambda: states.to_state_dict(self))
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from detonation.core.flat.padding_rows import note_padding
+from detonation.core.flat.tensors import bare_name
 from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
 
 _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
@@ -33,9 +34,11 @@ class TrainedParameters:
         self._ids = set[int]()
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        # the modules that hold these parameters, and the ids of the parameters
+        # of each parameter of the optimizer: the parameters of its module, its name there and in
+        # the model, and its id
         self._owners: list[dict[str, nn.Parameter | None]] = []
         self._own_names: list[str] = []
+        self._full_names: list[str] = []
         self._owned: list[int] = []
         self._units = shown_units(model)
         self._take_shards()
@@ -124,17 +127,18 @@ class TrainedParameters:
         self._forget_frozen_gradients()
 
     def _note_owners(self) -> None:
-        """Notes which modules hold the parameters in the layouts."""
-        mine = {id(p) for p in self.laid_out.values()}
+        """Notes which modules hold the parameters of the optimizer, frozen or not."""
+        mine = {id(p) for p in self.everyone}
         found = [
-            (module._parameters, name, id(p))
-            for module in self.model.modules()
+            (module._parameters, name, f"{prefix}.{name}", id(p))
+            for prefix, module in self.model.named_modules()
             for name, p in module._parameters.items()
             if id(p) in mine
         ]
-        self._owners = [parameters for parameters, _, _ in found]
-        self._own_names = [name for _, name, _ in found]
-        self._owned = [number for _, _, number in found]
+        self._owners = [parameters for parameters, _, _, _ in found]
+        self._own_names = [name for _, name, _, _ in found]
+        self._full_names = [bare_name(full.removeprefix(".")) for _, _, full, _ in found]
+        self._owned = [number for _, _, _, number in found]
 
     def show_shards(self) -> bool:
         """Shows the shards if a forward pass without a backward pass left gathered copies.
@@ -163,15 +167,16 @@ class TrainedParameters:
                 )
 
     def _refuse_replaced(self) -> None:
-        """Raises `ValueError` if the model holds another parameter in the place of a trained one.
+        """Raises `ValueError` if the model holds another parameter in the place of one of the
+        optimizer.
 
         A module may also hold the same parameter under another name, as a parametrization does.
         """
         held = {id(p) for p in self.model.parameters()}
-        for name, parameter in self.laid_out.items():
-            if id(parameter) not in held:
+        for name, number in zip(self._full_names, self._owned, strict=True):
+            if number not in held:
                 raise ValueError(
-                    f"{name} of the model is another parameter than the optimizer trains, as after"
+                    f"{name} of the model is another parameter than the optimizer has, as after"
                     " load_state_dict(assign=True): load without assign, or make the optimizer anew"
                 )
         self._note_owners()

@@ -100,7 +100,7 @@ def kept_records(
     if damaged:
         said = [f"damaged lines in {file}, which are dropped: {damaged}"]
     if not kept and done == session.config.train.steps:
-        raise ValueError(f"all {done} steps have been taken, but {file} has none of them to sum up")
+        raise ValueError(f"all {done} steps have been taken, but {file} has no record of them")
     if kept and done == session.config.train.steps and kept[-1].val_loss is None:
         raise ValueError(
             f"the run stopped at step {done}, before its end and without validation: give more"
@@ -153,7 +153,7 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
     reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
     if why and not reached and not may_start:
         raise ValueError(
-            f"cannot go on from the log: {why}; resume as the run began, or choose another --out"
+            f"cannot continue from the log: {why}; resume as the run began, or choose another --out"
         )
     if reached == step:
         return []

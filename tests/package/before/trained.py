@@ -1,4 +1,4 @@
-"""Weights that the package detonation 0.5.2 moves: `python moves.py FOLDER OUT` with that package in
+"""Weights that the package detonation 0.5.2 moves: `python trained.py FOLDER OUT` with that package in
 FOLDER. It has the name of ours, so it is alone in this process, and in the two that it forks."""
 
 import contextlib
