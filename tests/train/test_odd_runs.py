@@ -90,7 +90,7 @@ def test_a_run_whose_steps_are_taken_and_whose_metrics_are_lost_is_told_so(train
     for name in ("metrics.jsonl", "summary.json"):
         (tmp_path / "run" / name).unlink()
     with pytest.raises(
-        WorldError, match=r"steps have been taken, but .*metrics\.jsonl has none of them to sum up"
+        WorldError, match=r"steps have been taken, but .*metrics\.jsonl has no record of them"
     ):
         train("run", resume=True)
 

@@ -113,7 +113,7 @@ def _checked_data(config: Config) -> Data:
         fitting = " or ".join(name for name, kind in TASK_OF.items() if kind == loaded.kind)
         raise ValueError(
             f"model {config.model.name} is for {task}, but the data {loaded.name} are"
-            f" {loaded.kind}: take {fitting}, or other data"
+            f" {loaded.kind}: choose {fitting}, or other data"
         )
     return loaded
 

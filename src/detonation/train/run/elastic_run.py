@@ -105,7 +105,9 @@ def check_place(
     mesh = config.mesh
     last = config.levels[-1].replicas
     if request.join and len(config.levels) > 1:
-        raise ValueError("nobody comes in under several levels: start all replicas with the run")
+        raise ValueError(
+            "replicas cannot join a run with several levels: start all replicas with the run"
+        )
     if (mesh.elastic or request.join) and asked and asked.auto.adapt:
         raise ValueError(
             "scheme.adapt watches the link of replicas that stay: leave it out in an elastic run"

@@ -271,7 +271,7 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
     reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
     if why and not reached and not may_start:
         raise ValueError(
-            f"cannot go on from the log: {why}; resume as the run began, or choose another --out"
+            f"cannot continue from the log: {why}; resume as the run began, or choose another --out"
         )
     if reached == step:
         return []

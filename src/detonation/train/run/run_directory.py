@@ -92,7 +92,7 @@ def kept_records(
     if damaged:
         said = [f"damaged lines in {file}, which are dropped: {damaged}"]
     if not kept and done == session.config.train.steps:
-        raise ValueError(f"all {done} steps have been taken, but {file} has none of them to sum up")
+        raise ValueError(f"all {done} steps have been taken, but {file} has no record of them")
     if kept and done == session.config.train.steps and kept[-1].val_loss is None:
         raise ValueError(
             f"the run stopped at step {done}, before its end and without validation: give more"

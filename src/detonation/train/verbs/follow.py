@@ -86,7 +86,7 @@ def follow_run(request: Following) -> Table:
     about = _about(request.source)
     if not isinstance(about.get("config"), dict):
         raise ValueError(
-            f"{request.source} feeds no run of detonation train: follow it with detonation.follow"
+            f"{request.source} is no feed of detonation train: follow it with detonation.follow"
         )
     config = from_table(about["config"])
     require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
