@@ -182,14 +182,14 @@ def imported(name: str) -> Callable[..., Any]:
     """
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise ValueError(f"{name!r} is no name of a function, must be package.module:function")
+        raise ValueError(f"{name!r} does not name a function, must be package.module:function")
     try:
         home = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"{name}: no module named {error.name}; it must be installed or lie in this directory"
+            f"{name}: no module named {error.name}; it must be installed or be in this directory"
         ) from error
     if not hasattr(home, attribute):
         raise ValueError(f"{name}: module {module} has no function {attribute!r}")

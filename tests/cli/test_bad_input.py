@@ -278,7 +278,7 @@ def test_a_port_that_another_process_has(tmp_path):
             tmp_path / "out", "train", write_recipe(tmp_path / "tiny.toml"), env=place
         )
         assert (command.wait(), command.stdout) == (2, "")
-    remedy = "give all ranks another MASTER_PORT, or end what listens there"
+    remedy = "give all ranks another MASTER_PORT, or end the program that listens there"
     assert command.errors == f"error: port {port} of 127.0.0.1 is in use: {remedy}\n"
 
 

@@ -107,5 +107,5 @@ def test_a_heartbeat_that_is_no_number_is_reported():
     store = dist.HashStore()
     board = StoreBoard(store, 0, "rank 0", True)
     store.set("detonation/1", "many")
-    with pytest.raises(RuntimeError, match="somebody else has written the heartbeats"):
+    with pytest.raises(RuntimeError, match="a foreign process has written the heartbeats"):
         board.read_counts([0, 1])

@@ -324,9 +324,9 @@ def test_what_a_hook_cannot_do_is_refused_in_one_line():
     found = worlds.run_alone(refused, 2, 1)[0]
     expected = {
         "plain": ("TypeError", "DistributedDataParallel model, got Linear: use replicate"),
-        "parameters": ("ValueError", "diloco exchanges no gradients that the same step waits for"),
-        "nothing": ("ValueError", "none exchanges no gradients"),
-        "late": ("ValueError", "random exchanges no gradients that the same step waits for"),
+        "parameters": ("ValueError", "diloco does not exchange the gradients of each step"),
+        "nothing": ("ValueError", "none does not exchange the gradients"),
+        "late": ("ValueError", "random does not exchange the gradients of each step"),
         "function": ("TypeError", "call it, demo()"),
         "twice": ("ValueError", "has a communication hook"),
         "mesh": ("ValueError", 'must be ("replicate", "shard") over the ranks [0, 1]'),

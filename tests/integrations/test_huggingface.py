@@ -732,7 +732,7 @@ class State:
 
 SET_UPS = {
     "parallelism_config is missing": {"parallelism_config": None},
-    "this is one rank alone": {"distributed_type": DistributedType.NO},
+    "this is the only rank": {"distributed_type": DistributedType.NO},
     "FSDP1 hides its shards": {"fsdp_plugin": type("Plugin", (), {"fsdp_version": 1})},
     "without FSDP2, DistributedDataParallel": {
         "fsdp_plugin": None,

@@ -150,7 +150,7 @@ def test_models_learn_from_their_data(name, task):
         ("olmo2", {"heads": 3}, "heads 3 does not divide hidden_size 128"),
         ("t5", {"heads": 5}, "heads 5 does not divide hidden_size 128"),
         ("vit", {"heads": 7}, "heads 7 does not divide hidden_size 64"),
-        ("olmo2", {"hidden_size": 12, "heads": 4}, "are 3 wide: rotary positions need even"),
+        ("olmo2", {"hidden_size": 12, "heads": 4}, "are 3 wide: rotary positions need an even"),
         ("vit", {"patch_size": 5}, "patch_size 5 does not divide image_size 28"),
         ("vit", {"layers": 0}, "layers must be at least 1, not 0"),
         ("t5", {"dropout": 1.0}, "dropout must be at least 0 and below 1, not 1.0"),

@@ -197,13 +197,13 @@ def test_train_lists_registered_schemes(registered, capsys):
     [
         (
             "scheme.name=no_parts:half",
-            "no_parts:half: no module named no_parts; it must be installed or lie in this directory",
+            "no_parts:half: no module named no_parts; it must be installed or be in this directory",
         ),
         ("scheme.name=own_parts:hlf", "own_parts:hlf: module own_parts has no function 'hlf'"),
         ("scheme.name=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
         (
             "scheme.name=own_parts:",
-            "'own_parts:' is no name of a function, must be package.module:function",
+            "'own_parts:' does not name a function, must be package.module:function",
         ),
         (
             "scheme.tpk=3",

@@ -248,9 +248,9 @@ def refused(mesh):
 def test_what_would_forget_or_send_more_than_dense_is_refused():
     for errors, same in worlds.run(refused, 2, 1):
         lines = [
-            "goes on with the scheme demo that it began with",
+            "the run began with the scheme demo",
             "full synchronisation sends",
-            "has no place",
+            "cannot hold its memory",
         ]
         assert [name for name, _ in errors] == ["ValueError", "LargerThanDense", "ValueError"]
         assert all(line in text for line, (_, text) in zip(lines, errors, strict=True)) and same

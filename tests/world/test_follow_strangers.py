@@ -356,7 +356,7 @@ def test_who_cannot_be_followed_is_told_so():
     model = nn.Linear(8, 8)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     alone = dt.replicate(sgd, model, LoopbackCommunicator(2), dt.none())
-    with pytest.raises(ValueError, match="agree on nothing that could be followed"):
+    with pytest.raises(ValueError, match="exchanges nothing, so there is nothing to follow"):
         dt.Feed(model, alone, "127.0.0.1:0", token=TOKEN)
     levels = [(LoopbackCommunicator(2), dt.full()), (LoopbackCommunicator(2), dt.full())]
     with pytest.raises(ValueError, match="one level of replication"):

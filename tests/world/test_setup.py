@@ -98,7 +98,7 @@ def test_parameters_that_span_the_replicas_are_refused_and_others_are_not():
     ranks = worlds.run(spanning, 2, 2)
     expected = {
         "hsdp": "so replicas share it (by hybrid sharding (HSDP)): shard inside the replica",
-        "fsdp over the world": "layers.0.weight lies on ranks 0, 1, 2, 3, so replicas share it",
+        "fsdp over the world": "layers.0.weight is on ranks 0, 1, 2, 3, so replicas share it",
         "wrong axis": "(or the axis is the wrong one): shard inside the replica",
         "ddp over the world": "averages gradients over ranks 0, 1, 2, 3, which are of several replicas",
         "tensor parallel": "layers.1.bias is held whole by the ranks",

@@ -189,7 +189,7 @@ def test_what_follows_a_close_run_has_the_bits_of_replica_0_or_is_told_that_it_h
     )
     assert like["follow"] == like["replay"].split()[0] == weights and like["said"] == ""
     assert like["late"] == f"{weights} 12"
-    assert unlike["follow"].startswith("this process would round otherwise than training")
+    assert unlike["follow"].startswith("this process would round differently from training")
     assert "Feed.of_weights" in unlike["follow"]
     assert like["files"] == unlike["files"] == f"12 {weights}"
     digest, apart = unlike["replay"].split()
@@ -313,7 +313,7 @@ def test_where_bits_must_be_equal_a_newcomer_of_another_kind_is_refused_and_the_
     first, second, newcomer = (
         dict(line.partition(" ")[::2] for line in out.splitlines()) for out, _ in said
     )
-    assert newcomer["refused"].startswith("this process would round otherwise than training")
+    assert newcomer["refused"].startswith("this process would round differently from training")
     assert first == second and first["closeness"] == "False 2" and first["apart"].startswith("0.0 ")
 
 

@@ -258,4 +258,6 @@ def _meet(model: nn.Module, optimizer: Replicated) -> None:
 
 def _require_positive(keep: int) -> None:
     if keep < 1:
-        raise ValueError(f"keep is {keep}, must be at least 1: the newest checkpoint always stays")
+        raise ValueError(
+            f"keep is {keep}, must be at least 1: the newest checkpoint is always kept"
+        )

@@ -89,7 +89,7 @@ class Elastic:
         found = [[file.tensor(key) for file in self._saved.shards(replica)] for replica in replicas]
         if any(not torch.equal(first, other) for first, *others in found for other in others):
             raise ValueError(
-                f"{key} is of one shard alone: resume with {self._saved.manifest.shards} shards"
+                f"{key} differs between shards: resume with {self._saved.manifest.shards} shards"
             )
         return _merge([first for first, *_ in found], key)
 
@@ -161,7 +161,9 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
     if all(torch.equal(first, other) for other in tensors[1:]):
         return first
     if not first.is_floating_point():
-        raise ValueError(f"{key} differs between replicas or shards: resume with as many as before")
+        raise ValueError(
+            f"{key} differs between replicas or shards: resume with the same numbers as before"
+        )
     return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
 
 

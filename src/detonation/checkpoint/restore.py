@@ -154,7 +154,7 @@ def _require_same_box(
             f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same model"
         )
     raise ValueError(
-        f"model.{name} was cut otherwise over the shards: resume with the same mesh and placements"
+        f"model.{name} was sharded differently: resume with the same mesh and placements"
     )
 
 
@@ -402,7 +402,7 @@ def _entry(key: str, prefix: str) -> str:
     if "." in spelled:
         raise ValueError(
             f"{key} is the state {spelled!r} of an optimizer, saved by a version that does not "
-            "tell such keys from names: save again with this version, or rename the state"
+            "distinguish such keys from names: save again with this version, or rename the state"
         )
     return entry_of(spelled)
 

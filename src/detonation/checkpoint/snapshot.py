@@ -136,7 +136,7 @@ def take_snapshot(
     optimizer.set_up()
     if odd := [key for key in optimizer.base.state if not isinstance(key, Tensor)]:
         raise ValueError(
-            f"the optimizer keeps a state {odd[0]!r} of no parameter: a checkpoint cannot hold it"
+            f"the optimizer keeps a state {odd[0]!r} without a parameter: it cannot be saved"
         )
     _warn_of_extra_state(model)
     if frozen:
@@ -192,8 +192,8 @@ def _base_state(
                 values[full_key] = encoded_number(value)
             else:
                 raise ValueError(
-                    f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of"
-                    " them"
+                    f"{full_key} is {str(value)[:60]}, but an optimizer state must be a tensor or a"
+                    " number"
                 )
     return tensors, values
 

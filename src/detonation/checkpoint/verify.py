@@ -186,8 +186,8 @@ def newest_model(directory: Path) -> WholeModel:
     described = found.manifest
     if described.replicas > 1 and any(level["scheme"] == "none" for level in described.levels[-1:]):
         raise ValueError(
-            f"{path} is of {described.replicas} replicas that trained alone: "
-            "there is no one model in it"
+            f"{path} is of {described.replicas} replicas that trained independently: "
+            "it has no common model"
         )
     here = whole_replicas(path, described)
     if not here:
@@ -311,8 +311,8 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
         ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # With several levels, a level that exchanges gradients keeps its tier equal.
-    # With any other level, each member of the tier has its own anchors.
+    # A level that exchanges gradients keeps the replicas of its tier equal.
+    # Under any other level, these replicas have different anchors.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1

@@ -131,7 +131,7 @@ def _starter(world_size: int, enter: Callable[[int], None] | None) -> Callable[[
     if hasattr(os, "fork") and not gpus_for(world_size):
         return partial(_fork, enter)
     if enter is not None:
-        raise ValueError("ranks with a GPU each start afresh and enter nothing: hide the GPUs")
+        raise ValueError("`enter` needs forked ranks, which cannot use GPUs: hide the GPUs")
     return _spawn
 
 

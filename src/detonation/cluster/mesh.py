@@ -84,7 +84,7 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
         nodes = max(1, shards // _ranks_of_a_node("shard_wire(nodes=...)"))
     if nodes < 2 or shards % nodes:
         raise ValueError(
-            f"the {shards} shards of a replica cannot lie on {nodes} nodes with equally many each:"
+            f"the {shards} shards of a replica cannot be divided equally among {nodes} nodes:"
             " a shard wire needs at least 2 nodes; give shard_wire(nodes=...), or leave it out if"
             " a replica fits into one node"
         )

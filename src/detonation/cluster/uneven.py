@@ -166,9 +166,7 @@ class UnevenAxis(Communicator):
 
     def all_gather(self, mine: Tensor) -> Any:
         """Raises `ValueError`: no group has all ranks of the axis."""
-        raise ValueError(
-            f"the axis joins {self._sizes}, some rows at a time: it is for `replicate` alone"
-        )
+        raise ValueError(f"the axis joins {self._sizes}, which only `replicate` supports")
 
     def all_reduce(self, values: Tensor) -> Any:
         """Raises `ValueError`, like `all_gather`."""

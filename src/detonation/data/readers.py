@@ -142,7 +142,7 @@ _CHUNK = 1 << 20
 
 
 def documents(path: Path, column: str | None) -> list[bytes]:
-    """Documents of a file or a directory: each text file, and the `column` of each row.
+    """Documents of a file or a directory: whole text files, and the values of `column`.
 
     Args:
         column: None for "text".

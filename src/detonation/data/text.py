@@ -82,8 +82,8 @@ def text(
     train, held_out = hold_out(ids)
     if len(held_out) < context:
         raise ValueError(
-            f"{source} has {len(held_out)} {unit} to hold out: a context of at most that, not"
-            f" {context}"
+            f"{source} has {len(held_out)} {unit} to hold out: the context must be at most that,"
+            f" not {context}"
         )
     training = TextBlocks(train, context)
     validation = TextBlocks(held_out, context)
@@ -164,8 +164,8 @@ def _streamed(
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
         raise ValueError(
-            f"the first {len(first)} rows of {source} have {len(ids)} ids: a context of at most"
-            " that"
+            f"the first {len(first)} rows of {source} have {len(ids)} ids: the context must be"
+            " at most that"
         )
     return TextStream(source, found, name, encode, context, held_out), TextBlocks(ids, context)
 

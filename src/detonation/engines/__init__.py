@@ -1,4 +1,4 @@
-"""Engines with compiled kernels, under the laws of the reference engine.
+"""Engines with compiled kernels, which must compute the bits of the reference engine.
 
 `core.engine.reference` finds them by name.
 """

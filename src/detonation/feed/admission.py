@@ -68,7 +68,7 @@ class Admission:
         (axis, _), *others = optimizer.levels
         if others:
             raise ValueError(
-                "nobody comes in under several levels: start all replicas with the run"
+                "replicas cannot join a run with several levels: start all replicas with the run"
             )
         if not isinstance(axis, AxisUser):
             raise ValueError(
@@ -112,7 +112,7 @@ class Admission:
         gc.collect()  # frees dropped optimizers that reference cycles keep alive
         if len(self._axis.users.present) > 1:
             raise ValueError(
-                "several optimizers use the axis, and a newcomer takes the state of one"
+                "several optimizers use the axis, but a newcomer can receive the state of one only"
             )
         way = self._axis.way_to(guest)
         host = "127.0.0.1"

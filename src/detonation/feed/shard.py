@@ -140,7 +140,7 @@ class ShardFollower:
         if round_like(about, optimizer) != about["selftest"] and not may_differ:
             there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
             raise ValueError(
-                f"this process would round otherwise than training ({there}) does: it needs the"
+                f"this process would round differently from training ({there}): it needs the"
                 " same version of torch, the same kind of processor or accelerator, and g++ if"
                 " training has it; a detonation.Feed.of_weights can be followed from anywhere"
             )

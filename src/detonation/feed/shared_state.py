@@ -33,10 +33,10 @@ PRIVATE = ("residual", "server_residual", "generator", "taken", "local_steps")
 def require_followable(optimizer: Replicated) -> None:
     """Raises `ValueError` if the messages of `optimizer` alone do not determine the weights."""
     if len(optimizer.levels) > 1:
-        raise ValueError("a feed takes one level of replication, not several")
+        raise ValueError("a feed needs an optimizer with one level of replication, not several")
     if optimizer.settings.intra_node is not None:
         raise ValueError(
-            "a feed takes no intra_node: its ranks share the messages of some parameters"
+            "a feed cannot serve intra_node, whose ranks share the messages of some parameters"
         )
     if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
         why = (
@@ -46,7 +46,7 @@ def require_followable(optimizer: Replicated) -> None:
         raise ValueError(f"{why}: serve the feed from replica 0, or use detonation.Feed.of_weights")
     ((_, scheme),) = optimizer.levels
     if scheme.signal == "nothing":
-        raise ValueError(f"under {scheme.name} replicas agree on nothing that could be followed")
+        raise ValueError(f"{scheme.name} exchanges nothing, so there is nothing to follow")
     collectives = [scheme.link]
     if optimizer.is_built:
         for each in optimizer.build():
@@ -128,7 +128,7 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
         key for key in saved.keys if key.startswith("model.") and key not in targets
     ):
         raise ValueError(
-            f"training has {extra[0].removeprefix('model.')}, which is not here: another model"
+            f"training has {extra[0].removeprefix('model.')}, which this model lacks: another model"
         )
 
 

@@ -75,7 +75,7 @@ def comm_hook(
             "mixed_precision of DistributedDataParallel reduces other tensors: use torch.autocast"
         )
     if model._comm_hooks:
-        raise ValueError("the model has a communication hook, and can have one")
+        raise ValueError("the model already has a communication hook, and can have only one")
     ranks = dist.get_process_group_ranks(model.process_group)
     if mesh is None:
         axis = DeviceMesh.from_group(model.process_group, next(model.parameters()).device.type)
@@ -93,8 +93,8 @@ def comm_hook(
     chosen = levels[0][1]
     if not chosen.worth_overlapping:
         raise ValueError(
-            f"{chosen.name} exchanges no gradients that the same step waits for, and a hook can do"
-            " nothing else: take delay=0 if it has a delay, or replicate(optimizer, model, ...)"
+            f"{chosen.name} does not exchange the gradients of each step within that step, which a"
+            " hook must: set delay=0 if it has a delay, or use replicate(optimizer, model, ...)"
             " without DistributedDataParallel"
         )
     ignored = model.parameters_to_ignore

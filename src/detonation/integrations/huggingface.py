@@ -291,7 +291,7 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
     config = state.parallelism_config
     plugin = getattr(state, "fsdp_plugin", None)
     if kind == DistributedType.NO:
-        raise ValueError("this is one rank alone: start several with torchrun or accelerate launch")
+        raise ValueError("this is the only rank: start several with torchrun or accelerate launch")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
             f"{kind.value} shards and steps by itself, which cannot be replicated: use FSDP2 and"
@@ -303,7 +303,7 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
         )
     if config is None:
         raise ValueError(
-            f"parallelism_config is missing, so that nobody knows the replicas: pass {_USE}"
+            f"parallelism_config is missing, which says how many replicas there are: pass {_USE}"
         )
     if plugin is None or kind != DistributedType.FSDP:
         remedy = f"pass an fsdp_plugin with fsdp_version=2 (Trainer: fsdp=True) and {_USE}"
@@ -317,8 +317,8 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
         )
     if state.mixed_precision == "fp16":
         raise ValueError(
-            "fp16 scales the loss on each replica apart, and replicas would skip other steps: use"
-            " bf16"
+            "fp16 scales the loss on each replica separately, and replicas would skip different"
+            " steps: use bf16"
         )
 
 

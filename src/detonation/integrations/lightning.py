@@ -106,7 +106,7 @@ class ReplicaStrategy(ModelParallelStrategy):
     ) -> None:
         if axis is not None and replicas != "auto":
             raise ValueError(
-                f"replicas is {replicas}, must be left out with an axis, which has their number"
+                f"replicas is {replicas}, must be left out with an axis, which knows their number"
             )
         if axis is not None:
             replicas = 1

@@ -83,7 +83,7 @@ def with_replicas(
         found = getattr(config, name)
         if type(found) is not theirs:
             kinds = f"{type(found).__qualname__}, must be {theirs.__qualname__}"
-            raise ValueError(f"config.{name} is of class {kinds}, which replicas replace")
+            raise ValueError(f"config.{name} is of class {kinds}")
         setattr(config, name, derive(found, ours))
     sharding = _Sharding(config.model_spec, scheme, settings)
     config.model_spec = replace(
@@ -195,8 +195,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         if len(self.optimizers) > 1:
             kinds = ", ".join(type(each).__name__ for each in self.optimizers)
             raise ValueError(
-                f"there are {len(self.optimizers)} optimizers ({kinds}), and replicas take one"
-                " for all"
+                f"there are {len(self.optimizers)} optimizers ({kinds}), must be one"
+                " for all parameters"
             )
         chosen = scheme
         if self._scheme:

@@ -256,8 +256,8 @@ class Playback(Player):
         if state and optimizer.step_count == step and state != agreed_digest(optimizer):
             raise ValueError(
                 f"{path}: training went on after step {step} with weights or a state of its"
-                " optimizer that the log does not lead to, as after a reset or a load: replay from"
-                " a checkpoint that is saved after it"
+                " optimizer that do not follow from the log, as after a reset or a load: replay"
+                " from a checkpoint that is saved after it"
             )
 
     def _why_only_near(self, about: dict[str, Any], options: dict[str, Any]) -> str:

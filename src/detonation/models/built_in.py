@@ -83,7 +83,7 @@ def _causal(
     if (width := checked(dropout, **sizes)) % 2:
         raise ValueError(
             f"heads {heads} of hidden_size {hidden_size} are {width} wide: rotary positions need"
-            " even"
+            " an even width"
         )
     return {
         "vocab_size": vocab,

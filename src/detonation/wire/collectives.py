@@ -402,7 +402,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
             self._exchange(reference, input_tensor, exactly=not trained)
         elif written := self.weights.found():
             raise RuntimeError(
-                "weights were changed, and by no optimizer, so that this rank alone knows of it: "
+                "weights were changed without an optimizer step, which the other ranks cannot see: "
                 f"{first_names(written)}; call detonation.resync_weights(model) on all ranks after "
                 "changing them"
             )

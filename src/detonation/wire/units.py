@@ -297,8 +297,8 @@ def mend_references(model: nn.Module) -> None:
     differ. Collective.
 
     The shards store the weights, so a reference damaged in memory or on the network costs only one
-    exact exchange; so does a write to weights on any rank. Also counts a change of the weights,
-    because its callers may have completed rounds or repaired weights.
+    exact exchange; so does a write to weights on any rank. Counts as a change of the weights,
+    because callers may have completed rounds or repaired weights before.
 
     Sends 16 bytes per unit, which are not counted as sent.
     """

@@ -248,5 +248,5 @@ def assemble(pieces: Sequence[TensorPart], box: Box, key: str) -> Tensor:
             whole[box.within(part)] = piece.read(piece.box.within(part))
             missing[box.within(part)] = False
     if missing.any():
-        raise ValueError(f"the shards in the checkpoint do not make all of {key}")
+        raise ValueError(f"the shards in the checkpoint do not cover all of {key}")
     return whole

@@ -202,7 +202,7 @@ class _Scheduler:
             self._idle += 1
             if self._idle > self.replicas:
                 raise RuntimeError(
-                    f"virtual replica {replica} waits for what the others do not send"
+                    f"virtual replica {replica} waits for a collective that the others do not start"
                 )
             self._next(replica)
             self._turns[replica].acquire()

@@ -116,7 +116,7 @@ class StoreBoard:
     def read_counts(self, ranks: Sequence[int]) -> list[int]:
         values = self._store.multi_get([_key(rank) for rank in ranks])
         if not all(value.isdigit() for value in values):
-            raise RuntimeError(f"somebody else has written the heartbeats {values}")
+            raise RuntimeError(f"a foreign process has written the heartbeats {values}")
         return [int(value) for value in values]
 
     def post_notice(self, notice: str) -> str:

@@ -131,14 +131,14 @@ def reached_store(host: str, port: int) -> TCPStore:
             awaited.wait(partial("{}: {}".format, where, why), _CONNECT_S / 10)
         except TimeoutError as error:
             raise ValueError(
-                f"nobody keeps a store at {where} ({why}): start detonation meet there"
+                f"there is no store at {where} ({why}): start detonation meet there"
             ) from error
     try:
-        with says_meanwhile("this replica", f"an answer of what listens at {where}"):
+        with says_meanwhile("this replica", f"an answer from {where}"):
             return TCPStore(host, port, timeout=timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
     except DistError as error:
         raise ValueError(
-            f"what listens at {where} is no store: give the address of detonation meet"
+            f"the program that listens at {where} is no store: give the address of detonation meet"
         ) from error
 
 
@@ -367,5 +367,5 @@ def _server(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        remedy = "give all ranks another MASTER_PORT, or end what listens there"
+        remedy = "give all ranks another MASTER_PORT, or end the program that listens there"
         raise ValueError(f"port {port} of {host} is in use: {remedy}") from error

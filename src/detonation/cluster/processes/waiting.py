@@ -59,7 +59,7 @@ class Standing:
         """Inverse of `str`. Raises `ValueError` for any other text."""
         steps, where = text.split(" ")
         if where not in _SAID:
-            raise ValueError(f"{where!r} is no place in a loop")
+            raise ValueError(f"{where!r} is no position in a training loop")
         return cls(int(steps), where)
 
     def __str__(self) -> str:

@@ -66,7 +66,7 @@ class RankReport:
     it has finished. absent: replicas absent from finished collectives that the rank still holds.
     begun: number of steps begun, used in messages. guest: the replica that the rank expects to
     join; -1 for none. users: the turns (see `Turns`) that each optimizer on the axis has begun.
-    entered: turns before which the rank has settled who leaves and who joins. leaves: True if its
+    entered: turns for which the rank knows the leaving and joining replicas. leaves: True if its
     replica was asked to leave. departing: replicas that leave, each with the turn of each optimizer
     before which it leaves, and the optimizers that were `gone` then. coming: the turn before which
     a replica joins, and that replica. alive: the existing optimizers. apart: replicas that this

@@ -208,8 +208,8 @@ class SurvivingCommunicator(AxisEnd):
         self.listening = line
 
     def way_to(self, replica: int) -> Way | None:
-        """The route on which the ranks of `replica` reach this rank; None if the environment
-        decides.
+        """The route on which the ranks of `replica` reach this rank; None if environment
+        variables choose it.
         """
         membership = self._membership
         first = replica * membership.shards

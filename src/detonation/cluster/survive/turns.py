@@ -22,8 +22,8 @@ class Turns:
     count from 0 and only grow, while step numbers fall if training returns to an earlier state. All
     ranks count turns alike, so agreements refer to turns.
 
-    begun: number of turns begun. entered: number of turns before which it has settled who leaves
-    and who joins. first: the first turn. steps: number of steps begun, used in messages. ahead:
+    begun: number of turns begun. entered: number of turns for which it knows the leaving and
+    joining replicas. first: the first turn. steps: number of steps begun, used in messages. ahead:
     offset between the turn and the step of the optimizer. over: True if a rank has dropped the
     optimizer, or a later optimizer trains one of its parameters; its next step resets it. trained:
     ids of the parameters that it trains.

@@ -161,7 +161,7 @@ class StopConsensus:
             self._raise(fatal, step - 1)
 
     def end(self, step: int) -> None:
-        """Raises on all ranks for a fault of any rank, if no wait for a device is needed.
+        """Raises on all ranks if any rank has a fault that is known without waiting for a device.
 
         Collective.
         """
@@ -186,7 +186,7 @@ class StopConsensus:
         A rank that changes its trained parameters sends an empty message instead of its next one,
         at this step or at the end of the round. A rank without a change sends its message, which
         has the same size, and both detect the difference. If all ranks announce the change, the
-        step has not begun yet. If all ranks announce the change, the step has not begun.
+        step has not begun.
 
         Args:
             in_buckets: True if the messages of this step are sent in buckets.

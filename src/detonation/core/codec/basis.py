@@ -80,8 +80,8 @@ class DCT:
 class TileDCT:
     """Orthonormal DCT-II of every tile along both sides, as in DeMo.
 
-    Each direction is a product with a matrix of side `tile`. The inverse transforms lines first,
-    then columns.
+    Each direction is a product with a matrix of side `tile`. The inverse transform processes lines
+    first, then columns.
     """
 
     tile: int

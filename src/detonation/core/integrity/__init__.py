@@ -2,5 +2,4 @@
 messages.
 
 The guard decides in tensor arithmetic on the message's device; the host only explains the decision.
-Called by `core.exchange` and `core.replicator`.
 """

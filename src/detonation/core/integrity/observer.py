@@ -45,7 +45,7 @@ class PlayedMessages(StepObserver):
     """
 
     def take(self, place: int, step: int) -> Tensor:
-        """Returns the next messages at a position, as an observer saw them.
+        """Returns the next recorded messages of one channel and bucket.
 
         Shapes: -> `[bytes]` uint8.
         """

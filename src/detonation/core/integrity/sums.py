@@ -209,7 +209,7 @@ def _mean_digit(mean: float, mark: int) -> int:
 
 
 def _status(digits: Sequence[float], mark: int, high: int) -> int:
-    """The status of one replica; -1 if its digits are not from 0 to 255, or its mark differs."""
+    """The status of one replica; -1 if a digit is not a byte, or if the mark differs."""
     *low, top = digits
     if any(not 0 <= digit <= 255 or digit != int(digit) for digit in low):
         return -1

@@ -15,7 +15,7 @@ class OptimizerWrapper(Optimizer):
     the step.
     """
 
-    # With this flag torch's GradScaler always calls `step`, and passes its scale and finding.
+    # With this flag torch's GradScaler always calls `step`, and sets `grad_scale` and `found_inf`.
     # Without it, a replica with an overflow would skip `step`, and the other replicas would wait.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None

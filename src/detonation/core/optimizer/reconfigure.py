@@ -37,8 +37,7 @@ def reconfigured(
     """
     if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
         raise ValueError(
-            f"a run goes on with the scheme {was.name} that it began with, other settings of it"
-            " alone"
+            f"the run began with the scheme {was.name}: only settings of that scheme can change"
         )
     for first in range(0, len(old), scheme.fragments):
         of_fragments = [each.parameters for each in old[first : first + scheme.fragments]]
@@ -326,8 +325,7 @@ def _require_room(old: Replicator, new: Replicator) -> None:
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
     if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
         raise ValueError(
-            f"{new.scheme.name} cannot go on with these settings: what its replicas remember has no"
-            " place there"
+            f"{new.scheme.name} cannot continue with these settings, which cannot hold its memory"
         )
 
 
@@ -356,8 +354,8 @@ def _owners(replicator: Replicator) -> RowOwners | None:
 def _return_residual(channel: Channel, exchange: TwoStage) -> None:
     """Moves the server residual into this replica's memory, multiplied by the number of replicas.
 
-    The residual is part of a mean over replicas, as is the message that will contain it, so nothing
-    is lost.
+    The next message of this replica will contain the residual. The mean over replicas divides that
+    message by their number.
     """
     assert channel.memory is not None
     replicas = channel.link.replicas

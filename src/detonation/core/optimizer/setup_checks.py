@@ -131,8 +131,7 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
         )
     if schemes[0].resume_from == "sent":
         raise ValueError(
-            f"balance=True is not for {schemes[0].name}, whose parameters follow what was sent as"
-            " it is"
+            f"balance=True is not for {schemes[0].name}, whose parameters follow the sent values"
         )
     if intra_node is not None:
         raise ValueError("balance=True takes no intra_node: shard the model inside the node")
@@ -289,7 +288,7 @@ def _check_parameter(name: str, parameter: Tensor, others: set[int]) -> None:
     else:
         cause = "or the axis is the wrong one"
     raise ValueError(
-        f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({cause}): shard inside the "
+        f"{name} is on ranks {_listed(ranks)}, so replicas share it ({cause}): shard inside the "
         f'replica, {_INSIDE}, and pass the axis between replicas, mesh["replicate"]'
     )
 

@@ -263,7 +263,7 @@ class Channel:
                 self._release(transfer)
         else:
             self._encode_in_buckets(transfer, run, signals, bad)
-        del run  # free the run, because the exchange may send a copy
+        del run  # free the encoded rows, of which the exchange may send a copy
         whole.exchange.send(transfer.message, transfer.verdict.status)
         if transfer.unreleased:
             self._release(transfer)
@@ -292,7 +292,7 @@ class Channel:
         bad = self._inspector.look(pieces, numbers, pipeline.engine)
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
         self._encode(transfer, pipeline, run, pieces, bad)
-        del run  # free the run, because the exchange may send a copy
+        del run  # free the encoded rows, of which the exchange may send a copy
         status: int | Tensor | None = None
         if is_last:
             status = self._inspector.status()

@@ -266,7 +266,7 @@ class ParameterScheme(Scheme):
             raise ValueError(f"keep is {self.keep}, must be from 0 to 1")
         if self.resume_from == "sent" and self.round.delay:
             raise ValueError(
-                f"delay is {self.round.delay}, must be 0 where parameters follow what was sent"
+                f"delay is {self.round.delay}, must be 0 if parameters follow the sent values"
             )
         if self.round.delay >= self.round.every:
             raise ValueError(

@@ -406,7 +406,7 @@ class TritonEngine(ReferenceEngine):
                 first = self.codec.selection.first
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
             room = partial(launches.Rotations.room, selecting, self.device)
-            # all buckets and owners of a step share it
+            # all buckets and owners of a step share one buffer
             rotations = self._runtime.shared(("rotations", selecting), room)
             self._coders[codec] = launches.Coder(
                 compiled,

@@ -11,9 +11,7 @@ FP32, BF16, FP16 = 1, 2, 4
 
 @triton.jit
 def wide(number):
-    """A number as int64 `[1]`: its products do not overflow, and the interpreter's loops count in
-    plain integers.
-    """
+    """Converts a number to int64 `[1]`, so that products do not overflow."""
     return tl.zeros([1], dtype=tl.int64) + number
 
 

@@ -66,7 +66,7 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe with every scheme, with the recipe's own arguments and with other settings.
+        """The recipe under every scheme, each with several settings: also the recipe's own.
 
         Omits `none` if the recipe requires equal replicas.
         """

@@ -161,8 +161,8 @@ class ElasticRanks:
         others = {*numbers} - {0, signal.SIGTERM}
         if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
-        # A signal to all replicas may reach a part of them one step earlier:
-        # leave at the second step after it.
+        # A signal to all replicas may reach some of them one step earlier,
+        # so a replica leaves one step after it has seen its own signal.
         if mine and self._asked:
             self._axis.depart()
         self._asked = mine > 0

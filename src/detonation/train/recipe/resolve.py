@@ -386,7 +386,7 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
         "optimizer": [config.optimizer.name],
         "scheme": [level.scheme.name for level in config.levels],
     }
-    # "hf:MODEL" runs no code of the hub. In other sections, `hf:build` is a function of a module.
+    # A model "hf:NAME" runs no code of the hub. In other sections "hf" is a module's name.
     if config.model.name.startswith(HUB_PREFIX):
         named["model"] = []
     code = [name for section in sections for name in named[section] if ":" in name]
