@@ -1,5 +1,6 @@
-"""The reference engine: the step of one replica in plain torch. All other engines must equal it bit
-for bit.
+"""The reference engine: the step of one replica in plain torch.
+
+All other engines must compute the same bits.
 """
 
 from collections.abc import Iterator, Sequence

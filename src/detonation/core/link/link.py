@@ -178,7 +178,7 @@ class Link:
         self.playback: PlayedMessages | None = None
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Attaches `observer`, which sees all messages from now on, or supplies them."""
+        """Attaches an observer of all later messages; `PlayedMessages` also supplies them."""
         self.observer = observer
         self.playback = observer if isinstance(observer, PlayedMessages) else None
 

@@ -164,8 +164,8 @@ class Adapter:
         later = 1 / followed.later
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
-        # If the waits fit the link of the start better, the link has recovered.
-        # `_factors` would stop at the first link in between that explains the waits.
+        # If the waits match the initial link better, the link has recovered.
+        # `_factors` would return a link of a speed in between, if it explains the waits.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)
