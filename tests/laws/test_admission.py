@@ -192,6 +192,33 @@ def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance)
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
 
 
+def test_a_newcomer_trains_what_the_others_train(monkeypatch):
+    """Whatever its own model has frozen: another parameter, and none of theirs."""
+    models = [copy.deepcopy(MODEL) for _ in range(2)]
+    models[0].layers[0].bias.requires_grad_(False)
+    models[1].layers[1].bias.requires_grad_(False)
+    monkeypatch.setitem(globals(), "MODEL", models[0])
+    store, scheme = HashStore(), TALKING["demo"]
+    trained = []
+
+    def comes():
+        base = partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.9))
+        optimizer, axis = dt.admitted(
+            models[1],
+            dt.Guest(store),
+            token=TOKEN,
+            optimizer=base,
+            safety=dt.Safety(verify_every=1),
+        )
+        trained.extend(parameter.requires_grad for parameter in models[1].parameters())
+        return steps(models[1], optimizer, axis, dt.Admission(models[1], optimizer, token=TOKEN))
+
+    members = [partial(member, store, replica, scheme) for replica in range(REPLICAS)]
+    ends = together(*members, comes)
+    assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
+    assert trained == [parameter.requires_grad for parameter in models[0].parameters()]
+
+
 def test_all_know_the_step_of_a_newcomer_where_some_have_to_agree_twice():
     store, scheme = HashStore(), TALKING["demo"]
     kinds = SurvivingCommunicator, Clumsy

@@ -88,14 +88,15 @@ POISONED_AT = {"loco": 3, "random-late": 3, "diloco": 2, "streaming": 4}
 """A step whose message has what is not finite, by scheme; that of two may arrive later."""
 
 
-def told(communicator, scheme, poisoned, changed, alone=False):
+def told(communicator, scheme, poisoned, changed=100, alone=False, verify_every=0):
     """The error of a gradient or weight that is not finite from step `poisoned` on, and its step.
 
     changed: the step at which all replicas freeze another parameter; or the first one alone.
     """
     model = built(Plain)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = dt.replicate(sgd, model, communicator, scheme)
+    safety = dt.Safety(verify_every=verify_every)
+    optimizer = dt.replicate(sgd, model, communicator, scheme, safety=safety)
     for step in range(poisoned + 5):
         freezes = step >= changed and not (alone and communicator.replica)
         model.layers[0].bias.requires_grad_(not freezes)
@@ -127,3 +128,16 @@ def test_law_2_a_change_of_what_is_trained_delays_no_reason_to_stop(name):
     if scheme.signal == "parameters" and scheme.round.delay:
         # a message that arrives at the step at which one replica announces a change alone
         assert ends(usual[0], alone=True) == usual
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming", "sparta", "muloco"])
+def test_law_15_a_comparison_in_which_nothing_differs_hides_no_weight_that_is_not_finite(name):
+    """A weight that the loop spoils is told at the same step, with comparisons and without."""
+    for poisoned in (2, 3):
+        usual, compared = (
+            simulate_replicas(
+                lambda c, each=each, at=poisoned: told(c, TALKING[name], at, verify_every=each), 2
+            )
+            for each in (0, 1)
+        )
+        assert usual == compared and usual[0] == usual[1] is not None

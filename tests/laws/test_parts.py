@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from detonation.core.integrity.header import HEADER_BYTES
 
 from detonation.core.codec.message_rows import MessageRows, joined
 from zoo import TALKING, values_of
@@ -56,3 +57,18 @@ def test_law_4_rows_are_the_bytes_of_their_message_wherever_they_begin(name, roo
     assert torch.equal(whole[:room], header[0])
     assert torch.equal(whole[room : room + len(message)], message)
     assert not whole[room + len(message) :].any()
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_law_4_what_follows_the_last_row_on_an_accelerator_is_padding(name):
+    """As many bytes as the checksum line has beyond the message, and of the last rows alone."""
+    codec = TALKING[name].codec
+    rows = 2 * codec.unit + 5
+    room = HEADER_BYTES
+    width = codec.width(rows, room)
+    memory = torch.empty(1, width, dtype=torch.uint8, device="meta")
+    run = MessageRows(codec, rows, lambda: memory, room=room)
+    assert run.padding.shape == (1, width - room - codec.nbytes(rows))
+    last = run.of_rows(codec.unit, rows - codec.unit)
+    assert last.padding.shape == run.padding.shape
+    assert run.of_rows(0, codec.unit).padding is None

@@ -207,7 +207,7 @@ def faults(case, world):
             found.append(("a guest asks to join", rank_with(after, guest)))
         for rank in after.ranks:
             trains = rank.state == "trains"
-            if fault == "kill" and (trains or rank.state in ("asks", "ready", "arrived")):
+            if fault == "kill" and rank.state not in ("out", *GONE):
                 killed = rank_with(after, dead(rank))
                 found.append((f"replica {rank.number} is killed", killed))
             if fault == "departure" and trains and not rank.let_in:

@@ -318,3 +318,23 @@ def test_a_hook_that_raises_on_one_rank_does_not_leave_it_a_step_behind_the_othe
     assert others[:3] == ["", "", ""] and len(others) == 4 and others[3], (
         "no step without the other"
     )
+
+
+def test_ranks_that_cannot_connect_after_they_have_met_say_so(monkeypatch):
+    """As behind a firewall that lets only the port of the store in."""
+    said, lines = threading.Event(), []
+
+    def warning(text, *values):
+        lines.append(text % values)
+        said.set()
+
+    monkeypatch.setattr(waiting, "_log", SimpleNamespace(warning=warning))
+    monkeypatch.setattr(waiting, "MEET_LINE_S", 0.01)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: said.wait(LIMIT_S))
+    monkeypatch.setattr(init, "meet", lambda *_, **__: (dist.HashStore(), torch.device("cpu")))
+    monkeypatch.setattr(init, "launch_position", lambda _: init.LaunchPosition(1, 2, 0, 1))
+    init.join_world()
+    assert lines[0] == (
+        "rank 1 of 2 has waited for 0 s for connections to the others: open all ports between the "
+        "machines"
+    )

@@ -144,6 +144,26 @@ def test_law_15_a_shard_wire_names_a_weight_that_was_written_on_this_rank_alone(
         assert kind == "RuntimeError" and "0.weight" in text and "resync_weights" in text
 
 
+def wire_of_assigned(mesh):
+    """A write on this rank alone to a frozen weight that `load_state_dict(assign=True)` has replaced."""
+    teacher = nn.Sequential(nn.Linear(16, 16, bias=False)).requires_grad_(False)
+    dt.shard(teacher, mesh, wire=dt.shard_wire("8bit", "8bit", nodes=2))
+    teacher(torch.eye(16))
+    teacher.reshard()
+    state = {"0.weight": teacher[0].weight.detach() * 0.5}
+    teacher.load_state_dict(state, assign=True)
+    used = teacher(torch.eye(16))
+    teacher.reshard()
+    same = torch.equal(used.t(), teacher[0].weight.full_tensor())
+    teacher[0].weight.mul_(0.5)
+    return same, caught(teacher, torch.eye(16))
+
+
+def test_law_15_a_shard_wire_names_a_write_to_a_weight_that_was_assigned():
+    for same, (kind, text) in worlds.run(wire_of_assigned, 1, 2):
+        assert same and kind == "RuntimeError" and "0.weight" in text
+
+
 def buffer_after(mesh, own):
     model = nn.Linear(4, 4)
     model.register_buffer("peak", torch.tensor(own[mesh["replicate"].get_local_rank()]))

@@ -33,7 +33,7 @@ from detonation.cluster.processes.rendezvous import (
     rendezvous_store,
 )
 from detonation.cluster.processes.signals import end_now
-from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch
+from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch, says_meanwhile
 
 _log = logging.getLogger("detonation")
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -121,14 +121,28 @@ def _init_group(store: Store, rank: int, world_size: int, device: torch.device) 
         # OpenMP accepts a list with one number for each level of nesting
         threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(threads.split(",")[0]))
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        device_id=bound,
-    )
+    _connect(backend, store, rank, world_size, COLLECTIVE_TIMEOUT_S, bound)
+
+
+def _connect(
+    backend: str,
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    bound: torch.device | None = None,
+) -> None:
+    """Connects the ranks that have met in `store`; logs that it waits, as behind a firewall."""
+    others = "connections to the others: open all ports between the machines"
+    with says_meanwhile(f"rank {rank} of {world_size}", others):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=bound,
+        )
 
 
 def join_world(asked: str | None = None) -> torch.device:
@@ -159,13 +173,7 @@ def join_world(asked: str | None = None) -> torch.device:
     backend = "cpu:gloo,cuda:nccl"
     if device.type == "cpu":
         backend = "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=position.rank,
-        world_size=position.world_size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )
+    _connect(backend, store, position.rank, position.world_size, GROUP_TIMEOUT_S)
     return device
 
 

@@ -163,6 +163,7 @@ class StepRecorder(StepObserver, ABC):
         self._written: Copies = []  # weights that were written before the current step
         self._warned = False
         self._hooks: list[str] = []  # the last recorded ones before steps of the base optimizer
+        self._warned_of: list[str] = []  # these hooks
         self._moved = False  # True if stamps were taken in the step, ahead of the hooks after it
         # stamps of the base optimizer's state after the last recorded end; None if not taken
         self._state: dict[Any, Any] | None = None
@@ -322,9 +323,10 @@ class StepRecorder(StepObserver, ABC):
         self._weights.forget()
         self._state = None
 
-    def _warn_of_hooks(self, hooks: Sequence[str]) -> None:
-        """Warns if hooks may change gradients before a step of the base optimizer."""
-        if hooks:
+    def _warn_of_hooks(self, hooks: list[str]) -> None:
+        """Warns once if hooks may change gradients before a step of the base optimizer."""
+        if hooks and hooks != self._warned_of:
+            self._warned_of = hooks
             _log.warning(
                 "%s does not get what hooks before steps of the base optimizer change: %s; register"
                 " them on the replicated optimizer, or on the base optimizer of a replay and of a"

@@ -139,7 +139,8 @@ class UpdateLog(StepRecorder):
             self._kept.clear()
             self._levels = optimizer.build()
             self._identity = _settings(optimizer)
-        self._options = []  # each kept step contains all options of the groups
+        self._options = []  # each kept step contains all options of the groups, and the hooks
+        self._hooks = []
         self.add_written()
         self.add(messages, what, optimizer)
         self.note(optimizer)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -184,15 +184,7 @@ class NumberedCollective:
         return self.result is not None
 
 
-class Finishing(Protocol):
-    """A collective, for `floor_after`."""
-
-    @property
-    def finished(self) -> bool:
-        """True if this rank has its result."""
-
-
-def floor_after(floor: int, kept: Mapping[int, Finishing]) -> int:
+def floor_after(floor: int, kept: Mapping[int, NumberedCollective]) -> int:
     """Number up to which all collectives are finished, if they are up to `floor`."""
     while (following := kept.get(floor + 1)) and following.finished:
         floor += 1

@@ -250,7 +250,7 @@ class Membership:
         or until `is_over`."""
         with suppress(DistNetworkError):  # as in `leave`
             self.store.set(axis_key("end", self.rank), "1")
-            while time.monotonic() < deadline and not (self.failure or is_over()):
+            while time.monotonic() < deadline and not is_over():
                 if self.store.check([axis_key("end", rank) for rank in self._ranks()]):
                     return
                 time.sleep(_POLL_S)

@@ -222,14 +222,15 @@ class SurvivingCommunicator(AxisEnd):
         need a result that only this one has. Collective.
         """
         deadline = time.monotonic() + limit_s
-        self._membership.await_end(deadline, lambda: self.error is not None)
+        membership = self._membership
+        membership.await_end(deadline, lambda: bool(self.error or membership.failure))
         limit_s = max(0.0, deadline - time.monotonic())
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             # without this wait the recovery would create a group after the last one
             self._changed.wait_for(lambda: not self._recovering, limit_s)
-        self._membership.leave(limit_s)
+        membership.leave(limit_s)
         self._group.abandon()
 
     def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:

@@ -198,5 +198,5 @@ def new_departures(
 
 
 def new_entry(agreement: Agreement, door: int) -> tuple[int, int]:
-    """Turn of the optimizer `door` before which a replica joins by `agreement`, and that replica."""
+    """Turn of optimizer `door` before which a replica joins by `agreement`, and that replica."""
     return turn_of(agreement.next_changes, door), agreement.guest

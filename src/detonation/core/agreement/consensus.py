@@ -282,7 +282,8 @@ class StopConsensus:
             mended = self._mended(replicator, others | tensors, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
-            replicator.repair(mended)
+            if mended:  # a repair may also move weights that are not finite
+                replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)
 

@@ -43,7 +43,7 @@ class PaddingRows:
         self._asks = bool(self._rows)
 
     def look(self) -> None:
-        """Records which rows have gradients on this replica, before an update replaces the gradients."""
+        """Records which rows have gradients on this replica, before an update replaces them."""
         for link, rows in self._rows.items():
             for seen, (each, name) in zip(self._seen[link], rows, strict=True):
                 parameter = each.parameters[name]
@@ -53,7 +53,7 @@ class PaddingRows:
                     seen[1] |= gradient[padding_row(parameter)].any().to(torch.int64)
 
     def before(self, step: int) -> None:
-        """Calls `agree` if a parameter has had no gradient before; runs after gradients are sent."""
+        """Calls `agree` if a parameter has had no gradient yet. Runs after gradients are sent."""
         if self._asks:
             self.agree()
 
