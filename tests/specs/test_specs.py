@@ -157,6 +157,7 @@ CASES = [
         Case("muloco", {"every": 2, "precision": "int8", "aggregate": each, "link": GATHERED}, 3)
         for each in AGGREGATIONS
     ],
+    Case("sparta"),
     Case("sparta", {"rate": 1 / 4}, base="adamw"),
     Case("sparta", {"rate": 1.0}, 3),
     Case("sparta", {"rate": 1 / 4, "precision": "bf16"}, 3),
