@@ -3,13 +3,17 @@
 import os
 import random
 import socket
+import threading
 
 import pytest
 import torch.distributed as dist
 
 import commands
 from commands import launched, listening, write_recipe
+from detonation.cluster.processes import heartbeat
 from detonation.cluster.processes.heartbeat import StoreBoard
+from detonation.cluster.processes.rendezvous import hosts_store
+from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("soon")
 
@@ -109,3 +113,25 @@ def test_a_heartbeat_that_is_no_number_is_reported():
     store.set("detonation/1", "many")
     with pytest.raises(RuntimeError, match="a foreign process has written the heartbeats"):
         board.read_counts([0, 1])
+
+
+def test_the_first_machine_of_torchrun_stays_until_the_others_have_read(monkeypatch):
+    monkeypatch.setattr(heartbeat, "_READING_S", LIMIT_S)
+    first = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}
+    second = {**first, "GROUP_RANK": "1"}
+    hosts = [hosts_store(first, 0), hosts_store(first, 1), hosts_store(second, 2)]
+    assert hosts == [True, True, False]
+    assert not hosts_store({**first, "GROUP_WORLD_SIZE": "1"}, 0)
+    assert [hosts_store({}, rank) for rank in range(2)] == [True, False]
+    store = dist.HashStore()
+    boards = [StoreBoard(store, rank, "the launcher", here) for rank, here in enumerate(hosts)]
+    threads = [threading.Thread(target=board.close, args=[2]) for board in boards[:2]]
+    for thread in threads:
+        thread.start()
+    while int(store.add("detonation/closed", 0)) < 2:
+        pass
+    assert all(thread.is_alive() for thread in threads)
+    boards[2].close(2)
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()

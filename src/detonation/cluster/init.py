@@ -28,6 +28,7 @@ from detonation.cluster.processes.heartbeat import (
 from detonation.cluster.processes.refusal import refuse_world, require_start
 from detonation.cluster.processes.rendezvous import (
     describe_store_host,
+    hosts_store,
     keep_to_loopback,
     keep_to_one_interface,
     rendezvous_store,
@@ -85,7 +86,7 @@ def init_rank(
         board: FileBoard | StoreBoard = FileBoard(folder)
     else:
         host = describe_store_host(os.environ)
-        hosted_here = position.rank == 0 and host.startswith("rank 0")
+        hosted_here = hosts_store(os.environ, position.rank)
         board = StoreBoard(
             store, position.rank, host, hosted_here, os.environ.get("DETONATION_TOKEN", "")
         )

@@ -153,10 +153,10 @@ class StoreBoard:
         return hmac.compare_digest(found.encode(), self._signed(notice).encode())
 
     def close(self, others: int) -> None:
-        """On the host of the store, waits until `others` have closed the board."""
+        """On the machine that hosts the store, waits until `others` have closed the board, too."""
         deadline = time.monotonic() + _READING_S
-        closed = self._store.add(_key("closed"), int(not self._hosted_here))
-        while self._hosted_here and closed < others and time.monotonic() < deadline:
+        closed = self._store.add(_key("closed"), 1)
+        while self._hosted_here and closed <= others and time.monotonic() < deadline:
             time.sleep(_READING_S / 100)
             closed = self._store.add(_key("closed"), 0)
 

@@ -235,6 +235,14 @@ def describe_store_host(env: Mapping[str, str]) -> str:
     return f"rank 0 at {where}"
 
 
+def hosts_store(env: Mapping[str, str], rank: int) -> bool:
+    """True if the store of a launched world may end with `rank`, before other machines have read
+    it: the agent of torchrun's first machine ends after any rank there has failed."""
+    if _agent_hosts_store(env):
+        return env.get("GROUP_RANK") == "0" and env.get("GROUP_WORLD_SIZE") != "1"
+    return rank == 0
+
+
 def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
     """Writes the user's `interface` to `env`; if it is "", checks the interface in `env`.
 

@@ -52,6 +52,7 @@ def _run(
 ) -> Table:
     """Does `run_training`; calls `set_up.done` once the ranks report failures themselves."""
     if place is None:
+        _require_out(request)
         compute_with_one_thread()
         finished = _finished(request, None)
         if finished is not None:
@@ -82,13 +83,17 @@ def _run(
         return train_on_rank(task)
 
     def check() -> None:
-        if restartable(os.environ) and request.out is None:
-            raise ValueError(
-                "a run that its launcher may start again needs --out: the run directory to continue"
-            )
+        _require_out(request)
         request.layers(place).config()
 
     return run_under_launcher(place, on_this_rank, fail, check, request.interface)
+
+
+def _require_out(request: Request) -> None:
+    if restartable(os.environ) and request.out is None:
+        raise ValueError(
+            "a run that its launcher may start again needs --out: the run directory to continue"
+        )
 
 
 def _flags(request: Request, config: Config) -> dict[str, Any]:
