@@ -237,7 +237,7 @@ def search(case, most=10_000_000, deep=False):
 
 def main():
     steps = 4
-    most = 2_000_000
+    most = 1_000_000
     if len(sys.argv) > 1:
         steps = int(sys.argv[1])
     if len(sys.argv) > 2:
