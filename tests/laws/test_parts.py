@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from detonation.core.integrity.header import HEADER_BYTES
 
 from detonation.core.codec.message_rows import MessageRows, joined
+from detonation.core.integrity.message import HEADER_BYTES
 from zoo import TALKING, values_of
 
 
