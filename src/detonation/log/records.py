@@ -322,7 +322,7 @@ class StepRecorder(StepObserver, ABC):
         self._weights.forget()
         self._state = None
 
-    def _warn_of_hooks(self, hooks: Sequence[str]) -> None:
+    def _warn_of_hooks(self, hooks: list[str]) -> None:
         """Warns once if hooks may change gradients before a step of the base optimizer."""
         if hooks and hooks != self._warned_of:
             self._warned_of = hooks

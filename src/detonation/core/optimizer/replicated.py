@@ -28,7 +28,7 @@ from detonation.core.optimizer.setup_checks import check_layout, warn_of_roundin
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.padding import PaddingRows
+from detonation.core.replicator.padding import PaddingRows, held_rows
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes.scheme import Scheme
 from detonation.plugins import plugin
@@ -340,12 +340,11 @@ class Replicated(OptimizerWrapper):
             raise ValueError(
                 f"one level of replication can be recorded, this optimizer has {len(self.levels)}"
             )
-        if observer:
-            rules_of(self.levels[0][0]).refuse_log()
-        self.observer = observer
         self.base_step.look = None
         if observer:
+            rules_of(self.levels[0][0]).refuse_log()
             self.base_step.look = partial(observer.moved, self)
+        self.observer = observer
         for link, _ in self._routes.values():
             link.observe(observer)
         if observer and self.is_built and not self.step_count:
@@ -357,9 +356,9 @@ class Replicated(OptimizerWrapper):
 
         State that differs between replicas has a key that names the replica, as
         torch.distributed.checkpoint takes equal keys on different ranks for one tensor; under
-        schemes that exchange parameters the base optimizer's, too. Save one file per rank. With a
-        delay all ranks call it at the same step, to receive what is in flight. Helpers of torch
-        leave "replication" out; see `detonation.TrainingState`.
+        schemes that exchange parameters the base optimizer's, too. Save one file per rank; with a
+        delay all call it at the same step. Helpers of torch leave "replication" out; see
+        `detonation.TrainingState`.
         """
         return self.with_saving_hooks(lambda: states.to_state_dict(self))
 
@@ -473,8 +472,7 @@ class Replicated(OptimizerWrapper):
             replicator.refuse_overlap()
 
     def _begin_anew(self) -> None:
-        """Shows observers that levels changed: their records do not have the padding rows that
-        move."""
+        """Lets observers begin anew, whose records do not name the padding rows that move."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
@@ -557,9 +555,7 @@ class Replicated(OptimizerWrapper):
         self._replicators = replicators = [each for level in by_level for each in level]
         for each in by_level[0]:
             each.innermost = True
-        self._padding = None
-        if any(each.holds_padding for each in replicators):
-            self._padding = PaddingRows(replicators, self.base_step, self._begin_anew)
+        self._padding = held_rows(replicators, self.base_step, self._begin_anew)
         return replicators
 
     def _compare(
