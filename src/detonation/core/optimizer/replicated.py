@@ -24,7 +24,7 @@ from detonation.core.optimizer.build import Route, Settings, build_levels, compa
 from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
-from detonation.core.replicator import PaddingRows, Replicator
+from detonation.core.replicator import PaddingRows, Replicator, held_rows
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes import Scheme
 from detonation.plugins import plugin
@@ -344,12 +344,11 @@ class Replicated(OptimizerWrapper):
             raise ValueError(
                 f"one level of replication can be recorded, this optimizer has {len(self.levels)}"
             )
-        if observer:
-            rules_of(self.levels[0][0]).refuse_log()
-        self.observer = observer
         self.base_step.look = None
         if observer:
+            rules_of(self.levels[0][0]).refuse_log()
             self.base_step.look = partial(observer.moved, self)
+        self.observer = observer
         for link, _ in self._routes.values():
             link.observe(observer)
         if observer and self.is_built and not self.step_count:
@@ -477,8 +476,7 @@ class Replicated(OptimizerWrapper):
             replicator.refuse_overlap()
 
     def _begin_anew(self) -> None:
-        """Shows observers that levels changed: their records do not have the padding rows that
-        move."""
+        """Lets observers begin anew, whose records do not name the padding rows that move."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
@@ -561,9 +559,7 @@ class Replicated(OptimizerWrapper):
         self._replicators = replicators = [each for level in by_level for each in level]
         for each in by_level[0]:
             each.innermost = True
-        self._padding = None
-        if any(each.holds_padding for each in replicators):
-            self._padding = PaddingRows(replicators, self.base_step, self._begin_anew)
+        self._padding = held_rows(replicators, self.base_step, self._begin_anew)
         return replicators
 
     def _compare(

@@ -72,6 +72,15 @@ class PaddingRows:
             self._released()
 
 
+def held_rows(
+    replicators: Sequence[Replicator], base: BaseStep, released: Callable[[], object]
+) -> PaddingRows | None:
+    """The padding rows that `replicators` hold; None where they hold none."""
+    if any(each.holds_padding for each in replicators):
+        return PaddingRows(replicators, base, released)
+    return None
+
+
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:
     """Releases the padding rows of the embeddings `names`, as the replicas of a training did."""
     for replicator in replicators:
