@@ -100,6 +100,22 @@ def test_a_follower_goes_on_where_training_comes_back_with_fewer_shards():
     feed.close()
 
 
+def test_a_follower_for_which_there_is_no_seat_comes_again():
+    """Training has not ended for it."""
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN, most_followers=1)
+    optimizer.record(feed)
+    with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as first:
+        while not feed.followers:
+            first.update(wait_s=0.01)
+        with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as second:
+            while not second.trouble:
+                second.update(wait_s=0.01)
+            assert "it has 1 followers, and takes no more" in second.trouble
+            assert not second.ended
+    feed.close()
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 7.0])
 def test_who_closes_a_feed_waits_as_long_as_told_for_all_followers_together(wait_s, monkeypatch):
     clock = Clock()
