@@ -100,9 +100,7 @@ class Replicated(OptimizerWrapper):
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
-        """Bytes that this rank would send in one step of full fp32 synchronisation, for each
-        level.
-        """
+        """Bytes per step and level that this rank would send with full fp32 synchronisation."""
         return dense_bytes_by_level(self._trained.by_name(), self.levels, self.settings.intra_node)
 
     @property
@@ -500,10 +498,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def renumber(self) -> None:
-        """Continues without lost replicas, or with a joined one, on all ranks at once.
-
-        Collective.
-        """
+        """Continues without lost replicas, or with a joined one. Collective."""
         if not changes.lost_before(self.levels, self.step_count):
             return
         if self._consensus and changes.needs_all(self.levels, self.step_count):
@@ -520,10 +515,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Sends the memory of leaving replicas to a remaining one. Collective.
-
-        They leave in a step of another optimizer on the same axis.
-        """
+        """Sends the memory of replicas that leave in another optimizer's step. Collective."""
         if (consensus := self._consensus) is None:
             return
         with consensus.runtime.exact_arithmetic():
