@@ -356,20 +356,3 @@ def test_the_watch_of_a_process_that_stood_still_begins_anew(monkeypatch):
     clocked.now += 100.0
     PartitionWatch._run(clocked.watch)
     assert clocked.membership.failure is None
-
-
-def test_a_replica_that_is_busy_for_a_second_or_two_outlives_the_loss_of_another(monkeypatch):
-    from detonation.cluster.survive import membership as memberships
-
-    membership = Membership(HashStore(), 0, 1, 0, 1, 15.0, 1, print)
-    membership.stop()
-    now = 1000.0
-    monkeypatch.setattr(memberships.time, "monotonic", lambda: now)
-    membership._pace = 0.05
-    membership._awake = now
-    membership.noticed_at = now - 10  # the loss of replica 2
-    beat = beat_of(7, 0.05).encode()
-    membership._seen[1] = (beat, now - 2.0)
-    assert not membership._is_silent(1)
-    membership._seen[1] = (beat, now - 4.0)
-    assert membership._is_silent(1)
