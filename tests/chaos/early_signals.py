@@ -173,7 +173,7 @@ class Started:
             os.killpg(self.pid, number)
         else:
             os.kill(self.pid, number)
-        printed = self.stdout
+        printed = self.stdout, self.stderr
         ended = self.ended_within(LIMIT_S)
         seconds = time.monotonic() - since
         problem = "" if ended else f"still running after {LIMIT_S} s"
@@ -187,10 +187,10 @@ class Started:
         return outcome
 
     def _judged(
-        self, number: int, begun: bool, loaded: bool, printed: str, seconds: float
+        self, number: int, begun: bool, loaded: bool, printed: tuple[str, str], seconds: float
     ) -> Outcome:
         """How it ended. At the signal it had handlers if it had `begun`, torch if it had `loaded`
-        it, and had `printed` so much."""
+        it, and had `printed` so much to both streams."""
         code = self._process.wait()
         errors = self.stderr
         says = (
@@ -200,7 +200,7 @@ class Started:
         lines = errors.splitlines()
         reasons = [line for line in lines if line.startswith("error: ")]
         told_last = ""
-        if reasons == lines[-1:]:
+        if reasons and reasons == lines[-1:]:
             told_last = reasons[0]
         if code == 128 + number and told_last.startswith(f"error: {says}"):
             return Outcome("at once", "", seconds)
@@ -211,10 +211,10 @@ class Started:
         if code == 0 and quiet and number == signal.SIGTERM and SAVED in self.stdout:
             return Outcome("saved", "", seconds)
         by_interpreter = code == -number or "KeyboardInterrupt" in errors
-        if not begun and not loaded and not printed and by_interpreter:
+        if not begun and not loaded and not any(printed) and by_interpreter:
             return Outcome("interpreter", "", seconds)
-        done = self._ends and printed and printed == self.stdout and quiet
-        if done and (code == 0 or (code == -number and not begun)):
+        done = self._ends and any(printed) and printed == (self.stdout, errors)
+        if done and (code >= 0 or (code == -number and not begun)):
             return Outcome("over", "", seconds)
         return Outcome("at once", told, seconds)
 
