@@ -92,6 +92,7 @@ def fit(
                 outcome = rounds.agreed(stop)
             if step + 1 == session.config.train.steps:
                 session.optimizer.synchronize()
+                session.optimizer.verify()
         meter.end(outcome, agreed_late=rounds is not None)
         held_out = _held_out(session, step + 1)
         report(meter.record(step + 1, outcome, held_out))
