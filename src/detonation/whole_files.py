@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+import tomllib
 from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
@@ -24,6 +25,9 @@ MOST_RECORDS = 1 << 32
 """Largest size of a records file in bytes."""
 _LINK = "it is a link, which is not followed"
 _ODD = "it is no ordinary file"
+_DEEP = "it nests too deeply"
+MOST_NESTED = 100
+"""Largest number of TOML tables or lists inside each other."""
 
 
 def opened(
@@ -98,7 +102,41 @@ def read_json(path: Path) -> Any:
 
     Raises as `read_text` does, and `ValueError` if it is no JSON.
     """
-    return json.loads(read_text(path))
+    return parse_json(read_text(path))
+
+
+def parse_json(text: str) -> Any:
+    """Parses `text` as JSON. Raises `ValueError` if it is no JSON, also if it nests too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(_DEEP) from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parses `text` as TOML, with at most `MOST_NESTED` tables or lists inside each other.
+
+    Raises `ValueError` if it is no TOML, also if it nests more deeply.
+    """
+    try:
+        table = tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(_DEEP) from error
+    values: list[Any] = [table]
+    for _ in range(MOST_NESTED):
+        values = [inner for value in values for inner in _inside(value)]
+    if values:
+        raise ValueError(_DEEP)
+    return table
+
+
+def _inside(value: object) -> Iterable[Any]:
+    """The values inside a table or list; none for other values."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    return ()
 
 
 def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -> None:

@@ -387,6 +387,33 @@ def test_a_newcomer_that_is_lost_on_its_way_costs_the_others_nothing():
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS
 
 
+def test_a_newcomer_comes_in_after_one_that_ended_before_it_asked():
+    """The others look for numbers one after the other, and the first one has asked nothing."""
+    store, model = HashStore(), copy.deepcopy(MODEL)
+    axis = dt.elastic(replica=0, replicas=1, store=store)
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
+    door = dt.Admission(model, optimizer, token=TOKEN)
+    assert axis.host.membership.store.add("numbers", 1) == 1
+    came = []
+
+    def come_in():
+        guest = dt.Guest(store, silence_s=1.1)
+        _, axis = dt.admitted(copy.deepcopy(MODEL), guest, token=TOKEN, timeout_s=LIMIT_S)
+        came.append((guest.number, axis.size()))
+        axis.close()
+
+    coming = threading.Thread(target=come_in, daemon=True)
+    coming.start()
+    while coming.is_alive() and axis.size() == 1:
+        model(batch(0, optimizer.step_count, 32)).mean().backward()
+        optimizer.step()
+        door.after_step()
+    optimizer.verify()  # the newcomer does so before its first step
+    axis.close()
+    coming.join()
+    assert came == [(2, 2)]
+
+
 def asks_to_leave(axis):
     axis.depart()
 

@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import pty
@@ -20,6 +21,7 @@ from commands import free_port, write_recipe
 from covering import covered
 from detonation.cli.command import run_command
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.train.output import directory as output
 from detonation.train.output import screen as screens
 from detonation.train.output import trackers
 from detonation.train.output.metrics import Portion, Record, log_line, read_metrics
@@ -214,6 +216,36 @@ def test_one_that_came_in_goes_on_with_the_records_of_those_before_it(
     ]
     assert [each.loss for each in written if each.step in own] == [3.0] * len(own)
     assert opened == [last] and started == [20, last]
+
+
+def test_one_that_goes_on_for_the_first_on_a_full_disk_writes_as_soon_as_it_can(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    """The loss of the writer must not end one replica after the other."""
+    full = True
+    written = output.write_whole
+
+    def write(path, content):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(path, content)
+
+    monkeypatch.setattr(output, "write_whole", write)
+    came, session = recorded(tiny("train.steps=100", "train.log_every=2"), tmp_path, done=0)
+    session.world.rank = 0
+    for step in range(1, 5):
+        came.add(record(step))
+        assert not came.take_over()
+    assert capsys.readouterr().out.count("No space left on device") == 1
+    with pytest.raises(output.Unwritable):
+        came.close()
+    full = False
+    came.add(record(5))
+    assert not came.take_over()
+    came.add(record(6))
+    assert came.take_over()
+    came.close()
+    assert [each.step for each in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 7)]
 
 
 class Typed:

@@ -1,6 +1,7 @@
 """A run directory may be a stranger's: no link in it is followed, and nothing hangs."""
 
 import errno
+import json
 import os
 import resource
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from detonation.report.read import read_begun, read_run, records
 from detonation.train.output import directory, metrics
 from detonation.train.output.directory import RunDirectory, Unwritable, remedy_of
 from detonation.train.run.recorder import Recorder
+from detonation.train.verbs import replay_run
 
 WRITTEN = [directory.CONFIG, directory.ENVIRONMENT, directory.SUMMARY, directory.METRICS]
 
@@ -70,11 +72,45 @@ def test_what_is_read_of_a_run_never_hangs(tmp_path, make):
     assert directory.config_in(tmp_path) == {} and directory.steps_finished(tmp_path) == 0
 
 
+@pytest.mark.parametrize("table", ["a = " + "[" * 50_000, "[a" + ".a" * 20_000 + "]\n"])
+def test_texts_that_nest_deeply_are_damaged(tmp_path, table):
+    nested = "[" * 100_000
+    (tmp_path / directory.CONFIG).write_text(table)
+    for name in (directory.SUMMARY, directory.METRICS):
+        (tmp_path / name).write_text(nested)
+    assert directory.config_in(tmp_path) == {} and directory.steps_finished(tmp_path) == 0
+    assert metrics.parse_metrics(nested) == ([], 1)
+    with pytest.raises(ValueError, match="it nests too deeply"):
+        read_begun(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.toml: it nests too deeply; give the --out"):
+        replay_run._config_of(tmp_path)
+
+
+STEP = {"step": 1, "loss": 1.0, "lr": 0.1, "seconds": 0.1, "bytes_sent": 3}
+ODD = [
+    {"levels": 5},
+    {"levels": {"node": "x"}},
+    {"val_loss": "x"},
+    {"taking": "x"},
+    {"waits": [1]},
+    {"setting": 3},
+    {"bytes_sent": 10**400},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: next(iter(odd)))
+def test_a_record_with_a_value_of_another_type_is_damaged(odd):
+    (kept,), damaged = metrics.parse_metrics(json.dumps(STEP))
+    assert not damaged and metrics.parse_metrics(kept.line()) == ([kept], 0)
+    assert metrics.parse_metrics(json.dumps(STEP | odd)) == ([], 1)
+
+
 REMEDIES = {
     errno.ENOSPC: "free some space or choose another --out",
     errno.EROFS: "mount the disk to be written to, or choose another --out",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.EACCES: "make it yours to write, or choose another --out",
+    errno.ENOTDIR: "choose another --out",
     errno.ELOOP: "remove that entry, or choose another --out",
 }
 

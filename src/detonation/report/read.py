@@ -2,7 +2,6 @@
 
 import json
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from detonation.report.words import printable
-from detonation.whole_files import MOST_RECORDS, read_text
+from detonation.whole_files import MOST_RECORDS, parse_toml, read_text
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json")
 """Files of a run; the last one is optional."""
@@ -103,7 +102,7 @@ def read_begun(directory: Path) -> Run:
     """Reads the configuration of a run in training, without its records."""
     config = read_text(directory / "config.toml", errors="replace")
     path = directory.resolve()
-    settings = _printable(tomllib.loads(config))
+    settings = _printable(parse_toml(config))
     levels = settings["scheme"]
     mesh = settings["mesh"]
     if isinstance(levels, list):
@@ -131,8 +130,8 @@ def read_run(directory: Path) -> Run:
             " run out"
         )
     try:
-        settings = _printable(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+        settings = _printable(parse_toml(text))
+    except ValueError as error:
         raise ValueError(
             f"{config} is damaged, {error}: restore it, or leave this run out"
         ) from error

@@ -6,7 +6,7 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
@@ -25,6 +25,7 @@ from detonation.cluster.position import host_and_port, joined_address
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.processes.refusal import is_prepared, refusals
 from detonation.cluster.processes.rendezvous import reached_store
+from detonation.cluster.processes.signals import end_if_asked
 from detonation.cluster.processes.waiting import WAIT_LINE_S, Awaited
 from detonation.cluster.survive.agreement import (
     EPOCH,
@@ -40,6 +41,7 @@ from detonation.cluster.survive.agreement import (
     next_axis_store,
     note_gone,
     parse_agreement,
+    ranks_of_replicas,
     serve_one_axis,
     turn_of,
 )
@@ -316,6 +318,7 @@ def _node_link(
 
 
 _POLL_S = 0.005
+_ASK_POLL_S = 0.1
 _ALL = 2**62
 """Floor of a guest's first report: the guest needs no earlier collective."""
 
@@ -396,6 +399,33 @@ class Guest:
         self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
         # register at once, because the others look for consecutive guest numbers
         self._store.set(axis_key("ask", self.number), "1")
+        if self._shard == 0:
+            self._ask_for_dead(range(replicas, self.number), silence_s)
+
+    def _ask_for_dead(self, earlier: Iterable[int], silence_s: float) -> None:
+        """Asks for `earlier` guests that have a number and do not ask within `silence_s`.
+
+        They have ended in between. The others wait for their request, and skip a guest that is
+        gone.
+        """
+        deadline = time.monotonic() + silence_s
+        while away := self._not_asking(earlier):
+            if time.monotonic() > deadline:
+                break
+            end_if_asked()
+            time.sleep(_ASK_POLL_S)
+        for guest in away:
+            for rank in ranks_of_replicas([guest], self._shards):
+                # the others would wait for its loopback id
+                self._store.set(axis_key("loopback", rank), "")
+                note_gone(self._store, rank)
+            self._store.set(axis_key("ask", guest), "1")
+
+    def _not_asking(self, guests: Iterable[int]) -> list[int]:
+        keys = {guest: axis_key("ask", guest) for guest in guests}
+        if not keys or self._store.check([*keys.values()]):
+            return []
+        return [guest for guest, key in keys.items() if not self._store.check([key])]
 
     def addresses(self, timeout_s: float) -> str:
         """Addresses of the feeds of all shards, separated by commas. Waits until the others have

@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import time
-import tomllib
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
@@ -19,7 +18,7 @@ import tomli_w
 
 from detonation.cluster.processes.failure import RunError
 from detonation.train.recipe.schema import TrainConfig
-from detonation.whole_files import PROBE, open_lock, read_text, write_whole
+from detonation.whole_files import PROBE, open_lock, parse_toml, read_text, write_whole
 from detonation.whole_files import read_json as read_json
 
 _PACKAGES = (
@@ -278,7 +277,7 @@ def config_in(path: Path) -> dict[str, Any]:
     """Configuration with which the run in `path` last started, as a table; {} if it cannot be
     read."""
     try:
-        return tomllib.loads(read_text(path / CONFIG))
+        return parse_toml(read_text(path / CONFIG))
     except (OSError, ValueError):
         return {}
 
@@ -385,6 +384,8 @@ def remedy_of(error: Exception) -> str:
         return "make it yours to write, or choose another --out"
     if number in (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR):
         return "remove that entry, or choose another --out"
+    if number in (errno.ENOTDIR, errno.ENAMETOOLONG):
+        return "choose another --out"
     return "free some space or choose another --out"
 
 

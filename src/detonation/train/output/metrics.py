@@ -11,7 +11,7 @@ from typing import Any
 
 from detonation.report.words import duration, less_text, size_text
 from detonation.train.output.directory import unwritable, write_text
-from detonation.whole_files import MOST_RECORDS, opened, read_text
+from detonation.whole_files import MOST_RECORDS, opened, parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,13 @@ class Record:
 
     def line(self) -> str:
         return json.dumps(self.values()) + "\n"
+
+
+_NUMBERS = ("step", "loss", "lr", "seconds", "bytes_sent", "waited_s", "step_s")
+_NUMBERS_IF_MEASURED = (
+    "val_loss", "val_accuracy", "val_bleu", "grad_norm", "memory", "shard_bytes_sent", "taking",
+    "agreeing_s",
+)  # fmt: skip
 
 
 class MetricsFile:
@@ -135,13 +142,29 @@ def parse_metrics(text: str) -> tuple[list[Record], int]:
 def _record(line: str) -> Record | None:
     """Record of a line; None if the line is damaged."""
     try:
-        record = Record(**json.loads(line))
+        record = Record(**parse_json(line))
     except (ValueError, TypeError):
         return None
-    measured = (record.step, record.loss, record.lr, record.seconds, record.bytes_sent)
-    if all(isinstance(value, int | float) for value in measured):
+    if all(_is_number(getattr(record, name)) for name in _NUMBERS) and _others_fit(record):
         return record
     return None
+
+
+def _others_fit(record: Record) -> bool:
+    """True if the values that a record may lack have their types."""
+    numbers = [getattr(record, name) for name in _NUMBERS_IF_MEASURED]
+    if not all(value is None or _is_number(value) for value in numbers):
+        return False
+    if not isinstance(record.levels, dict) or not all(map(_is_number, record.levels.values())):
+        return False
+    return isinstance(record.setting, str | None) and isinstance(record.waits, dict | None)
+
+
+def _is_number(value: object) -> bool:
+    """True for floats, and for integers of 64 bits."""
+    if isinstance(value, int):
+        return abs(value) < 1 << 63
+    return isinstance(value, float)
 
 
 def reduction(sent: float, full: float) -> float | None:

@@ -58,7 +58,7 @@ class Recorder:
         self._done = done
         self._loggers: list[trackers.Logger] = []
         self._metrics: metrics.MetricsFile | None = None
-        self._gone = False
+        self._gone = self._unopened = False
         self._logged = len(self.records)
         screen.line(_title(session, path))
         self._portion = portion(session)
@@ -79,15 +79,27 @@ class Recorder:
         self.show([logger.said for logger in opened if logger.said])
 
     def take_over(self) -> bool:
-        """Starts writing if this rank has become rank 0; True if it starts now."""
+        """Starts writing if this rank has become rank 0; True if it starts now.
+
+        On a full disk it warns, and tries again at later steps.
+        """
         if self._session.rank or self._loggers:
+            return False
+        if self._unopened and len(self.records) % self._train.log_every:
             return False
         self.records = self._earlier() + self.records
         done = self._done
         if self.records:
             done = self.records[-1].step
         self._screen.speak()  # speak first, because trackers print lines when they open
-        self._open(done)
+        try:
+            self._open(done)
+        except directory.Unwritable as error:
+            if not self._unopened:
+                self.warn([str(error)])
+            self._unopened = True
+            return False
+        self._unopened = False
         self._screen.start(done, self._train.steps)
         self._logged = len(self.records)
         return True
@@ -148,7 +160,9 @@ class Recorder:
             self._screen.line(line)
 
     def close(self) -> None:
-        """Closes the metrics file and the loggers."""
+        """Closes the metrics file and the loggers. Raises `Unwritable` if records are not saved."""
+        if self._unopened:
+            self._open(self._done)
         # close the metrics file last, because it raises on a full disk
         for logger in reversed(self._loggers):
             logger.close()

@@ -1,6 +1,5 @@
 """Repeats a run from its update log, without the data and the other replicas."""
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from detonation.train.output import directory, metrics
 from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import from_table, to_table
-from detonation.whole_files import read_text
+from detonation.whole_files import parse_toml, read_text
 
 
 def saved_run(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
@@ -71,12 +70,13 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
 
 def _config_of(run: Path) -> Config:
     try:
-        return from_table(tomllib.loads(read_text(run / directory.CONFIG)))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = parse_toml(read_text(run / directory.CONFIG))
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{run} holds no run: {directory.CONFIG}: {error}; give the --out of one that trained"
             " with --log"
         ) from error
+    return from_table(table)
 
 
 def _alone(config: Config) -> Config:
