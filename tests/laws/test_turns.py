@@ -183,6 +183,36 @@ def test_a_newcomer_trains_later_what_no_optimizer_trained_when_it_came_in():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def trains_two(store, replica):
+    """A member with two optimizers, of which only the first goes on once a newcomer may come in."""
+    membership = Membership(
+        next_axis_store(store, replica, 2), replica, 2, 0, 1, 30.0, 1, print, confirm_s=30.0
+    )
+    axis, model = Mortal(membership, 30.0), copy.deepcopy(MODEL)
+    first = optimizer_of(axis, TALKING["demo"], model, model.layers[0])
+    rest = optimizer_of(axis, TALKING["demo"], model, model.layers[1])
+    for number in range(3):
+        step_of(model, [first, rest], number)
+    assert axis.users.several
+    end = on(axis, model, first)
+    return axis.users.several, end
+
+
+def test_a_newcomer_has_only_the_optimizer_that_let_it_in_and_all_know_so():
+    """The others send as it does: in backward, and not inside the step as among several."""
+    store, model = HashStore(), copy.deepcopy(MODEL)
+
+    def comes_to_one_of_two():
+        optimizer, axis = dt.admitted(model, dt.Guest(store), token=TOKEN)
+        end = on(axis, model, optimizer)
+        return axis.users.several, end
+
+    members = [partial(trains_two, store, number) for number in range(2)]
+    ends = together(*members, comes_to_one_of_two)
+    assert [several for several, _ in ends] == [False] * 3
+    assert len({end for _, end in ends}) == 1
+
+
 def memories_around(axis, every, first):
     """The memories of two optimizers before and after the step in which replica 1 leaves."""
     model = copy.deepcopy(MODEL)
