@@ -425,7 +425,9 @@ def test_who_follows_from_before_the_first_step_can_join_before_it():
     with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as follower:
         with pytest.raises(LostFeed, match="call update first"):
             follower.join(LoopbackCommunicator(1))
-        follower.update(to=0, wait_s=LIMIT_S)
+        while follower.step < 0:
+            optimizer.synchronize()
+            follower.update(wait_s=0.01)
         newcomer = follower.join(LoopbackCommunicator(1))
         assert newcomer.step_count == 0 and held(follower.model) == held(model)
     feed.close()

@@ -194,6 +194,7 @@ def trains_two(store, replica):
     for number in range(3):
         step_of(model, [first, rest], number)
     assert axis.users.several
+    del rest
     end = on(axis, model, first)
     return axis.users.several, end
 
