@@ -80,9 +80,9 @@ def test_what_a_replica_writes_is_exact_in_bf16(count, step, share):
 def test_what_was_heard_stays_where_the_message_is_written_anew(dtype):
     """Buffers of messages are used again before anybody asks which gradients were missing."""
     each = guards(7)
-    digits = summed(each, [0] * REPLICAS, [4] * REPLICAS).to(dtype)
+    digits = summed(each, [2 * each[0].statuses] * REPLICAS, [4] * REPLICAS).to(dtype)
     missing = Mock()
     each[0].hear_sum(missing, digits, 4, ())
     expected = missing.said()
     digits.fill_(9.0)
-    assert missing.said() == expected == dict.fromkeys(range(REPLICAS), 0)
+    assert missing.said() == expected == dict.fromkeys(range(REPLICAS), 2)
