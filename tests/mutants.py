@@ -37,11 +37,17 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/mutants.jsonl"
 SURVIVORS = ROOT / "tests/survivors.toml"
 INDEX = ROOT / "tests/laws/README.md"
-LAWS = ("tests/laws/", "tests/specs/", "tests/checkpoint/", "tests/world/test_stateful.py")
+LAWS = (
+    "tests/laws/",
+    "tests/specs/",
+    "tests/checkpoint/",
+    "tests/membership/",
+    "tests/world/test_stateful.py",
+)
 """What counts as laws, with the tests of other folders that `INDEX` names.
 
-Laws without a network, what each scheme is, that a checkpoint comes back equal or is refused, and
-the state machine. The rest of the suite is examples, errors, commands and integrations.
+Laws without a network, what each scheme is, that a checkpoint comes back equal or is refused, the
+model of the membership, and the state machine. The rest of the suite is examples, errors, commands and integrations.
 """
 
 HARMLESS = ("equivalent", "speed", "diagnostic")

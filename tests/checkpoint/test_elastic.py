@@ -1,5 +1,7 @@
 """Elastic loading: another number of shards or replicas. Weights are exact, and all that is still unsent is kept."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +11,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import detonation as dt
 import worlds
 from covering import some
-from detonation.checkpoint.elastic import memory_sources
+from detonation.checkpoint.elastic import Elastic, memory_sources
+from detonation.checkpoint.files.reader import Box
 from detonation.checkpoint.verify import verify
 from detonation.core.flat.tensors import local
+from detonation.core.link import Coordinates
 from worlds import caught
 from zoo import SCHEMES, Menagerie, Plain, batch, built
 
@@ -436,3 +440,24 @@ def other_base(mesh, folder):
 def test_frozen_weights_are_compared_after_a_load(tmp_path):
     for kind, text in worlds.run(other_base, 2, 1, str(tmp_path)):
         assert kind == "Mismatch" and "layers.0.weight (frozen weights)" in text
+
+
+class Close:
+    """A checkpoint of two replicas that were close to each other, and not equal."""
+
+    manifest = SimpleNamespace(replicas=2, shards=1)
+
+    def file(self, replica, shard):
+        return SimpleNamespace(moved={"weight": 1.0})
+
+    def part(self, replica, key, box):
+        return torch.full(box.shape, 1.0 + replica)
+
+
+@pytest.mark.parametrize("now", [1, 2, 3, 4])
+def test_replicas_that_were_close_begin_equal_in_a_world_of_another_shape(now):
+    """Of several weights that differ a little all of them get the same."""
+    box = Box((3,), (0,), (3,))
+    for replica in range(now):
+        elastic = Elastic(Close(), Coordinates(replica, now, 0, 1))
+        assert elastic.agreed("weight", box, alike=True).tolist() == [1.0] * 3

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import detonation as dt
 import worlds
@@ -15,11 +16,14 @@ from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
+from detonation.core.integrity.observer import StepObserver
+from detonation.core.schemes import buckets
 from detonation.feed import publisher, stream
+from detonation.feed.token import LostFeed
 from detonation.gates.closeness import Closeness
 from limits import LIMIT_S
-from steps import STEPS, advance, started
-from zoo import KINDS, REGISTERED, Padded, Plain, built
+from steps import STEPS, advance, started, step_on
+from zoo import KINDS, REGISTERED, Padded, Plain, batch, built
 
 TOKEN = b"a token for tests only"
 JOINED_AFTER = 3
@@ -410,3 +414,57 @@ def test_a_feed_of_another_replica_ends_where_the_replicas_become_close(monkeypa
     monkeypatch.setattr(publisher, "REST", 0.0)
     _, (step, joins, trouble) = simulate_replicas(became_close, 2)
     assert (step, joins) == (2, 1) and "serve the feed from replica 0" in trouble
+
+
+def test_who_follows_from_before_the_first_step_can_join_before_it():
+    """The state before the first step is a state as any other."""
+    model, optimizer = started(LoopbackCommunicator(1), dt.full())
+    optimizer.set_up()
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as follower:
+        with pytest.raises(LostFeed, match="call update first"):
+            follower.join(LoopbackCommunicator(1))
+        while follower.step < 0:
+            optimizer.synchronize()
+            follower.update(wait_s=0.01)
+        newcomer = follower.join(LoopbackCommunicator(1))
+        assert newcomer.step_count == 0 and held(follower.model) == held(model)
+    feed.close()
+
+
+class Heard(StepObserver):
+    """Keeps all messages, by step."""
+
+    def __init__(self):
+        self.messages = {}
+
+    def received(self, place, step, message):
+        self.messages.setdefault(step, []).append(message.reshape(-1).clone())
+
+
+def heard(communicator):
+    """What an observer of overlapped steps gets, and in how many buckets it was sent."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dt.replicate(sgd, model, communicator, dt.full())
+    observer = Heard()
+    optimizer.record(observer)
+    (replicator,) = optimizer.set_up()
+    for step in range(2):
+        loss = model(batch(communicator.replica, step, 300)).square().mean()
+        step_on(optimizer, loss, overlap=True)
+        optimizer.zero_grad()
+    return observer.messages, len(replicator.channel.pipelines)
+
+
+def test_an_observer_gets_each_message_whole_in_however_many_buckets_it_was_sent(monkeypatch):
+    monkeypatch.setattr(buckets, "SMALLEST", 1)
+    found = {}
+    for number in (1, 2, 3):
+        monkeypatch.setattr(buckets, "SMALL_BUCKETS", number)
+        messages, sent = simulate_replicas(heard, 2)[0]
+        assert sent == number
+        found[number] = {step: [digest(each)] for step, each in messages.items()}
+    assert len(found[1]) == 2 and found[1] == found[2] == found[3]

@@ -385,6 +385,23 @@ def test_a_file_that_is_lost_or_damaged_is_never_used(tmp_path, fault):
     assert follower.joins == 2
 
 
+class WithoutDifferences(LocalFolder):
+    """A directory from which differences are removed after a reader has listed them."""
+
+    def read(self, name):
+        if name in {path.name for path in files(self._path, "difference")}:
+            raise FileNotFoundError(name)
+        return super().read(name)
+
+
+def test_differences_that_go_while_they_are_read_leave_the_base_of_their_step(tmp_path):
+    loop = Loop(tmp_path, base_every=6).step(1)
+    follower = reader(WithoutDifferences(tmp_path))
+    loop.step(6)
+    assert step_of(files(tmp_path, "base")[-1]) == step_of(files(tmp_path, "difference")[-1]) == 7
+    assert follower.update() == 7 and held(follower.model) == loop.hashes[7]
+
+
 def test_a_damaged_base_leaves_the_older_one(tmp_path):
     loop = Loop(tmp_path, base_every=3).step(5)  # bases at 1 and 4
     newest = files(tmp_path, "base")[-1]

@@ -9,11 +9,13 @@ import detonation as dt
 import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.link.link import Link
 
 FIRST = 3
 """The first step in which anybody uses the words."""
 STEPS = 6
 SAFETY = dt.Safety(verify_every=2)
+NEVER = dt.Safety(verify_every=0)
 
 
 class Words(nn.Module):
@@ -38,11 +40,11 @@ class Words(nn.Module):
 MODEL = Words()
 
 
-def started(communicator, scheme):
+def started(communicator, scheme, safety=SAFETY):
     model = Words()
     model.load_state_dict(MODEL.state_dict())
     base = dt.SignSGD(model.parameters(), lr=0.1)
-    return model, dt.replicate(base, model, communicator, scheme, safety=SAFETY)
+    return model, dt.replicate(base, model, communicator, scheme, safety=safety)
 
 
 def train(model, optimizer, replica, uses, overlap=False):
@@ -141,3 +143,28 @@ def test_law_15_a_follower_has_a_padding_row_that_moves_late():
         while not follower.ended:
             follower.update(wait_s=1)
     assert torch.equal(served.words.weight, model.words.weight) and served.words.weight[0].any()
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_replicas_ask_about_padding_rows_only_until_they_know(first, monkeypatch):
+    """`first`: the step in which a replica has a gradient of the words. Later steps exchange
+    nothing about them."""
+    asked = [0] * 4
+    collect = Link.collect
+
+    def counted(link, mine, *options, **named):
+        if not link.replica and mine.dtype == torch.int64:
+            asked[optimizers[0].step_count] += 1
+        return collect(link, mine, *options, **named)
+
+    monkeypatch.setattr(Link, "collect", counted)
+    uses = [("words" if step == first else "nothing", "nothing") for step in range(len(asked))]
+    optimizers = {}
+
+    def act(communicator):
+        model, optimizer = started(communicator, next(iter(SMEARING.values())), NEVER)
+        optimizers[communicator.replica] = optimizer
+        train(model, optimizer, communicator.replica, uses)
+
+    simulate_replicas(act, 2)
+    assert [bool(each) for each in asked] == [step <= first for step in range(len(asked))]

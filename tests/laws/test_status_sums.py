@@ -65,3 +65,24 @@ def test_a_status_that_does_not_exist_is_refused(count):
     digits = summed(each, [0, none, 0], [5] * REPLICAS)
     each[0].open_sum([torch.zeros(4)], digits, 5)
     each[0]._counts.refuse.assert_called_once_with(1, "has a status that does not exist", 5)
+
+
+@pytest.mark.parametrize("count", NAMES)
+@given(step=st.integers(0, 600), share=st.sampled_from([0, 0.3, 0.99999]))
+def test_what_a_replica_writes_is_exact_in_bf16(count, step, share):
+    """All integers up to 256 are: more bits would be rounded before anybody adds them."""
+    written = torch.empty(3 * REPLICAS, dtype=torch.float64)
+    guards(count)[0].seal_sum(written, int(share * count), step)
+    assert written[:3].tolist() == written[:3].bfloat16().tolist() and written.max() <= 256
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_was_heard_stays_where_the_message_is_written_anew(dtype):
+    """Buffers of messages are used again before anybody asks which gradients were missing."""
+    each = guards(7)
+    digits = summed(each, [2 * each[0].statuses] * REPLICAS, [4] * REPLICAS).to(dtype)
+    missing = Mock()
+    each[0].hear_sum(missing, digits, 4, ())
+    expected = missing.said()
+    digits.fill_(9.0)
+    assert missing.said() == expected == dict.fromkeys(range(REPLICAS), 2)

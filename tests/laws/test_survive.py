@@ -28,6 +28,7 @@ from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
     RankReport,
+    ReplicaLost,
     agreement_record,
     axis_key,
     axis_store,
@@ -39,7 +40,7 @@ from detonation.cluster.survive.agreement import (
 )
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.port import Port, refuses
+from detonation.cluster.survive.port import Port, Presence, refuses
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
@@ -1001,5 +1002,21 @@ def test_a_launcher_counts_the_replicas_that_came_in():
         store.set(EPOCH, "2")
         assert point.survives(Failure(2, 0.0, "X", "")) and point.survives(Failure(3, 0.0, "X", ""))
         assert not point.survives(Failure(4, 0.0, "X", ""))
+    finally:
+        point.close()
+
+
+def test_a_replica_that_its_launcher_saw_ending_is_gone_at_once():
+    """For a newcomer, too, which would else wait until it is silent for long."""
+    point = MeetingPoint(Survival(1, 0), 2)
+    point.serve()
+    store = axis_store(point._store, 0)
+    try:
+        for rank in range(2):
+            store.set(axis_key("beat", rank), "1")
+            Presence(store, 2, 1, silence_s=1e9).require()
+            assert point.survives(Failure(rank, 0.0, "X", ""))
+        with pytest.raises(ReplicaLost, match="has ended"):
+            Presence(store, 2, 1, silence_s=1e9).require()
     finally:
         point.close()

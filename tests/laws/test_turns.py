@@ -5,6 +5,8 @@ What all agree on is dated by turns, which never fall, and holds for every optim
 
 import copy
 import gc
+import math
+import threading
 import weakref
 from functools import partial
 
@@ -181,6 +183,56 @@ def test_a_newcomer_trains_later_what_no_optimizer_trained_when_it_came_in():
     ends = together(partial(trains_a_part, store, 0), comes_for_a_part)
     assert ends[0] == ends[1]
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class Later:
+    """Lets all members make another optimizer before the same step, once the door is open."""
+
+    def __init__(self):
+        self.step = math.inf
+        self.made = threading.Barrier(3)
+
+
+def makes_another(store, later, replica):
+    """A member that makes an optimizer between the open door and the step of the newcomer."""
+    membership = Membership(
+        next_axis_store(store, replica, 2), replica, 2, 0, 1, 30.0, 1, print, confirm_s=30.0
+    )
+    axis, model = Mortal(membership, 30.0), copy.deepcopy(MODEL)
+    first = optimizer_of(axis, TALKING["demo"], model, model.layers[0])
+    door = dt.Admission(model, first, token=TOKEN)
+    while first.step_count < later.step:
+        step_of(model, [first], first.step_count)
+        door.after_step()
+        if door._feed is not None:
+            later.step = min(later.step, first.step_count + 3)
+    another = optimizer_of(axis, TALKING["demo"], model, model.layers[1])
+    assert axis.users.several
+    later.made.wait(LIMIT_S)
+    while axis.size() < 3:
+        step_of(model, [first], first.step_count)
+        door.after_step()
+    found = axis.users.several
+    on(axis, model, first)
+    del another
+    return found
+
+
+def test_a_newcomer_has_only_the_optimizer_that_let_it_in_and_all_know_so():
+    """Else the others would send as among several optimizers, and the newcomer as one."""
+    store, later = HashStore(), Later()
+
+    def comes_to_one_of_two():
+        guest = dt.Guest(store)
+        later.made.wait(LIMIT_S)
+        model = copy.deepcopy(MODEL)
+        optimizer, axis = dt.admitted(model, guest, token=TOKEN)
+        found = axis.users.several
+        on(axis, model, optimizer)
+        return found
+
+    members = [partial(makes_another, store, later, number) for number in range(2)]
+    assert together(*members, comes_to_one_of_two) == [False] * 3
 
 
 def memories_around(axis, every, first):

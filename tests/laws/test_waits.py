@@ -1,6 +1,9 @@
 """The host waits for nothing in a step on an accelerator. The device `meta` plays one: nothing can be read from it."""
 
+import threading
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from detonation.core import runtime
 from detonation.core.codec import selection
 from detonation.core.flat.written import WrittenWeights
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.link.communicator import Communicator
+from detonation.core.link.communicator import Communicator, HostStaging
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
 from detonation.wire.collectives import (
@@ -238,3 +241,23 @@ def test_the_host_waits_for_nothing_while_backward_sends(name, monkeypatch):
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_each_message_leaves_once_its_copy_is_there_and_in_the_order_of_the_calls():
+    """A thread waits for the copies: who hands over a message does not."""
+    staging = HostStaging()
+    begun = []
+    copies = [threading.Event() for _ in range(3)]
+
+    def collective(number):
+        begun.append(number)
+        return SimpleNamespace(wait=lambda: number)
+
+    waits = [
+        staging.start(partial(collective, number), SimpleNamespace(synchronize=copy.wait), True)
+        for number, copy in enumerate(copies)
+    ]
+    assert begun == []
+    for copy in reversed(copies):
+        copy.set()
+    assert [wait() for wait in waits] == begun == [0, 1, 2]
