@@ -78,7 +78,7 @@ SIZES = {
     "private names of core that the application imports": 21,  # `worker.py` became three files; bytes of
     # full synchronisation among the replicas of each step
     "words of README": 880,  # the gain at every rate of a link, and that AdamW had one learning rate
-    "words of docs": 46_600,  # what holds in partitions, set-up, unused and written weights; an elastic
+    "words of docs": 46_620,  # what holds in partitions, set-up, unused and written weights; an elastic
     # tutorial; the specifications, which are code; the protocol of membership; from detonation 0.5
 }
 """What users meet, and what the application takes of core past its faces: at most."""
