@@ -168,12 +168,13 @@ class Started:
         if self.ended_within(0):
             return Outcome("over", "" if self._ends else f"ended by itself, {self.stderr!r}")
         begun, loaded = self.has_begun, self.maps("libtorch_cpu")
+        errors = self.stderr
         since = time.monotonic()
         if number == signal.SIGINT:
             os.killpg(self.pid, number)
         else:
             os.kill(self.pid, number)
-        printed = self.stdout, self.stderr
+        printed = self.stdout, errors
         ended = self.ended_within(LIMIT_S)
         seconds = time.monotonic() - since
         problem = "" if ended else f"still running after {LIMIT_S} s"
