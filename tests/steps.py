@@ -2,12 +2,15 @@
 
 import queue
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
+from torch.distributed import HashStore
 
 import detonation as dt
 from detonation.cluster.network.simulated import wait_until_gone
+from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.extend import Communicator
@@ -123,3 +126,40 @@ class Mortal(SurvivingCommunicator):
         if last:
             raise Died
         self.countdown -= self._begun == self.dies_in
+
+
+def replicas(act, number=3):
+    """What `act(axis)` returns on each replica, a thread of its own; None for one that died."""
+    store = HashStore()
+
+    def run(replica):
+        membership = Membership(store, replica, number, 0, 1, 30.0, 1, print, confirm_s=30.0)
+        axis = Mortal(membership, 30.0)
+        try:
+            result = act(axis)
+        except Died:
+            with axis._changed:
+                axis._closed = True
+                axis._changed.notify_all()
+            membership.leave(0)
+            axis._group.abandon()
+            return None
+        if replica in membership.members:
+            axis.close()
+        return result
+
+    return together(*(partial(run, replica) for replica in range(number)))
+
+
+@contextmanager
+def following(model, optimizer, served, token):
+    """The feed of a training, and a follower that serves `served`, has connected, and reads to the end afterwards."""
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=token)
+    optimizer.record(feed)
+    with dt.follow(served, feed.address, token=token, wait=False) as follower:
+        while not feed.followers:
+            follower.update(wait_s=0.01)
+        yield feed, follower
+        feed.close()
+        while not follower.ended:
+            follower.update(wait_s=1)

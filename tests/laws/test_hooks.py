@@ -13,6 +13,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.log.repeat import Playback
+from steps import following
 from worlds import caught
 from zoo import SCHEMES, Plain, batch, built
 
@@ -112,16 +113,9 @@ def test_law_15_a_log_has_what_a_hook_after_a_step_writes(name, base, tmp_path, 
 def test_law_15_a_follower_has_what_a_hook_after_a_step_writes():
     model, optimizer = started(LoopbackCommunicator(2), SCHEMES["demo"])
     optimizer.base.register_step_post_hook(clamp)
-    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
-    optimizer.record(feed)
     served = built(Plain)
-    with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
-        while not feed.followers:
-            follower.update(wait_s=0.01)
+    with following(model, optimizer, served, TOKEN):
         advance(model, optimizer, 0, range(STEPS), nothing)
-        feed.close()
-        while not follower.ended:
-            follower.update(wait_s=1)
     assert digest(served.parameters()) == digest(model.parameters())
 
 

@@ -10,6 +10,7 @@ import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Link
+from steps import following, step_on
 
 FIRST = 3
 """The first step in which anybody uses the words."""
@@ -52,13 +53,7 @@ def train(model, optimizer, replica, uses, overlap=False):
     rows = []
     for step, use in enumerate(uses):
         x = torch.ones(2, 8) * (1 + step + replica)
-        loss = model(x, use[replica])
-        if overlap:
-            with optimizer.overlap():
-                loss.backward()
-        else:
-            loss.backward()
-        optimizer.step()
+        step_on(optimizer, model(x, use[replica]), overlap)
         optimizer.zero_grad()
         rows.append(bool(model.words.weight[0].any()))
     return rows
@@ -126,12 +121,8 @@ def test_law_9_a_padding_row_that_moves_goes_on_from_a_checkpoint(name, tmp_path
 
 def test_law_15_a_follower_has_a_padding_row_that_moves_late():
     model, optimizer = started(LoopbackCommunicator(2), SMEARING["demo"])
-    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
-    optimizer.record(feed)
     served = Words()
-    with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
-        while not feed.followers:
-            follower.update(wait_s=0.01)
+    with following(model, optimizer, served, TOKEN) as (feed, follower):
         train(model, optimizer, 0, [("nothing",)] * FIRST)
         while follower.step < optimizer.step_count:
             follower.update(wait_s=0.01)
@@ -139,9 +130,6 @@ def test_law_15_a_follower_has_a_padding_row_that_moves_late():
         while follower.joins < 2 or not feed.followers:
             train(model, optimizer, 0, [("output",)])
             follower.update(wait_s=0.01)
-        feed.close()
-        while not follower.ended:
-            follower.update(wait_s=1)
     assert torch.equal(served.words.weight, model.words.weight) and served.words.weight[0].any()
 
 

@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import register_parametrization
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.tensors import digest
+from steps import step_on
 from zoo import SCHEMES, batch
 
 NAMES = ["full", "demo-sign", "random-late", "diloco", "none"]
@@ -17,13 +18,7 @@ NAMES = ["full", "demo-sign", "random-late", "diloco", "none"]
 
 def advance(model, optimizer, steps, overlap=False):
     for step in steps:
-        loss = model(batch(0, step, 32)).mean()
-        if overlap:
-            with optimizer.overlap():
-                loss.backward()
-        else:
-            loss.backward()
-        optimizer.step()
+        step_on(optimizer, model(batch(0, step, 32)).mean(), overlap)
         optimizer.zero_grad()
 
 

@@ -22,36 +22,13 @@ from detonation.cluster.survive.membership import Membership
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
-from steps import Died, Mortal, together
+from steps import Died, Mortal, replicas, together
 from zoo import TALKING, Plain, batch, built
 
 MODEL = built(Plain)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 KINDS = ["full", "demo", "demo-owner", "diloco", "random-late"]
 TOKEN = b"0123456789abcdef"
-
-
-def replicas(act, number=3):
-    """What `act(axis)` returns on each replica, a thread of its own; None for one that died."""
-    store = HashStore()
-
-    def run(replica):
-        membership = Membership(store, replica, number, 0, 1, 30.0, 1, print, confirm_s=30.0)
-        axis = Mortal(membership, 30.0)
-        try:
-            result = act(axis)
-        except Died:
-            with axis._changed:
-                axis._closed = True
-                axis._changed.notify_all()
-            membership.leave(0)
-            axis._group.abandon()
-            return None
-        if replica in membership.members:
-            axis.close()
-        return result
-
-    return together(*(partial(run, replica) for replica in range(number)))
 
 
 def asked(axis, leaves):

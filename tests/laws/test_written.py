@@ -13,6 +13,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.core.flat.written import WrittenWeights, weight_places
+from steps import following
 from zoo import SCHEMES, Plain, batch, built
 
 TOKEN = b"a token for tests only"
@@ -122,17 +123,10 @@ def swap(model, step):
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_law_15_a_follower_has_what_was_written_between_two_steps(name, write):
     model, optimizer = started(LoopbackCommunicator(2), SCHEMES[name])
-    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
-    optimizer.record(feed)
     served = built(Plain)
-    with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
-        while not feed.followers:
-            follower.update(wait_s=0.01)
+    with following(model, optimizer, served, TOKEN) as (_, follower):
         advance(model, optimizer, 0, range(STEPS), write)
-        feed.close()
-        while not follower.ended:
-            follower.update(wait_s=1)
-        assert follower.joins == 1 and follower.step == STEPS
+    assert follower.joins == 1 and follower.step == STEPS
     assert digest(served.parameters()) == digest(model.parameters())
 
 

@@ -2,39 +2,13 @@
 
 import threading
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import torch
-from torch.distributed import HashStore
 
 from detonation.cluster.survive.agreement import axis_key
-from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.surviving import SurvivingCommunicator
 from limits import LIMIT_S
-from steps import Died, together
-
-
-def replicas(act, number=3):
-    """What `act(axis)` returns on each replica; None for one that died."""
-    store = HashStore()
-
-    def run(replica):
-        membership = Membership(store, replica, number, 0, 1, 30.0, 1, print, confirm_s=30.0)
-        axis = SurvivingCommunicator(membership, 30.0)
-        try:
-            result = act(axis)
-        except Died:
-            with axis._changed:
-                axis._closed = True
-                axis._changed.notify_all()
-            membership.leave(0)
-            axis._group.abandon()
-            return None
-        axis.close()
-        return result
-
-    return together(*(partial(run, replica) for replica in range(number)))
+from steps import Died, replicas
 
 
 def await_members(axis, members):

@@ -237,7 +237,7 @@ def agreement_record(
 
 
 def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Those of `guests` for which all ranks wait that have reported."""
+    """The `guests` for which all ranks that have reported wait."""
     return [
         guest
         for guest in guests

@@ -47,10 +47,12 @@ class PaddingRows:
         for link, rows in self._rows.items():
             for seen, (each, name) in zip(self._seen[link], rows, strict=True):
                 parameter = each.parameters[name]
+                row = padding_row(parameter)
                 (gradient,) = local_gradients({name: parameter})
                 if gradient is not None:
                     seen[0] = 1
-                    seen[1] |= gradient[padding_row(parameter)].any().to(torch.int64)
+                    if row is not None:  # else it was released
+                        seen[1] |= gradient[row].any()
 
     def before(self, step: int) -> None:
         """Calls `agree` if a parameter has had no gradient yet. Runs after gradients are sent."""
