@@ -63,10 +63,11 @@ class Study:
     def of(cls, job: Job) -> "Study":
         """The text of the law if it was fetched on this machine, else the repository's own."""
         fetched = cache_dir() / "size-law" / "english.txt"
-        text = corpus()
+        raw = corpus()
         if fetched.exists() and not job.tiny:
-            text = torch.frombuffer(bytearray(fetched.read_bytes()), dtype=torch.uint8)
-        name = hashlib.sha256(text.numpy()).hexdigest()[:12]
+            raw = bytearray(fetched.read_bytes())
+        text = torch.frombuffer(raw, dtype=torch.uint8)
+        name = hashlib.sha256(raw).hexdigest()[:12]
         size, context, judged = PREDICTED[0], CONTEXT, JUDGED
         if job.tiny:
             size, context, judged = TINY, TINY_CONTEXT, 8
