@@ -42,7 +42,7 @@ def measure(job: Job) -> None:
     cases = [case_of(scheme, replicas, written) for scheme, replicas in CASES]
     path = job.findings.path.with_suffix(".rows.jsonl")
     job.findings.files.append(path.name)
-    plan = earlier_plan(path, study) or new_plan(job, path, study, cases)
+    plan = plan_of(job, path, study, cases)
     if plan is None:
         job.headline("no run")
         return
@@ -50,7 +50,7 @@ def measure(job: Job) -> None:
     for seed in range(1, (TINY_SEEDS if job.tiny else SEEDS) + 1):
         if not all(call.has_row(case, seed) for case in cases):
             break
-    job.headline("; ".join(summary(rows(path), cases)) or "no run yet")
+    job.headline("; ".join(summary(of_kind("run", path, study), cases)) or "no run yet")
 
 
 def rows(path: Path) -> list[Row]:
@@ -87,30 +87,34 @@ def case_of(scheme: Scheme, replicas: int, written: Written) -> Expected:
     return Expected(scheme.name, replicas, REFERENCES.get(scheme.name, ""), tuple(sets.split()))
 
 
-def earlier_plan(path: Path, study: Study) -> Row | None:
-    """The last plan in the rows, if it is for the same size and text."""
-    plans = [row for row in rows(path) if "plan" in row]
-    if plans and plans[-1]["plan"] == [study.size.name, study.text]:
+def plan_of(job: Job, path: Path, study: Study, cases: Sequence[Expected]) -> Row | None:
+    """The steps of each run: those of an earlier call, or as many as fit. None where too few do."""
+    plans = of_kind("plan", path, study)
+    if plans:
         return plans[-1]
-    return None
-
-
-def new_plan(job: Job, path: Path, study: Study, cases: Sequence[Expected]) -> Row | None:
-    """Times two rounds of each case, and writes how many steps fit. None where too few do."""
-    step_s = dict[str, float]()
+    step_s = {row["scheme"]: row["step_s"] for row in of_kind("timed", path, study)}
     for case in cases:
-        found = in_time(job, f"two rounds of {case.scheme}", study, case, 0, 2 * ROUND)
-        if found is None:
-            return None
-        step_s[case.scheme] = found.step_s
+        if case.scheme not in step_s:
+            found = in_time(job, f"two rounds of {case.scheme}", study, case, 0, 2 * ROUND)
+            if found is None:
+                return None
+            step_s[case.scheme] = found.step_s
+            timed = {"kind": "timed", "scheme": case.scheme, "step_s": found.step_s}
+            append(path, {**timed, **study.name})
     least = WINDOW * ROUND
     steps = least if job.tiny else steps_within(job.left_s(), step_s, study.size.steps)
     if steps < least:
         job.note(f"the time is sufficient for {steps} steps; a run has at least {least}")
         return None
-    plan = {"plan": [study.size.name, study.text], "steps": steps, "step_s": step_s}
+    plan = {"kind": "plan", **study.name, "steps": steps, "step_s": step_s}
     append(path, plan)
     return plan
+
+
+def of_kind(kind: str, path: Path, study: Study) -> list[Row]:
+    """The rows of a kind, "timed", "plan" or "run", for this size and text."""
+    wanted = {"kind": kind, **study.name}.items()
+    return [row for row in rows(path) if wanted <= row.items()]
 
 
 def in_time(
@@ -168,7 +172,7 @@ class Call:
 
     def has_row(self, case: Expected, seed: int) -> bool:
         """Trains a run that has no row. False if there is none then: the time was up."""
-        done = rows(self.path)
+        done = of_kind("run", self.path, self.study)
         row = row_of(done, case, seed, self.plan["steps"])
         if row is None:
             row = self.train(case, seed)
@@ -190,6 +194,8 @@ class Call:
         if found is None:
             return None
         return {
+            "kind": "run",
+            **self.study.name,
             "scheme": case.scheme,
             "replicas": case.replicas,
             "sets": list(case.sets),
@@ -197,7 +203,6 @@ class Call:
             "steps": steps,
             "tokens": steps * self.study.tokens,
             "parameters": self.study.size.parameters,
-            "text": self.study.text,
             "val_loss": round(found.loss, 5),
             "curve": found.curve,
             "step_s": found.step_s,
@@ -226,17 +231,15 @@ class Call:
 
 
 def row_of(done: Sequence[Row], case: Expected, seed: int, steps: int) -> Row | None:
-    wanted = {"scheme": case.scheme, "replicas": case.replicas, "seed": seed, "steps": steps}
-    wanted["sets"] = list(case.sets)
-    found = (row for row in done if all(row.get(key) == value for key, value in wanted.items()))
-    return next(found, None)
+    wanted = (case.scheme, case.replicas, list(case.sets), seed, steps)
+    keys = ("scheme", "replicas", "sets", "seed", "steps")
+    return next((row for row in done if tuple(row[key] for key in keys) == wanted), None)
 
 
 def cost_of(row: Row, case: Expected, done: Sequence[Row]) -> float | None:
     """The loss relative to that of full synchronisation with the same seed."""
     for base in done:
-        alike = all(base.get(key) == row[key] for key in ("seed", "steps", "text"))
-        if alike and base["scheme"] == case.to:
+        if base["scheme"] == case.to and all(base[key] == row[key] for key in ("seed", "steps")):
             return float(row["val_loss"] / base["val_loss"] - 1)
     return None
 
@@ -257,9 +260,9 @@ def predicted(case: Expected) -> str:
 def summary(done: Sequence[Row], cases: Sequence[Expected]) -> Iterator[str]:
     """By scheme, the mean over seeds of what was found."""
     for case in cases:
-        own = [row for row in done if row.get("scheme") == case.scheme]
+        own = [row for row in done if row["scheme"] == case.scheme]
         costs = [cost_of(row, case, done) for row in own]
         logs = [math.log1p(cost) for cost in costs if cost is not None]
         if logs:
             mean = math.expm1(statistics.fmean(logs))
-            yield f"{case.scheme} {mean:+.1%} to {case.to}, {len(logs)} seeds"
+            yield f"{case.scheme} {mean:+.1%} to {case.to} (n={len(logs)})"

@@ -75,6 +75,11 @@ class Study:
         return cls(size, name, train.to(job.device), held_out[:judged].to(job.device))
 
     @property
+    def name(self) -> dict[str, str]:
+        """What rows of this study have in common."""
+        return {"size": self.size.name, "text": self.text}
+
+    @property
     def context(self) -> int:
         return self.train.shape[1]
 

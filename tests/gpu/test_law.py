@@ -49,8 +49,9 @@ def test_a_call_leaves_a_row_per_run_and_the_losses_alone(asked, tmp_path):
     assert [row["found"] for row in table] == ["", "+1.0%", "", "+5.6%"]
     assert all(row["predicted"] == row["within"] == "" for row in table)
     assert "No prediction is written yet" in found.notes[0]
-    assert "muloco 30, 2bit +5.6% to Muon, full, 1 seeds" in found.headline
-    assert len(law.rows(tmp_path / "law.rows.jsonl")) == 5  # the plan, too
+    assert "muloco 30, 2bit +5.6% to Muon, full (n=1)" in found.headline
+    kinds = [row["kind"] for row in law.rows(tmp_path / "law.rows.jsonl")]
+    assert kinds == [*["timed"] * 4, "plan", *["run"] * 4]
 
 
 def test_another_call_trains_what_is_missing(asked, tmp_path, monkeypatch):
@@ -68,6 +69,16 @@ def test_another_call_trains_what_is_missing(asked, tmp_path, monkeypatch):
     assert asked == [(scheme.name, 2) for scheme, _ in law.CASES]
 
 
+def test_what_was_timed_is_not_timed_again(asked, tmp_path):
+    call(tmp_path)
+    path = tmp_path / "law.rows.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]))  # the call was killed when it timed the last case
+    asked.clear()
+    call(tmp_path)
+    assert asked[:2] == [("muloco 30, 2bit", 0), ("AdamW, full", 1)]
+
+
 def test_a_run_ends_with_the_time_and_leaves_no_row(asked, tmp_path, monkeypatch):
     call(tmp_path)
     monkeypatch.setattr(law, "trained", law_runs.trained)
@@ -75,7 +86,7 @@ def test_a_run_ends_with_the_time_and_leaves_no_row(asked, tmp_path, monkeypatch
     job = job_in(tmp_path, left_s=-1)
     law.measure(job)
     assert "AdamW, full, seed 2: the time was up after 0 of 90 steps" in job.findings.notes
-    assert len(law.rows(tmp_path / "law.rows.jsonl")) == 5
+    assert len(law.rows(tmp_path / "law.rows.jsonl")) == 9
     with pytest.raises(TimeUp):
         law_runs.trained(job, Study.of(job), law.case_of(*law.CASES[3], None), 1, 90)
 
@@ -128,8 +139,10 @@ def test_a_prediction_is_beside_the_runs_and_is_tested_by_its_own_tokens(
     demo = table[1]
     assert (demo["predicted"], demo["law"], demo["within"]) == (predicted, law_word, within)
     assert ("do not test it" in found.notes[0]) is (tokens == 20)
-    rows = law.rows(tmp_path / "law.rows.jsonl")
-    assert rows[2]["sets"][-1] == "optimizer.weight_decay=0.1"  # its settings are taken
+    (row,) = (
+        each for each in law.rows(tmp_path / "law.rows.jsonl") if "demo" in str(each.get("sets"))
+    )
+    assert row["sets"][-1] == "optimizer.weight_decay=0.1"  # its settings are taken
 
 
 def test_a_rate_rises_and_falls_and_replicas_share_a_batch():
