@@ -168,8 +168,8 @@ step, the Gbit/s at which a method first computes for each share of `TARGETS`. I
 each 1.2 times the one before it."""
 DECOUPLED = 104 / 1.7, 198 / 0.84
 """Decoupled DiLoCo (arXiv 2604.21428): how many times lower a rate is sufficient than with full
-synchronisation: 1.7 Gbit/s for 104, and among eight sites 0.84 for 198. Its summaries do not say in
-which precision and for which share of time, so this is no test."""
+synchronisation: 1.7 Gbit/s for 104, and among eight sites 0.84 for 198. The summaries that
+we have read do not say in which precision and for which share of time, so this is no test."""
 
 
 def methods(layers: int) -> dict[str, tuple[str, dict[str, Any], str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.tuning import Rows
-from benchmarks.size_law.fit import DRAWS, Law, Point, draws, fit, held_out, interval, spread
+from benchmarks.size_law.fit import DRAWS, Law, draws, fit, held_out, interval, spread
 from benchmarks.size_law.grid import FULL, FULL_MUON, Scheme, judging
 from benchmarks.size_law.laws import points, reference
 from benchmarks.size_law.sizes import PREDICTED, TOKENS, Size
@@ -23,6 +23,8 @@ from benchmarks.size_law.table import EVERY
 from benchmarks.size_law.text import SHA256
 
 PATH = Path(__file__).parents[1] / "results" / "size-law-prediction.json"
+LEAST = 3
+"""Fewest sizes of a law that is checked: the others predict the largest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Expected:
         sets: Settings of scheme and optimizer, with the learning rate of the rule.
         low, high: 95 % interval of the law.
         run_low, run_high: The same for a single run, whose seed counts, too.
-        law: "supported", "refuted" or "not checked", by the largest size that was trained.
+        law: "supported" or "refuted" by the largest size that was trained.
     """
 
     scheme: str
@@ -53,14 +55,14 @@ def write(done: Rows, path: Path, count: int = DRAWS) -> str:
     """Writes the prediction, and returns a sentence about it.
 
     Raises:
-        ValueError: A prediction is there already, or no scheme has a law.
+        ValueError: A prediction is there already, or no law was checked by its largest size.
     """
     if path.exists():
         date = json.loads(path.read_text())["date"]
         raise ValueError(f"{path} holds the prediction of {date}, which does not change")
     costs = _costs(done, count)
     if not costs:
-        raise ValueError("no law yet: two sizes of a scheme must be judged")
+        raise ValueError(f"no law yet: {LEAST} sizes of a scheme must be judged")
     sizes = dict[str, Any]()
     for size in PREDICTED:
         schemes = [*_references(size, done), *(_at(size, each, done) for each in costs)]
@@ -97,26 +99,22 @@ class _Fitted:
 
 
 def _costs(done: Rows, count: int) -> list[_Fitted]:
-    """The fitted laws, for each number of replicas that was trained."""
+    """The laws that were checked, for each number of replicas.
+
+    A law is of all replicas: it is supported if each check at the largest size is.
+    """
     found = list[_Fitted]()
     for scheme in dict.fromkeys(each for each, _ in EVERY if each not in (FULL, FULL_MUON)):
         own = points(scheme, done)
-        if len({point.parameters for point in own}) >= 2:
-            verdicts = _verdicts(own, count)
-            law = fit(own)
-            laws = draws(own, count=count)
-            for replicas in sorted({point.replicas for point in own}):
-                verdict = verdicts.get(replicas, "not checked")
-                found.append(_Fitted(scheme, replicas, law, laws, spread(own), verdict))
+        if len({point.parameters for point in own}) < LEAST:
+            continue
+        law = fit(own)
+        laws = draws(own, count=count)
+        supported = all(check.supported for check in held_out(own, count))
+        verdict = "supported" if supported else "refuted"
+        for replicas in sorted({point.replicas for point in own}):
+            found.append(_Fitted(scheme, replicas, law, laws, spread(own), verdict))
     return found
-
-
-def _verdicts(own: Sequence[Point], count: int) -> dict[int, str]:
-    """By replicas, whether the smaller sizes predict the largest one."""
-    if len({point.parameters for point in own}) < 3:
-        return {}
-    words = {True: "supported", False: "refuted"}
-    return {each.replicas: words[each.supported] for each in held_out(own, count)}
 
 
 def _references(size: Size, done: Rows) -> list[Expected]:
