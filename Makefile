@@ -7,7 +7,8 @@
 # make docs    the site of the documentation, in site/
 # make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
 # make gpu     checks and measures the package on a GPU, with the torch, triton and pytest that PYTHON has: no install
-#              GPU="fast twin" runs parts, GPU="--device cpu --tiny" tries the script; docs/gpu.md
+#              GPU="fast twin" runs parts, GPU="law" the one that runs only where it is named,
+#              GPU="--device cpu --tiny" tries the script; docs/gpu.md
 # make release-check   the wheel in empty environments, with torch 2.10 and 2.13: help, torchrun, type checkers; pip downloads them
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
 # All but gpu and release-check make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.

@@ -5,6 +5,7 @@
     python -m benchmarks.size_law --status                     what is there, and what is next
     python -m benchmarks.size_law --table                      losses so far, and the tries
     python -m benchmarks.size_law --fit [--figure PATH]        the laws so far, and a figure
+    python -m benchmarks.size_law --predict                    writes down what the laws predict
     python -m benchmarks.size_law --power                      what the grid can tell
 
 research/size-law.md has the questions, the rules and the expectations. Each run is one simulated
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.compare import queue
-from benchmarks.size_law import laws, power
+from benchmarks.size_law import laws, power, predict
 from benchmarks.size_law.grid import methods
 from benchmarks.size_law.run import rows, run_cell
 from benchmarks.size_law.table import table
@@ -35,12 +36,19 @@ MODULE = "benchmarks.size_law"
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = queue.parser(__doc__, RESULTS, cache_dir() / "size-law" / "unfinished")
-    for name in ("fetch", "fit", "power"):
+    for name in ("fetch", "fit", "predict", "power"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument(
         "--figure", type=Path, help="with --fit: draws the law of diloco, .svg and .png"
     )
     return parser.parse_args(arguments)
+
+
+def predicted(results: Path) -> str:
+    try:
+        return predict.write(rows(results), predict.PATH)
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(laws.table(rows(args.results)))
         if args.figure:
             laws.figure(rows(args.results), args.figure)
+    elif args.predict:
+        print(predicted(args.results))
     elif args.power:
         print(power.table())
     elif args.status:

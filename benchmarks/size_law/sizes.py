@@ -1,16 +1,14 @@
-"""The sizes of the grid, and what follows from a size: batch, steps and warm-up."""
+"""The sizes of the grid, and what follows from a size: parameters, batch, steps and warm-up."""
 
 import dataclasses
-import functools
 import math
-
-import torch
-
-from detonation.models import build_model
 
 TOKENS = 20
 """Training tokens per parameter, each a byte."""
 CONTEXT = 128
+BYTES, LAYERS, HEADS = 256, 2, 4
+NORMS = 4
+"""Norms of a layer."""
 ROUND = 30
 """Steps are a multiple of it: a run ends with a round."""
 WINDOW = 3
@@ -28,14 +26,12 @@ class Size:
     feed_forward: int
     seeds: int
 
-    @functools.cached_property
+    @property
     def parameters(self) -> int:
-        with torch.device("meta"):
-            made = build_model(
-                "olmo2",
-                {"hidden_size": self.hidden, "feed_forward": self.feed_forward, "heads": 4},
-            )
-        return sum(parameter.numel() for parameter in made.parameters())
+        """Of an OLMo2: four matrices of attention and three of the feed-forward in a layer."""
+        matrices = 4 * self.hidden + 3 * self.feed_forward
+        layer = self.hidden * (matrices + NORMS)
+        return self.hidden * (2 * BYTES + 1) + LAYERS * layer
 
     @property
     def batch(self) -> int:
@@ -62,3 +58,5 @@ SIZES = (
 )
 LARGEST = Size("2.3M", 256, 1088, 2)
 """Of two schemes alone, where hours are left."""
+PREDICTED = Size("30M", 928, 4096, 1), Size("125M", 1920, 8192, 1)
+"""Sizes for which the laws are written down before anybody trains them."""

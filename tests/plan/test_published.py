@@ -2,7 +2,17 @@
 
 import pytest
 from benchmarks.plan import published_runs as published
-from benchmarks.plan.published_runs import COVENANT, HIDES, INTELLECT, NEAR, NEAR_BYTES, is_near
+from benchmarks.plan.published_runs import (
+    COVENANT,
+    DECOUPLED,
+    FASTEST,
+    HIDES,
+    INTELLECT,
+    NEAR,
+    NEAR_BYTES,
+    is_near,
+    lower_rate,
+)
 
 SIMULATED = list(published.simulated())
 
@@ -20,15 +30,22 @@ def test_bytes_are_those_that_were_reported(run):
 
 
 def test_a_round_takes_the_share_of_time_that_was_reported():
-    assert is_near(INTELLECT.utilisation, INTELLECT)
     assert all(is_near(run.utilisation, run) for run in published.over_tokens())
+
+
+def test_what_the_slowest_and_the_fastest_stated_links_say():
+    """A miss: at 500 Mbit/s the bytes of a round need 300 of the 469 s that it took."""
+    assert INTELLECT.round_s == pytest.approx(300, abs=1)
+    assert INTELLECT.utilisation - INTELLECT.reported == pytest.approx(0.054, abs=0.002)
+    took = INTELLECT.step_s * 100 / (INTELLECT.step_s * 100 + 469)
+    assert took == pytest.approx(INTELLECT.reported, abs=0.002)
+    assert FASTEST.reported < FASTEST.utilisation < FASTEST.reported + NEAR
 
 
 def test_one_copy_at_the_rate_that_is_stated_takes_longer_than_reported():
     """A miss: the bytes are right, and 110 Mbit/s need twice the 70 seconds of the report."""
-    round_s = COVENANT.predicted.exposed_s * 30
-    assert round_s == pytest.approx(145, abs=2)
-    assert COVENANT.reported - COVENANT.utilisation == pytest.approx(0.052, abs=0.005)
+    assert COVENANT.round_s == pytest.approx(145, abs=2)
+    assert COVENANT.reported - COVENANT.utilisation == pytest.approx(0.053, abs=0.005)
 
 
 def test_rounds_that_nothing_hides_are_near_in_each_row():
@@ -50,7 +67,15 @@ def test_full_synchronisation_is_predicted_below_perfect_overlap():
     assert all(-0.16 < run.utilisation - run.reported < 0 for run in of_method("full"))
 
 
+def test_reported_rates_of_decoupled_diloco_are_among_those_of_two_precisions():
+    """Not within a goal: its share of time and its precision are not known."""
+    assert lower_rate("bf16", 0.90) < min(DECOUPLED) < max(DECOUPLED) < lower_rate("4bit", 0.99)
+    assert lower_rate("bf16", 0.95, 2) == pytest.approx(lower_rate("bf16", 0.95), rel=0.001)
+
+
 def test_the_table_has_every_published_run():
     text = published.table()
-    assert all(run.name in text for run in (INTELLECT, COVENANT, *published.over_tokens()))
+    runs = (INTELLECT, FASTEST, COVENANT, *published.over_tokens())
+    assert all(f"{run.name} | {run.paper}" in text for run in runs)
     assert "diloco: 15 of 15 within 5 points" in text
+    assert "without a store: 34% computing" in text

@@ -10,10 +10,12 @@ import torch
 from benchmarks.compare.rows import Cell
 from benchmarks.compare.tuning import missing
 from benchmarks.size_law import fit as laws
-from benchmarks.size_law import grid, optimizers, power, run, table
+from benchmarks.size_law import grid, optimizers, power, predict, run, sizes, table
 from benchmarks.size_law.fit import Law, Point
 from benchmarks.size_law.laws import figure, points
 from benchmarks.size_law.laws import table as law_table
+
+from detonation.models import build_model
 
 PUBLISHED = Law(1.0923, 0.2342)
 SIZES = {float(size.parameters): size.seeds for size in grid.SIZES}
@@ -172,6 +174,37 @@ def test_the_tables_are_complete(whole):
     assert float(cells[5].split()[0]) == pytest.approx(PUBLISHED.size, abs=0.02)
     assert cells[-1] in ("supported", "refuted")
     assert {point.replicas for point in points(grid.DILOCO, whole)} == {2, 4, 8}
+
+
+def test_a_prediction_is_written_once_and_holds_the_law(whole, tmp_path):
+    path = tmp_path / "prediction.json"
+    assert predict.read(path, "30M") is None
+    predict.write(whole, path, count=5)
+    facts, found = predict.read(path, "30M")
+    assert facts["tokens_per_parameter"] == 20 and predict.read(path, "1B") is None
+    by_name = {(each.scheme, each.replicas): each for each in found}
+    every = {(scheme.name, replicas) for scheme, replicas in table.EVERY}
+    assert set(by_name) == every
+    diloco = by_name[grid.DILOCO.name, 8]
+    size = sizes.PREDICTED[0]
+    assert diloco.cost == pytest.approx(PUBLISHED.cost(size.parameters, 8), rel=0.2)
+    assert diloco.run_low < diloco.low < diloco.cost < diloco.high < diloco.run_high
+    assert diloco.to == grid.FULL.name and diloco.law in ("supported", "refuted")
+    rate = next(each for each in diloco.sets if each.startswith("optimizer.lr="))
+    assert float(rate.partition("=")[2]) == grid.rate_of(grid.DILOCO, 8, size, whole)
+    assert by_name[grid.FULL.name, 1].cost is None
+    with pytest.raises(ValueError, match="does not change"):
+        predict.write(whole, path, count=5)
+    with pytest.raises(ValueError, match="no law yet"):
+        predict.write({}, tmp_path / "other.json")
+
+
+def test_sizes_count_the_parameters_of_the_model():
+    for size in (*grid.SIZES, grid.LARGEST, *sizes.PREDICTED):
+        settings = {"hidden_size": size.hidden, "feed_forward": size.feed_forward}
+        with torch.device("meta"):
+            made = build_model("olmo2", {**settings, "heads": sizes.HEADS})
+        assert sum(parameter.numel() for parameter in made.parameters()) == size.parameters
 
 
 def test_the_figure_is_drawn(whole, tmp_path):
