@@ -1,14 +1,18 @@
 """Muon on shards against torch's own on whole matrices, and what it means for a matrix."""
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
 import worlds
+from detonation.core.optim import matrices
+from detonation.gates.single_rounding import SingleRounding
 from zoo import batch
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
@@ -107,3 +111,87 @@ def test_muon_refuses_what_it_cannot_do():
     for bad in ({"lr": -1.0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
         with pytest.raises(ValueError, match="must be"):
             dt.Muon([nn.Parameter(torch.ones(2, 2))], **bad)
+
+
+FORMS = {
+    "jordan": {},
+    "polar_express": {"coefficients": "polar_express"},
+    "normuon": {"muon_beta2": 0.95},
+    "both": {"coefficients": "polar_express", "muon_beta2": 0.9, "momentum": 0.8},
+}
+SHAPES = [(24, 40), (40, 24), (7, 33), (33, 1), (1, 5), (16, 16), (3, 2), (9, 64)]
+
+
+def numbers(shape, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def stepped(form, dtype, cut):
+    """Whole weights and states after three steps of matrices that `cut(number, tensor)` has cut."""
+    weights = [nn.Parameter(cut(at, numbers(shape, at, dtype))) for at, shape in enumerate(SHAPES)]
+    optimizer = dt.Muon(weights, lr=0.1, **FORMS[form])
+    for step in range(1, 4):
+        for at, weight in enumerate(weights):
+            weight.grad = None
+            if step != 2 or at % 3:  # others are unused in the second step
+                weight.grad = cut(at, numbers(weight.shape, 100 * step + at, dtype))
+        optimizer.step()
+    states = [optimizer.state[weight] for weight in weights]
+    found = [*weights, *(value for state in states for _, value in sorted(state.items()))]
+    return [whole(each.detach()) for each in found]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def alone(at, tensor):
+    return tensor.clone()
+
+
+def of_any_cut(mesh, form, dtype, group_bytes):
+    """By rows, by columns, and a matrix that every rank holds.
+
+    torch rounds bf16 differently at the end of a shard (`rounds_by_place`), unless each operation is rounded singly.
+    """
+    axis = mesh["shard"]
+
+    def cut(at, tensor):
+        placement = Replicate() if at == 5 else Shard(at % 2)
+        return distribute_tensor(tensor, axis, [placement])
+
+    rounding = SingleRounding() if dtype == torch.bfloat16 else nullcontext()
+    with patch.object(matrices, "GROUP_BYTES", group_bytes), rounding:
+        found = stepped(form, dtype, cut)
+        wanted_ones = stepped(form, dtype, alone)
+    for mine, wanted in zip(found, wanted_ones, strict=True):
+        assert torch.equal(mine, wanted), (mine.shape, (mine - wanted).abs().max())
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_number_of_shards_takes_the_steps_of_whole_matrices_bit_for_bit(shards, form):
+    for dtype, group_bytes in ((torch.float32, 2**26), (torch.bfloat16, 1)):
+        worlds.run(of_any_cut, 1, shards, form, dtype, group_bytes)
+
+
+def of_two_axes(mesh, form):
+    axes = [
+        [Shard(0), Shard(1)],
+        [Replicate(), Shard(0)],
+        [Shard(1), Replicate()],
+        [Shard(0), Shard(0)],
+    ]
+
+    def cut(at, tensor):
+        return distribute_tensor(tensor, mesh, axes[at % 4])
+
+    found = stepped(form, torch.float32, cut)
+    for mine, wanted in zip(found, stepped(form, torch.float32, alone), strict=True):
+        assert torch.equal(mine, wanted), mine.shape
+
+
+@pytest.mark.parametrize("form", ["jordan", "normuon"])
+def test_matrices_sharded_over_several_axes_take_the_same_steps(form):
+    worlds.run(of_two_axes, 2, 2, form)
