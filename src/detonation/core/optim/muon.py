@@ -166,8 +166,9 @@ def _check(settings: dict[str, Any]) -> None:
         )
     if settings["weight_decay"] < 0:
         raise ValueError(f"weight_decay is {settings['weight_decay']}, must be at least 0")
-    if settings["coefficients"] not in COEFFICIENTS:
-        raise unknown("coefficients", settings["coefficients"], COEFFICIENTS)
+    coefficients = str(settings["coefficients"])
+    if coefficients not in COEFFICIENTS:
+        raise unknown("coefficients", coefficients, COEFFICIENTS)
     beta2 = settings["muon_beta2"]
     if beta2 is not None and not 0 <= beta2 < 1:
         raise ValueError(f"muon_beta2 is {beta2}, must be from 0 to below 1, or None")
