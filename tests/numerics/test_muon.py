@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import detonation as dt
 import worlds
 from detonation.core.optim import matrices
-from detonation.core.optim.muon import _newton_schulz
+from detonation.core.optim.muon import _newton_schulz, _OrthogonalStep
 from detonation.gates.single_rounding import SingleRounding
 from zoo import batch
 
@@ -170,6 +170,23 @@ def of_any_cut(mesh, form, dtype, group_bytes):
         wanted_ones = stepped(form, dtype, alone)
     for mine, wanted in zip(found, wanted_ones, strict=True):
         assert torch.equal(mine, wanted), (mine.shape, (mine - wanted).abs().max())
+
+
+def as_on_accelerators(mesh, form):
+    """fp32 weights whose directions travel in bf16."""
+    begin = _OrthogonalStep.__init__
+
+    def in_bf16(step, *arguments):
+        begin(step, *arguments)
+        step.dtype = torch.bfloat16
+
+    with patch.object(_OrthogonalStep, "__init__", in_bf16):
+        of_any_cut(mesh, form, torch.float32, 2**26)
+
+
+@pytest.mark.parametrize("form", ["jordan", "normuon"])
+def test_bf16_on_the_way_changes_no_bit(form):
+    worlds.run(as_on_accelerators, 1, 2, form)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])

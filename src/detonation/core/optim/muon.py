@@ -181,7 +181,7 @@ class _OrthogonalStep:
         self.matrix = matrix
         # on accelerators products are computed in bf16: shards travel as such
         self.dtype = torch.bfloat16
-        if matrix.device.type == "cpu":
+        if local(matrix).device.type == "cpu":
             self.dtype = matrix.dtype
         self.noted = 0
         if group["muon_beta2"] is not None:
