@@ -2,11 +2,12 @@
 
     python -m benchmarks.step.muon [--shards 1 4 8] [--hidden 128] [--layers 8]
 
-Ranks are processes on this machine, and the matrices those of a Llama of this size in fp32. *Products* are the
-operations of all matrix products in one step, over all ranks, and *to one* is their ratio to those of one rank with
-whole matrices. *Busiest* is the share of the rank with the most, times the ranks: 1 if all have as many. *Bytes* are
-sent by a rank on average, per parameter. "owner" is what Muon does: one rank computes a matrix; "every rank" is
-what it did before: each rank gathers and computes all of them. On accelerators "owner" sends bf16, half of the bytes.
+Ranks are processes on this machine, and the matrices those of a Llama of this size in fp32.
+*Products* are the operations of all matrix products in one step, over all ranks, and *to one* is
+their ratio to those of one rank with whole matrices. *Busiest* is the share of the rank with the
+most, times the ranks: 1 if all have as many. *Bytes* are sent by a rank on average, per parameter.
+"owner" is what Muon does: one rank computes a matrix; "every rank" is what it did before: each rank
+gathers and computes all of them. On accelerators "owner" sends bf16, half of the bytes.
 """
 
 import argparse
@@ -79,6 +80,16 @@ def step(hidden: int, layers: int, way: str) -> dict[str, int]:
     }
 
 
+def symmetric_share(every: list[tuple[int, int]]) -> float:
+    """The share of operations that a product saves if it computes one half of symmetric results.
+
+    Those are the Gram matrix, and its square.
+    """
+    sides = [sorted(shape) for shape in every]
+    halves = sum(short**2 * long + short**3 for short, long in sides)
+    return halves / sum(matrices.operations(shape) for shape in every)
+
+
 def on_every_rank(steps: list[Any]) -> None:
     for each in steps:
         matrices._take_on_every_rank(each.step)
@@ -121,6 +132,8 @@ def main() -> None:
                 f"| {found['busiest']:.2f} | {found['collectives']} | {found['bytes']:.2f} |",
                 flush=True,
             )
+    saved = symmetric_share(shapes(*size))
+    print(f"a product of one half of symmetric results would save {saved:.0%} of the operations")
     if max(ratios) > MOST:
         raise SystemExit(f"products cost {max(ratios):.2f} times those of one, at most {MOST}")
 

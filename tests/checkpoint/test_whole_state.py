@@ -1,4 +1,4 @@
-"""State that each shard keeps whole, as NorMuon's: saved, resumed by any number of shards, and by torch."""
+"""State that each shard keeps whole, as NorMuon's: any number of shards resumes it."""
 
 import pytest
 import torch

@@ -222,7 +222,7 @@ def counted(mesh, way):
 
 
 def test_a_node_computes_each_matrix_once_by_two_collectives():
-    """Law: as many products as one rank alone, spread over all ranks; on every rank they cost S times as much."""
+    """As many products as one rank alone, spread over all; on every rank they cost S times that."""
     (one,) = worlds.run(counted, 1, 1, muon.OWNER)
     node = worlds.run(counted, 1, 4, muon.OWNER)
     products = [rank["products"] for rank in node]

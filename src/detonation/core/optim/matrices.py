@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from detonation.core.flat.tensors import local
 
 GROUP_BYTES = 2**26
-"""Bytes per rank of matrices that travel together. Two such groups are in memory at a time."""
+"""Bytes per rank of matrices that travel together. Three such groups are in memory at a time."""
 
 
 class MatrixStep(Protocol):
@@ -189,74 +189,62 @@ class _Group:
 
     def __init__(self, steps: Sequence[_Sharded], owners: Sequence[int]) -> None:
         self._group = steps[0].group
+        self._device = local(steps[0].step.matrix).device
         self._rank = dist.get_rank(self._group)
         self._owned: list[list[_Sharded]] = [[] for _ in steps[0].sizes]
         for step, owner in zip(steps, owners, strict=True):
             self._owned[owner].append(step)
         self._mine = self._owned[self._rank]
-        self._device = local(steps[0].step.matrix).device
         sent = [[_to_bytes(local(each.step.before())) for each in its] for its in self._owned]
         sizes = [[each.nbytes(rank) for each in self._mine] for rank in range(len(self._owned))]
-        self._transfer = _Transfer(sent, sizes, self._group, self._device)
+        self._send(sent, sizes)
 
     def compute(self) -> None:
         """Computes the matrices that this rank owns, and sends back shards of the results."""
+        received = self._received()
+        shards = [
+            [each.shard(next(received), rank) for each in self._mine]
+            for rank in range(len(self._owned))
+        ]
         sent: list[list[Tensor]] = [[] for _ in self._owned]
-        for each, *contents in zip(self._mine, *self._transfer.received(), strict=True):
-            shards = [each.shard(content, rank) for rank, content in enumerate(contents)]
+        for each, *parts in zip(self._mine, *shards, strict=True):
             # a copy: sums of products may depend on the address of the first number
-            result, notes = each.step.whole(torch.cat(shards, each.dim))
+            result, notes = each.step.whole(torch.cat(parts, each.dim))
             for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
                 pieces.extend((_to_bytes(shard), _to_bytes(notes)))
         sizes = [
             [size for each in its for size in (each.nbytes(self._rank), 4 * each.step.noted)]
             for its in self._owned
         ]
-        self._transfer = _Transfer(sent, sizes, self._group, self._device)
+        self._send(sent, sizes)
 
     def finish(self) -> None:
         """Ends the steps of all matrices."""
-        for its, contents in zip(self._owned, self._transfer.received(), strict=True):
-            for each, content, notes in zip(its, contents[::2], contents[1::2], strict=True):
-                shard = each.shard(content, self._rank)
-                numbers = _from_bytes(notes, torch.float32)
-                rows = each.rows(self._rank)
-                each.step.after(_divided(each.step, shard, numbers, rows))
+        received = self._received()
+        for each in chain.from_iterable(self._owned):
+            shard = each.shard(next(received), self._rank)
+            notes = _from_bytes(next(received), torch.float32)
+            each.step.after(_divided(each.step, shard, notes, each.rows(self._rank)))
 
-
-class _Transfer:
-    """One collective: every rank sends tensors of bytes to every rank.
-
-    Args:
-        sent: Tensors for each rank.
-        sizes: Sizes of the tensors from each rank.
-    """
-
-    def __init__(
-        self,
-        sent: Sequence[Sequence[Tensor]],
-        sizes: Sequence[Sequence[int]],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._sizes = sizes
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        message = torch.cat([empty, *(piece for pieces in sent for piece in pieces)])
-        self._buffer = empty.new_empty(sum(map(sum, sizes)))
+    def _send(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> None:
+        """Starts to send tensors of bytes to each rank, and to receive those of `sizes` from each."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        message = torch.cat([empty, *chain.from_iterable(sent)])
+        self._sizes = [*chain.from_iterable(sizes)]
+        self._buffer = empty.new_empty(sum(self._sizes))
         self._work: Any = dist.all_to_all_single(
             self._buffer,
             message,
             [sum(each) for each in sizes],
             [sum(map(len, pieces)) for pieces in sent],
-            group=group,
+            group=self._group,
             async_op=True,
         )
 
-    def received(self) -> list[Sequence[Tensor]]:
-        """Waits, and returns the tensors from each rank."""
+    def _received(self) -> Iterator[Tensor]:
+        """Waits, and returns the tensors from all ranks, in their order."""
         self._work.wait()
-        parts = torch.split(self._buffer, [sum(each) for each in self._sizes])
-        return [torch.split(part, [*each]) for part, each in zip(parts, self._sizes, strict=True)]
+        return iter(torch.split(self._buffer, self._sizes))
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:

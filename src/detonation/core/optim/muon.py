@@ -43,7 +43,7 @@ class Muon(Optimizer):
     `orthogonal=False` (use it for embeddings and the output layer).
 
     The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix to
-    one rank of the node, which computes the direction, and its shards return. The bits are those of
+    one rank of the node, which computes the direction, and its shards return. Its bits are those of
     the whole matrix, for any number of shards. `torch.optim.Muon` and `AdamW` together make the
     same steps on whole matrices; on shards torch 2.13 fails for a matrix with a single row, starts
     8 collectives per matrix, and computes each matrix on every rank.
