@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.compare.rows import Cell
 from benchmarks.compare.tuning import Method, Rows, losses
 from benchmarks.frontier.grid import QUICK
+from benchmarks.second_round.grid import MUON_FORMS
 
 STEPS = 3000
 MODEL = "model.hidden_size=64 model.feed_forward=192 data.source=sotu"
@@ -88,6 +89,7 @@ def methods(done: Rows) -> Iterator[Method]:
     yield from (reference(name, seeds=8) for name in RATES)
     yield from winners(done)
     yield from larger(done)
+    yield from forms(done)
 
 
 def reference(name: str, total: int = TOTAL, seeds: int = 3) -> Method:
@@ -100,6 +102,20 @@ def reference(name: str, total: int = TOTAL, seeds: int = 3) -> Method:
     )
     sets = f"{COMMON} train.validate_every=100 scheme.name=full"
     return Method(study, name, QUICK, sets, RATES[name], total, 1, seeds, inner)
+
+
+def forms(done: Rows) -> Iterator[Method]:
+    """Newer forms of Muon: as a reference, and in rounds of 30 steps, with as many tries as the old form."""
+    whole = reference(MUON)
+    for name, sets in MUON_FORMS.items():
+        inner = tuple(f"{variant} {sets}" for variant in whole.variants)
+        called = f"Muon, {name}, full"
+        yield dataclasses.replace(whole, study="forms", name=called, variants=inner)
+        for replicas in (2, 8):
+            scheme, called = f"{SCHEMES['muloco, 2bit'][1]} {sets}", f"muloco, 2bit, {name}"
+            yield _tried(
+                done, "forms", f"{called}, every 30", MUON, scheme, 30, replicas, with_outer(OUTER)
+            )
 
 
 def alone(done: Rows) -> Iterator[Method]:

@@ -19,6 +19,7 @@ REFERENCES = {
     "size": (("size", "AdamW, full", 2), ("size", "Muon, full", 2)),
     "images": (("images", "AdamW, full", 2), ("images", "demo 1/64 sign", 2)),
     "groups": (("groups", "AdamW, full", 2), ("text", "AdamW 0.999, full", 2)),
+    "muon": (("text", "Muon 0.8, full", 2), ("text", "AdamW 0.999, full", 2)),
 }
 """The two methods (study, name, replicas) that those of a study are compared with."""
 
@@ -46,6 +47,12 @@ MUON_ALONE = "optimizer.name=Muon optimizer.momentum=0"
 """Under a scheme that remembers a momentum."""
 LONG_MUON = "optimizer.name=Muon"
 """Muon's default, a momentum of 0.95, was worse: research/log.md."""
+MUON_FORMS = {
+    "Polar Express": "optimizer.coefficients=polar_express",
+    "NorMuon": "optimizer.muon_beta2=0.95",
+    "Polar Express, NorMuon": "optimizer.coefficients=polar_express optimizer.muon_beta2=0.95",
+}
+"""Muon of 2025, against that of 2024."""
 SIGNSGD = "optimizer.name=SignSGD"
 FULL = "scheme.name=full "
 
@@ -80,6 +87,7 @@ def methods() -> Iterator[Method]:
     yield from larger()
     yield from images()
     yield from groups()
+    yield from muon_forms()
 
 
 def text(
@@ -382,6 +390,29 @@ def groups() -> Iterator[Method]:
     )
     muon = _by_groups("muon", "optimizer.momentum=0.8")
     yield _grouped("Muon, full", FULL + muon, MUON_RATES, (1, 0.3, 3, 10))
+
+
+def muon_forms() -> Iterator[Method]:
+    """Newer forms of Muon in full and in rounds, tuned as the old form was."""
+    for name, sets in MUON_FORMS.items():
+        form = f"{MUON} {sets}"
+        yield text(f"Muon 0.8, {name}, full", FULL + form, MUON_RATES, study="muon")
+        for count in (2, 8):
+            yield text(
+                f"muloco 5, 2bit, rescaled, Muon 0.8, {name}",
+                ALONE + RESCALED + muloco(5, form),
+                MUON_RATES,
+                count,
+                study="muon",
+            )
+            yield text(
+                f"muloco 30, 2bit, Muon 0.8, {name}",
+                MEAN + muloco(30, form),
+                MUON_RATES,
+                count,
+                variants=with_outer(*(LONGER[2][:1] if count == 2 else LONGER[8])),
+                study="muon",
+            )
 
 
 GROUP_ADAMW_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)

@@ -34,7 +34,7 @@ HOUSE = {
     "core/compute": ("core/flat core/runtime kernels", NONE),
     "core/codec": ("core/flat core/round core/runtime core/compute", NONE),
     "core/memory": ("core/flat core/round core/runtime core/compute", NONE),
-    "core/optim": ("core/flat core/round core/runtime core/compute", DTENSOR),
+    "core/optim": ("core/flat core/round core/runtime core/compute", ANY),
     "core/integrity": ("core/codec core/memory core/optim", NONE),
     "core/schemes": ("core/integrity", NONE),
     "core/engine": ("core/integrity", NONE),

@@ -1,21 +1,27 @@
 """Muon on shards against torch's own on whole matrices, and what it means for a matrix."""
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks.step import muon
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
 import worlds
+from detonation.core.optim import matrices
+from detonation.core.optim.muon import _newton_schulz, _OrthogonalStep
+from detonation.gates.single_rounding import SingleRounding
 from zoo import batch
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 
 class Matrices(nn.Module):
-    """Matrices of every kind: tall, wide, of uneven shards, a single row; and what goes by AdamW."""
+    """Matrices: tall, wide, of uneven shards, a single row; and what goes by AdamW."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,3 +113,209 @@ def test_muon_refuses_what_it_cannot_do():
     for bad in ({"lr": -1.0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
         with pytest.raises(ValueError, match="must be"):
             dt.Muon([nn.Parameter(torch.ones(2, 2))], **bad)
+
+
+FORMS = {
+    "jordan": {},
+    "polar_express": {"coefficients": "polar_express"},
+    "normuon": {"muon_beta2": 0.95},
+    "both": {"coefficients": "polar_express", "muon_beta2": 0.9, "momentum": 0.8},
+}
+SHAPES = [(24, 40), (40, 24), (7, 33), (33, 1), (1, 5), (16, 16), (3, 2), (9, 64)]
+
+
+def numbers(shape, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def stepped(form, dtype, cut):
+    """Whole weights and states after three steps of matrices that `cut(number, tensor)` has cut."""
+    weights = [nn.Parameter(cut(at, numbers(shape, at, dtype))) for at, shape in enumerate(SHAPES)]
+    optimizer = dt.Muon(weights, lr=0.1, **FORMS[form])
+    for step in range(1, 4):
+        for at, weight in enumerate(weights):
+            weight.grad = None
+            if step != 2 or at % 3:  # others are unused in the second step
+                weight.grad = cut(at, numbers(weight.shape, 100 * step + at, dtype))
+        optimizer.step()
+    states = [optimizer.state[weight] for weight in weights]
+    found = [*weights, *(value for state in states for _, value in sorted(state.items()))]
+    return [whole(each.detach()) for each in found]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def alone(at, tensor):
+    return tensor.clone()
+
+
+def of_any_cut(mesh, form, dtype, group_bytes):
+    """By rows, by columns, and a matrix that every rank holds.
+
+    torch rounds bf16 differently at the end of a shard (`rounds_by_place`), unless each operation
+    is rounded singly.
+    """
+    axis = mesh["shard"]
+
+    def cut(at, tensor):
+        placement = Replicate() if at == 5 else Shard(at % 2)
+        return distribute_tensor(tensor, axis, [placement])
+
+    rounding = SingleRounding() if dtype == torch.bfloat16 else nullcontext()
+    with patch.object(matrices, "GROUP_BYTES", group_bytes), rounding:
+        found = stepped(form, dtype, cut)
+        wanted_ones = stepped(form, dtype, alone)
+    for mine, wanted in zip(found, wanted_ones, strict=True):
+        assert torch.equal(mine, wanted), (mine.shape, (mine - wanted).abs().max())
+
+
+def as_on_accelerators(mesh, form):
+    """fp32 weights whose directions travel in bf16."""
+    begin = _OrthogonalStep.__init__
+
+    def in_bf16(step, *arguments):
+        begin(step, *arguments)
+        step.dtype = torch.bfloat16
+
+    with patch.object(_OrthogonalStep, "__init__", in_bf16):
+        of_any_cut(mesh, form, torch.float32, 2**26)
+
+
+@pytest.mark.parametrize("form", ["jordan", "normuon"])
+def test_bf16_on_the_way_changes_no_bit(form):
+    worlds.run(as_on_accelerators, 1, 2, form)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_number_of_shards_takes_the_steps_of_whole_matrices_bit_for_bit(shards, form):
+    for dtype, group_bytes in ((torch.float32, 2**26), (torch.bfloat16, 1)):
+        worlds.run(of_any_cut, 1, shards, form, dtype, group_bytes)
+
+
+def of_two_axes(mesh, form):
+    axes = [
+        [Shard(0), Shard(1)],
+        [Replicate(), Shard(0)],
+        [Shard(1), Replicate()],
+        [Shard(0), Shard(0)],
+    ]
+
+    def cut(at, tensor):
+        return distribute_tensor(tensor, mesh, axes[at % 4])
+
+    found = stepped(form, torch.float32, cut)
+    for mine, wanted in zip(found, stepped(form, torch.float32, alone), strict=True):
+        assert torch.equal(mine, wanted), mine.shape
+
+
+@pytest.mark.parametrize("form", ["jordan", "normuon"])
+def test_matrices_sharded_over_several_axes_take_the_same_steps(form):
+    worlds.run(of_two_axes, 2, 2, form)
+
+
+def counted(mesh, way):
+    return muon.step(16, 2, way)
+
+
+def test_a_node_computes_each_matrix_once_by_two_collectives():
+    """As many products as one rank alone, spread over all; on every rank they cost S times that."""
+    (one,) = worlds.run(counted, 1, 1, muon.OWNER)
+    node = worlds.run(counted, 1, 4, muon.OWNER)
+    products = [rank["products"] for rank in node]
+    assert sum(products) == one["products"] and max(products) * 4 <= muon.MOST * sum(products)
+    assert {rank["collectives"] for rank in node} == {2}
+    every = worlds.run(counted, 1, 4, muon.EVERY_RANK)
+    assert [rank["products"] for rank in every] == [one["products"]] * 4
+    assert sum(rank["nbytes"] for rank in node) * 2 == sum(rank["nbytes"] for rank in every)
+
+
+def test_owners_have_equally_much_to_do():
+    costs = [9, 7, 6, 5, 5, 4, 4, 4, 3, 1]
+    owners = matrices.owners_of(costs, 3)
+    loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == each) for each in range(3)]
+    assert max(loads) == 16 and sum(loads) == 48
+    assert matrices.owners_of([], 2) == [] and matrices.owners_of([1], 2) == [0]
+
+
+def polar(matrix):
+    """The published algorithm, in fp32."""
+    margin = 1.01
+    x = matrix / (matrix.norm() * margin + 1e-7)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.T
+        x = a / margin * x + (b / margin**3 * gram + c / margin**5 * gram @ gram) @ x
+    return x
+
+
+POLAR_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+]
+"""Amsel et al., algorithm 1."""
+
+
+def test_polar_express_and_normuon_are_the_published_ones():
+    """NorMuon's algorithm 1, with Nesterov's momentum: a step has a root mean square of 0.2 lr."""
+    weight = nn.Parameter(numbers((12, 20), 0))
+    wanted, momentum, moment = weight.detach().clone(), torch.zeros(12, 20), torch.zeros(12, 1)
+    optimizer = dt.Muon(
+        [weight], lr=0.1, weight_decay=0.5, coefficients="polar_express", muon_beta2=0.9
+    )
+    for step in range(4):
+        gradient = numbers((12, 20), step + 1) ** 3
+        weight.grad = gradient.clone()
+        optimizer.step()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        direction = polar(0.05 * gradient + 0.95 * momentum)
+        moment = 0.9 * moment + 0.1 * direction.square().mean(1, keepdim=True)
+        direction = direction / (moment.sqrt() + 1e-8)
+        moved = 0.2 * 0.1 * (12 * 20) ** 0.5 / direction.norm() * direction
+        wanted = wanted * (1 - 0.1 * 0.5) - moved
+        torch.testing.assert_close(weight.detach(), wanted, atol=1e-5, rtol=1e-5)
+    assert optimizer.state[weight]["second_momentum_buffer"].shape == (12,)
+
+
+def test_polar_express_is_nearer_to_an_orthogonal_matrix():
+    """Jordan's polynomial leaves singular values between 0.68 and 1.14."""
+    matrix = numbers((24, 40), 0) ** 3
+    apart = {}
+    for name in ("jordan", "polar_express"):
+        singular = torch.linalg.svdvals(_newton_schulz(matrix, name))
+        apart[name] = float((singular - 1).abs().max())
+    assert apart["polar_express"] < 0.15 < 0.3 < apart["jordan"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_gradient_moves_nothing(form):
+    """Law 11, also where rows are divided by the root of zero."""
+    weight = nn.Parameter(torch.ones(3, 5))
+    weight.grad = torch.zeros(3, 5)
+    optimizer = dt.Muon([weight], weight_decay=0.0, **FORMS[form])
+    for _ in range(2):
+        optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones(3, 5))
+
+
+def test_a_state_of_before_has_no_options_of_now():
+    """A state that an older version saved, and options that a group sets itself."""
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = dt.Muon([weight], coefficients="polar_express", muon_beta2=0.9)
+    state = optimizer.state_dict()
+    for key in ("coefficients", "muon_beta2"):
+        del state["param_groups"][0][key]
+    optimizer.load_state_dict(state)
+    weight.grad = torch.ones(2, 3)
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    assert (group["coefficients"], group["muon_beta2"]) == ("jordan", None)
+    with pytest.raises(ValueError, match=r"muon_beta2 is 1\.5, must be"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "muon_beta2": 1.5})
+    with pytest.raises(ValueError, match="unknown coefficients 'polar_exp', did you mean"):
+        dt.Muon([weight], coefficients="polar_exp")

@@ -136,6 +136,7 @@ def _sharded(mesh):
     fully_shard(model, mesh=mesh["shard"])
     optimizers = (
         dt.Muon(model.parameters(), lr=1e-2),
+        dt.Muon(model.parameters(), lr=1e-2, muon_beta2=0.9),
         torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
     )
     for number, optimizer in enumerate(optimizers):

@@ -37,6 +37,7 @@ BASES = {
     ),  # without the second momentum of a demo
     "signsgd": partial(dt.SignSGD, lr=1e-2),
     "muon": partial(dt.Muon, lr=1e-2, momentum=0.0),
+    "normuon": partial(dt.Muon, lr=1e-2, momentum=0.0, muon_beta2=0.9),
 }
 Sizes = tuple[int, ...]
 
@@ -165,10 +166,12 @@ def test_replicas_of_any_sizes_agree_whatever_the_shapes(
     assert all(each[2] == ranks[0][2] for each in ranks)
 
 
-@pytest.mark.long_cases("full")
-@pytest.mark.parametrize("scheme", ["full", "muloco"])
-def test_muon_takes_whole_matrices_on_any_node(scheme: str) -> None:
-    uneven, even = (trained(sizes, scheme, "muon") for sizes in ((1, 2), (2, 2)))
+@pytest.mark.long_cases("full-muon")
+@pytest.mark.parametrize(
+    "scheme, base", [("full", "muon"), ("muloco", "muon"), ("full", "normuon")]
+)
+def test_muon_takes_whole_matrices_on_any_node(scheme: str, base: str) -> None:
+    uneven, even = (trained(sizes, scheme, base) for sizes in ((1, 2), (2, 2)))
     assert all(equal(each[0], even[0][0]) for each in uneven)
 
 

@@ -6,12 +6,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from detonation.choices import unknown
 from detonation.core.flat.tensors import local
+from detonation.core.optim import matrices
 from detonation.core.optim.wrapper import evaluated
+
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+_SAFETY = 1.01
+"""The factor by which rounding may enlarge a singular value, in Polar Express."""
+COEFFICIENTS = {
+    "jordan": (1.0, ((3.4445, -4.7750, 2.0315),) * 5),
+    "polar_express": (
+        _SAFETY,
+        tuple((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS),
+    ),
+}
+"""By name: the norm's factor, and the coefficients of x, x^3 and x^5 in each iteration."""
 
 
 class Muon(Optimizer):
@@ -22,18 +42,25 @@ class Muon(Optimizer):
     AdamW moves parameters that are not matrices, and all parameters of groups with
     `orthogonal=False` (use it for embeddings and the output layer).
 
-    The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix
-    inside the node, and each of its ranks computes the whole direction. `torch.optim.Muon` and
-    `AdamW` together make the same steps on whole matrices; on shards torch 2.13 fails for a matrix
-    with a single row, and starts 8 collectives per matrix.
+    The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix to
+    one rank of the node, which computes the direction, and its shards return. Its bits are those of
+    the whole matrix, for any number of shards. `torch.optim.Muon` and `AdamW` together make the
+    same steps on whole matrices; on shards torch 2.13 fails for a matrix with a single row, starts
+    8 collectives per matrix, and computes each matrix on every rank.
 
     Args:
-        params: Parameters or groups of them, as in torch; a group may set `orthogonal`.
+        params: Parameters or groups of them, as in torch; a group may set `orthogonal`, and each
+            of the arguments below.
         lr: At least 0.
         momentum: From 0 to below 1.
         weight_decay: Decoupled, at least 0.
         betas: The decay of AdamW's two moments, each from 0 to below 1.
-        eps: Added to the denominator of AdamW.
+        eps: Added to denominators: AdamW's, and that of `muon_beta2`.
+        coefficients: Polynomials of the five iterations towards an orthogonal matrix: "jordan", the
+            same in each, or "polar_express", the best for each.
+        muon_beta2: The decay of NorMuon's second moment, from 0 to below 1; NorMuon has 0.95. It is
+            a mean of squares for each row of directions, and rows are divided by its root. The norm
+            of the direction is then exactly that of an orthogonal matrix. None divides no row.
 
     Raises:
         ValueError: A value is out of range.
@@ -47,7 +74,7 @@ class Muon(Optimizer):
         [[-2.0, 0.0], [0.0, -2.0]]
 
     Reference: Jordan et al., Muon, 2024 (kellerjordan.github.io/posts/muon); the scale of Liu et
-    al., arXiv 2502.16982.
+    al., arXiv 2502.16982; Polar Express, arXiv 2505.16932; NorMuon, arXiv 2510.05491.
     """
 
     def __init__(
@@ -58,55 +85,49 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        coefficients: str = "jordan",
+        muon_beta2: float | None = None,
     ) -> None:
-        if lr < 0:
-            raise ValueError(f"lr is {lr}, must be at least 0")
-        if not all(0 <= share < 1 for share in (momentum, *betas)):
-            raise ValueError(
-                f"momentum and betas are {momentum}, {betas}, must be from 0 to below 1"
-            )
-        if weight_decay < 0:
-            raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
         settings = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "betas": tuple(betas),
             "eps": eps,
+            "coefficients": coefficients,
+            "muon_beta2": muon_beta2,
         }
         super().__init__(params, {**settings, "orthogonal": True})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in torch. Raises `ValueError` if a value is out of range."""
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Options that older versions did not save get their values of then."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("coefficients", "jordan")
+            group.setdefault("muon_beta2", None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient; returns the value of `closure`."""
         loss = evaluated(closure)
+        steps = []
         for group in self.param_groups:
-            present = [p for p in group["params"] if p.grad is not None]
-            matrices = [p for p in present if p.ndim == 2 and group["orthogonal"]]
-            for matrix in matrices:
-                self._orthogonal_step(matrix, group)
-            self._adamw_step([p for p in present if p.ndim != 2 or not group["orthogonal"]], group)
+            others = []
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.ndim == 2 and group["orthogonal"]:
+                    steps.append(_OrthogonalStep(p, group, self.state[p]))
+                else:
+                    others.append(p)
+            self._adamw_step(others, group)
+        matrices.take(steps)
         return loss
-
-    def _orthogonal_step(self, matrix: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[matrix]
-        lr = float(group["lr"])
-        gradient = matrix.grad
-        assert gradient is not None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        direction = gradient.lerp(momentum, group["momentum"])
-        # the direction of the whole matrix, sharded like the matrix
-        if isinstance(direction, DTensor):
-            mesh = direction.device_mesh
-            placements = direction.placements
-            orthogonal = _newton_schulz(direction.full_tensor())
-            direction = distribute_tensor(orthogonal, mesh, placements, src_data_rank=None)
-        else:
-            direction = _newton_schulz(direction)
-        matrix.mul_(1 - lr * group["weight_decay"])
-        matrix.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(matrix.shape)))
 
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for p in parameters:
@@ -133,9 +154,87 @@ class Muon(Optimizer):
         )
 
 
-def _newton_schulz(matrix: Tensor) -> Tensor:
-    """Approximates U V^T for the matrix U S V^T by five iterations of Jordan's quintic polynomial,
-    which bring the singular values close to 1.
+def _check(settings: dict[str, Any]) -> None:
+    """Raises `ValueError` for a setting of a group that is out of range."""
+    lr = settings["lr"]
+    if lr < 0:
+        raise ValueError(f"lr is {lr}, must be at least 0")
+    decays = (settings["momentum"], *settings["betas"])
+    if not all(0 <= share < 1 for share in decays):
+        raise ValueError(
+            f"momentum and betas are {decays[0]}, {decays[1:]}, must be from 0 to below 1"
+        )
+    if settings["weight_decay"] < 0:
+        raise ValueError(f"weight_decay is {settings['weight_decay']}, must be at least 0")
+    coefficients = str(settings["coefficients"])
+    if coefficients not in COEFFICIENTS:
+        raise unknown("coefficients", coefficients, COEFFICIENTS)
+    beta2 = settings["muon_beta2"]
+    if beta2 is not None and not 0 <= beta2 < 1:
+        raise ValueError(f"muon_beta2 is {beta2}, must be from 0 to below 1, or None")
+
+
+class _OrthogonalStep:
+    """The step of one matrix; see `matrices.MatrixStep`."""
+
+    def __init__(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self.matrix = matrix
+        # on accelerators products are computed in bf16: shards travel as such
+        self.dtype = torch.bfloat16
+        if local(matrix).device.type == "cpu":
+            self.dtype = matrix.dtype
+        self.noted = 0
+        if group["muon_beta2"] is not None:
+            self.noted = matrix.shape[0]
+        self._group = group
+        self._state = state
+
+    def before(self) -> Tensor:
+        """The momentum, Nesterov's."""
+        gradient = self.matrix.grad
+        assert gradient is not None
+        if "momentum_buffer" not in self._state:
+            self._state["momentum_buffer"] = torch.zeros_like(self.matrix)
+        decay = self._group["momentum"]
+        momentum = self._state["momentum_buffer"].lerp_(gradient, 1 - decay)
+        direction = gradient.lerp(momentum, decay)
+        if isinstance(direction, DTensor) and isinstance(momentum, DTensor):
+            direction = direction.redistribute(placements=momentum.placements)
+        return direction.to(self.dtype)
+
+    def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """The orthogonal direction, and the mean of the squares of each row."""
+        direction = _newton_schulz(given, self._group["coefficients"])
+        if not self.noted:
+            return direction, direction.new_empty(0, dtype=torch.float32)
+        columns = direction.shape[1]
+        squares = direction.float().square()
+        # a matrix product has exact sums in `SingleRounding`
+        means = (squares @ squares.new_ones(columns, 1)).div_(columns)
+        return direction, means.view(-1)
+
+    def divisors(self, notes: Tensor) -> Tensor:
+        """The root of the second moment, scaled to keep the norm of an orthogonal direction."""
+        if "second_momentum_buffer" not in self._state:
+            self._state["second_momentum_buffer"] = torch.zeros_like(notes)
+        moment: Tensor = self._state["second_momentum_buffer"]
+        moment.lerp_(notes, 1 - self._group["muon_beta2"])
+        root = moment.sqrt().add_(self._group["eps"])
+        norm = (notes.sqrt() / root).norm() * math.sqrt(self.matrix.shape[1])
+        scale = norm / math.sqrt(min(self.matrix.shape))
+        return root.mul_(scale.clamp(min=1e-7)).view(-1, 1)
+
+    def after(self, result: Tensor) -> None:
+        """Decays the weights, and moves them."""
+        lr = float(self._group["lr"])
+        weights = local(self.matrix)
+        weights.mul_(1 - lr * self._group["weight_decay"])
+        weights.add_(result, alpha=-lr * 0.2 * math.sqrt(max(self.matrix.shape)))
+
+
+def _newton_schulz(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
+    """Approximates U V^T for the matrix U S V^T by five iterations of a quintic polynomial, which
+    bring the singular values close to 1.
 
     Computes in bf16 on accelerators, and in fp32 on every CPU. CPUs without bf16 instructions
     multiply 16 to 35 times more slowly in bf16, and all CPUs must compute the same direction.
@@ -143,15 +242,16 @@ def _newton_schulz(matrix: Tensor) -> Tensor:
     dtype = torch.bfloat16
     if matrix.device.type == "cpu":
         dtype = torch.float32
+    margin, polynomials = COEFFICIENTS[coefficients]
     x: Tensor = matrix.to(dtype)
-    x = x / x.norm().clamp(min=1e-7)
+    x = x / (x.norm() * margin).clamp(min=1e-7)
     is_tall = x.shape[0] > x.shape[1]
     if is_tall:
         x = x.T
-    for _ in range(5):
+    for first, third, fifth in polynomials:
         gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, polynomial, x, beta=3.4445)
+        polynomial = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
+        x = torch.addmm(x, polynomial, x, beta=first)
     if is_tall:
         x = x.T
     return x.to(matrix.dtype)

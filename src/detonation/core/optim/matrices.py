@@ -1,0 +1,257 @@
+"""Whole matrices of a sharded model: one rank of the node computes each of them for all."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from detonation.core.flat.tensors import local
+
+GROUP_BYTES = 2**26
+"""Bytes per rank of matrices that travel together. Three such groups are in memory at a time."""
+
+
+class MatrixStep(Protocol):
+    """The step of one matrix. Only its middle part needs the whole.
+
+    Attributes:
+        matrix: The parameter, [rows, columns].
+        dtype: Of the tensors that `before` and `whole` return.
+        noted: Number of notes, fp32 numbers about the whole: 0, or one for each row.
+    """
+
+    matrix: Tensor
+    dtype: torch.dtype
+    noted: int
+
+    def before(self) -> Tensor:
+        """Returns a tensor that is sharded like the matrix. Every rank calls it."""
+
+    def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """From the whole of that tensor, the result of the same shape, and the notes."""
+
+    def divisors(self, notes: Tensor) -> Tensor:
+        """Divisors of the result's rows, [rows, 1]. Every rank calls it, if there are notes."""
+
+    def after(self, result: Tensor) -> None:
+        """Gets the local shard of the divided result. Every rank calls it."""
+
+
+def take(steps: Iterable[MatrixStep]) -> None:
+    """Takes the steps of matrices, in any order. Collective over the ranks of a node.
+
+    The bits do not depend on the number of shards. A matrix that is sharded over one axis is
+    gathered to one rank, its owner, and shards of the result return. Matrices travel in groups, by
+    two collectives for each; a group is computed while shards of its neighbours are on the way. A
+    matrix that is sharded over several axes is gathered to every rank, and each computes it.
+    """
+    groups: dict[Any, list[_Sharded]] = {}
+    for step in steps:
+        axes = _axes(step.matrix)
+        if not axes:
+            step.after(_divided(step, *step.whole(local(step.before()))))
+        elif len(axes) == 1 and type(axes[0][1]) is Shard:
+            sharded = _Sharded.of(step, *axes[0])
+            groups.setdefault((sharded.group, local(step.matrix).device), []).append(sharded)
+        else:
+            _take_on_every_rank(step)
+    for mine in groups.values():
+        _take_by_owners(mine)
+
+
+def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
+    """The owner of each matrix: the next one goes to the rank that has the least to do."""
+    load = [0] * ranks
+    owners = []
+    for cost in costs:
+        owners.append(load.index(min(load)))
+        load[owners[-1]] += cost
+    return owners
+
+
+def operations(shape: Sequence[int]) -> int:
+    """Operations of one iteration: a Gram matrix, its square, and their product with the matrix."""
+    short, long = sorted(shape)
+    return 4 * short * short * long + 2 * short**3
+
+
+def _axes(matrix: Tensor) -> list[tuple[int, Any]]:
+    """The axes of its mesh over which a matrix is not whole, each with its placement."""
+    if not isinstance(matrix, DTensor):
+        return []
+    return [
+        (axis, placement)
+        for axis, placement in enumerate(matrix.placements)
+        if matrix.device_mesh.size(axis) > 1 and not placement.is_replicate()
+    ]
+
+
+def _divided(step: MatrixStep, result: Tensor, notes: Tensor, rows: slice = slice(None)) -> Tensor:
+    """The `rows` of a result, divided if there are notes."""
+    if not step.noted:
+        return result
+    return result / step.divisors(notes)[rows]
+
+
+def _take_on_every_rank(step: MatrixStep) -> None:
+    given = step.before()
+    assert isinstance(given, DTensor)
+    whole = _divided(step, *step.whole(given.full_tensor()))
+    shards = distribute_tensor(whole, given.device_mesh, given.placements, src_data_rank=None)
+    step.after(local(shards))
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """The step of a matrix that is sharded in one dimension.
+
+    Attributes:
+        group: The ranks that hold shards.
+        dim: The dimension.
+        sizes: Sizes of the shards in this dimension, by rank.
+    """
+
+    step: MatrixStep
+    group: dist.ProcessGroup
+    dim: int
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, step: MatrixStep, axis: int, placement: Shard) -> "_Sharded":
+        matrix = step.matrix
+        assert isinstance(matrix, DTensor)
+        ranks = matrix.device_mesh.size(axis)
+        size = matrix.shape[placement.dim]
+        each = -(-size // ranks)
+        sizes = [max(0, min(each, size - each * rank)) for rank in range(ranks)]
+        return cls(step, matrix.device_mesh.get_group(axis), placement.dim, sizes)
+
+    @property
+    def cost(self) -> int:
+        return operations(self.step.matrix.shape)
+
+    def nbytes(self, rank: int) -> int:
+        """Bytes of the shard of `rank`."""
+        return self.sizes[rank] * self.step.matrix.shape[1 - self.dim] * self.step.dtype.itemsize
+
+    def shard(self, content: Tensor, rank: int) -> Tensor:
+        """The shard of `rank` from its bytes."""
+        shape = [*self.step.matrix.shape]
+        shape[self.dim] = self.sizes[rank]
+        return _from_bytes(content, self.step.dtype).view(shape)
+
+    def rows(self, rank: int) -> slice:
+        """The rows of the matrix of which `rank` holds a part."""
+        if self.dim:
+            return slice(None)
+        first = sum(self.sizes[:rank])
+        return slice(first, first + self.sizes[rank])
+
+
+def _take_by_owners(steps: list[_Sharded]) -> None:
+    """Takes steps of matrices that are sharded over the same ranks."""
+    steps.sort(key=lambda step: -step.cost)
+    computed: _Group | None = None
+    # the next group is on its way while a group is computed
+    for current, _ in pairwise(chain(_groups(steps), [None])):
+        assert current is not None
+        current.compute()
+        if computed is not None:
+            computed.finish()
+        computed = current
+    assert computed is not None
+    computed.finish()
+
+
+def _groups(steps: Sequence[_Sharded]) -> Iterator["_Group"]:
+    """Starts one group after the other, each of `GROUP_BYTES` per rank or more, and of at least as
+    many matrices as ranks."""
+    ranks = len(steps[0].sizes)
+    owners = owners_of([step.cost for step in steps], ranks)
+    first = 0
+    nbytes = 0
+    for number, step in enumerate(steps):
+        if nbytes >= GROUP_BYTES * ranks and number - first >= ranks:
+            yield _Group(steps[first:number], owners[first:number])
+            first = number
+            nbytes = 0
+        nbytes += step.step.matrix.numel() * step.step.dtype.itemsize
+    yield _Group(steps[first:], owners[first:])
+
+
+class _Group:
+    """Matrices that travel together. The constructor sends their shards to the owners."""
+
+    def __init__(self, steps: Sequence[_Sharded], owners: Sequence[int]) -> None:
+        self._group = steps[0].group
+        self._device = local(steps[0].step.matrix).device
+        self._rank = dist.get_rank(self._group)
+        self._owned: list[list[_Sharded]] = [[] for _ in steps[0].sizes]
+        for step, owner in zip(steps, owners, strict=True):
+            self._owned[owner].append(step)
+        self._mine = self._owned[self._rank]
+        sent = [[_to_bytes(local(each.step.before())) for each in its] for its in self._owned]
+        sizes = [[each.nbytes(rank) for each in self._mine] for rank in range(len(self._owned))]
+        self._send(sent, sizes)
+
+    def compute(self) -> None:
+        """Computes the matrices that this rank owns, and sends back shards of the results."""
+        received = self._received()
+        shards = [
+            [each.shard(next(received), rank) for each in self._mine]
+            for rank in range(len(self._owned))
+        ]
+        sent: list[list[Tensor]] = [[] for _ in self._owned]
+        for each, *parts in zip(self._mine, *shards, strict=True):
+            # a copy: sums of products may depend on the address of the first number
+            result, notes = each.step.whole(torch.cat(parts, each.dim))
+            for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
+                pieces.extend((_to_bytes(shard), _to_bytes(notes)))
+        sizes = [
+            [size for each in its for size in (each.nbytes(self._rank), 4 * each.step.noted)]
+            for its in self._owned
+        ]
+        self._send(sent, sizes)
+
+    def finish(self) -> None:
+        """Ends the steps of all matrices."""
+        received = self._received()
+        for each in chain.from_iterable(self._owned):
+            shard = each.shard(next(received), self._rank)
+            notes = _from_bytes(next(received), torch.float32)
+            each.step.after(_divided(each.step, shard, notes, each.rows(self._rank)))
+
+    def _send(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> None:
+        """Starts to send tensors of bytes to each rank, and to receive those of `sizes` from each."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        message = torch.cat([empty, *chain.from_iterable(sent)])
+        self._sizes = [*chain.from_iterable(sizes)]
+        self._buffer = empty.new_empty(sum(self._sizes))
+        self._work: Any = dist.all_to_all_single(
+            self._buffer,
+            message,
+            [sum(each) for each in sizes],
+            [sum(map(len, pieces)) for pieces in sent],
+            group=self._group,
+            async_op=True,
+        )
+
+    def _received(self) -> Iterator[Tensor]:
+        """Waits, and returns the tensors from all ranks, in their order."""
+        self._work.wait()
+        return iter(torch.split(self._buffer, self._sizes))
+
+
+def _to_bytes(tensor: Tensor) -> Tensor:
+    # a contiguous tensor of one number may have any stride, in which `view` sees gaps
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
+def _from_bytes(content: Tensor, dtype: torch.dtype) -> Tensor:
+    return content.clone().view(dtype)  # a view of the buffer may start between two numbers
