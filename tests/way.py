@@ -77,7 +77,7 @@ SIZES = {
     "recipe keys": 117,
     "private names of core that the application imports": 21,  # `worker.py` became three files; bytes of
     # full synchronisation among the replicas of each step
-    "words of README": 880,  # the gain at every rate of a link, and that AdamW had one learning rate
+    "words of README": 881,  # the gain at every rate of a link, and what AdamW gains by a second learning rate
     "words of docs": 46_620,  # what holds in partitions, set-up, unused and written weights; an elastic
     # tutorial; the specifications, which are code; the protocol of membership; from detonation 0.5
 }
