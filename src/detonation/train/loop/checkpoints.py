@@ -47,7 +47,8 @@ def save_async(
         "followed": followed,
         "data": _data_mark(session.data),
     }
-    if isinstance(session.data.train, Streamed):
+    divided = session.world_size == session.world.parts  # each rank reads one part of the stream
+    if divided and isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
         # Without positions, a resumed run rereads the stream up to the checkpoint's step.
         with suppress(PeerLost):

@@ -79,8 +79,10 @@ class Losses:
         self._told = 0
         self.set_up = set_up
         self._world: ElasticRanks | None = None
+        self._members: Sequence[int] = ()  # of the last step that was reported
         if isinstance(session.world, ElasticRanks):
             self._world = session.world
+            self._members = session.world.members
         self._lock: directory.RunDirectory | None = None
         self._losses: list[Table] = []
 
@@ -97,7 +99,9 @@ class Losses:
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
         self._told = len(self._world.losses)
-        return [line for change in new for line in self._lines(change)]
+        lines = [line for change in new for line in self._lines(change)]
+        self._members = self._world.members
+        return lines
 
     def _lines(self, change: SurvivedLoss) -> Iterator[str]:
         if change.came:
@@ -119,11 +123,26 @@ class Losses:
                 " the momentum that it had not sent"
             )
             return
-        self._losses.append({**found, "memory_norm": norm})
-        yield (
+        shares = [share for share in map(self._share, change.replicas) if share]
+        examples = [[share.start, share.stop - 1] for share in shares]
+        self._losses.append({**found, "memory_norm": norm, "examples": examples})
+        line = (
             f"lost replica {number} after step {change.next_step}, and its memory (here of norm"
             f" {norm:.3g}); the others went on {seconds:.2f} s after the notice"
         )
+        if examples:
+            named = " and ".join(f"{first} to {last}" for first, last in examples)
+            line += f"; step {change.next_step} may lack its examples {named}"
+        yield line
+
+    def _share(self, replica: int) -> range:
+        """Examples of a lost replica in its last step."""
+        assert self._world is not None
+        members = self._world.members
+        if replica not in members:  # the others adopted the loss before this report
+            members = self._members
+        train = self._session.config.train
+        return self._world.share_of(replica, members, train.batch_size * train.accumulate)
 
     def table(self) -> Table:
         if self._world is None:
