@@ -98,8 +98,8 @@ def test_an_epoch_has_each_example_once_over_losses_departures_and_joins(
         weights, batches = Counter(), {}
         for rank in range(ranks):
             session = session_of(rank, ranks, size, accumulate, parts, count)
-            for micro in drawing.micro_batches_of_step(session):
-                drawn, weight = drawing.draw(session, step, micro)
+            micros = drawing.micro_batches_of_step(session)
+            for micro, (drawn, weight) in zip(micros, drawing.draws(session, step), strict=True):
                 predictions = int((drawn["labels"] != -100).sum())
                 if not weight or not predictions:
                     continue

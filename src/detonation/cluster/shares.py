@@ -33,8 +33,8 @@ def micro_batches(
 
     All ranks together have each example once; their shares differ by at most one example. The
     `together` ranks of a replica get equally many micro-batches, at least one each, because FSDP2
-    lets them wait for each other in each pass: a rank without so many examples repeats example 0
-    with weight 0.
+    lets them wait for each other in each pass: a rank with fewer repeats its last example with
+    weight 0.
 
     Args:
         largest: A micro-batch has at most so many examples, and never crosses a multiple of it. So
@@ -52,7 +52,8 @@ def micro_batches(
     shares = [_cut(examples, largest, first + each, ranks) for each in range(together)]
     found = [MicroBatch(part, len(part) * ranks / examples) for part in shares[rank - first]]
     passes = max(1, *map(len, shares))
-    found += [MicroBatch(range(1), 0.0)] * (passes - len(found))
+    end = share_bounds(examples, rank, ranks).stop
+    found += [MicroBatch(range(end - 1, end), 0.0)] * (passes - len(found))
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
 from detonation.train.loop.evaluate import autocast, to, translate, validate
-from detonation.train.loop.examples import draw, micro_batches_of_step
+from detonation.train.loop.examples import draws, micro_batches_of_step
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.loop.world import Alone, ElasticRanks, rank_in_words
 from detonation.train.output.metrics import Record
@@ -305,8 +305,7 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """
     batches = session.config.train.accumulate * session.world.parts
     _seed_dropout(session, step)
-    for micro in micro_batches_of_step(session):
-        examples, weight = draw(session, step, micro)
+    for examples, weight in draws(session, step):
         with autocast(session):
             output = session.model(**to(examples, session.device))
             loss = _loss_of(output, session.config.model.name)

@@ -80,9 +80,9 @@ class Losses:
         self.set_up = set_up
         self._world: ElasticRanks | None = None
         self._members: Sequence[int] = ()  # of the last step that was reported
+        self._latest: list[str] = []
         if isinstance(session.world, ElasticRanks):
             self._world = session.world
-            self._members = session.world.members
         self._lock: directory.RunDirectory | None = None
         self._losses: list[Table] = []
 
@@ -93,7 +93,8 @@ class Losses:
         """
         if self._world is None:
             return []
-        if recorder.take_over():
+        took_over = recorder.take_over()
+        if took_over:
             # a lost replica may hang while holding the lock
             with contextlib.suppress(directory.InUse):
                 self._lock = directory.RunDirectory(path)
@@ -101,6 +102,9 @@ class Losses:
         self._told = len(self._world.losses)
         lines = [line for change in new for line in self._lines(change)]
         self._members = self._world.members
+        if took_over:  # this rank printed nothing when it heard of the loss of the first one
+            lines = lines or self._latest
+        self._latest = lines or self._latest
         return lines
 
     def _lines(self, change: SurvivedLoss) -> Iterator[str]:
