@@ -226,7 +226,7 @@ SITES = [
 def test_a_run_that_a_replica_left_has_the_losses_of_one_that_all_finished(
     tmp_path, scheme, shards
 ):
-    """The others compute its examples. Of two shards one computes 2 and the other 1, and FSDP2 waits for each pass."""
+    """Of two shards one computes 2 examples and the other 1, and FSDP2 waits in each pass."""
     train = {**RECIPE["train"], "batch_size": 5 if shards == 1 else 1, "steps": 12}
     mesh = {"shards": shards} | ({"replicas": 3} if scheme != SITES else {})
     recipe = write_recipe(tmp_path / "tiny.toml", scheme=scheme, train=train, mesh=mesh)

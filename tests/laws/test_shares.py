@@ -51,7 +51,7 @@ def test_all_ranks_have_each_example_once_and_the_mean_over_ranks_is_that_over_e
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 6))
 def test_the_ranks_of_the_start_have_their_own_batches(size, accumulate, ranks):
-    """As before there were shares: whole micro-batches, of which a recipe's losses are the same bits."""
+    """Whole micro-batches, so that a run without a loss keeps its bits."""
     for rank in range(ranks):
         first = rank * accumulate * size
         share = micro_batches(ranks * accumulate * size, size, rank, ranks)
@@ -169,7 +169,7 @@ def each_once(computed, steps=range(STEPS)):
 
 
 def test_a_run_that_lost_a_replica_is_one_in_which_the_others_computed_its_examples(computed):
-    """But for the step in which it was lost: that is the mean over the examples of the others."""
+    """The step in which it was lost is the mean over the examples of the others."""
 
     def act(axis):
         number = axis.replica
@@ -212,7 +212,7 @@ def test_a_run_that_a_replica_left_equals_one_with_all_examples(computed):
 
 
 def test_a_run_that_a_replica_joined_equals_one_with_all_examples(computed):
-    """From its first step on the newcomer has its share; the weights are those of the run all along."""
+    """From its first step on the newcomer has its share of the run's examples."""
     store = HashStore()
 
     def trained(model, optimizer, axis):

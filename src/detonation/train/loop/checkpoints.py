@@ -152,8 +152,7 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     before = dict(settings_of(saved))
     after = dict(settings_of(here))
     changes = []
-    for key in {**before, **after}:
-        was = before.get(key)
+    for key, was in before.items():  # an older version did not save every setting
         now = after.get(key)
         if was != now and key not in _ANNOUNCED:
             changes.append(f"{key} is {now}, was {was}")
