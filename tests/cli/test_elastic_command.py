@@ -65,14 +65,18 @@ def begun(tmp_path):
         command.kill()
 
 
-def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_path):
-    command = begun("--replicas", 3)
+@some("constant", [True, False], keep=[True])
+def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_path, constant):
+    batches = f"train.constant_batch={str(constant).lower()}"
+    command = begun(batches, "--replicas", 3)
     command.wait_for_step(3)
     os.kill(command.ranks[0], signal.SIGKILL)
     assert command.wait() == 0, command.errors
     found = summary(tmp_path)
     assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
-    assert [loss["replicas"] for loss in found["losses"]] == [[0]]
+    (loss,) = found["losses"]
+    assert (loss["replicas"], loss["examples"]) == ([0], [[0, 3]])
+    assert command.stdout.count("may lack its examples 0 to 3; training goes on\n") == 1
     replayed = Command(tmp_path / "replay", "follow", tmp_path / "run", "--json")
     assert replayed.wait() == 0, replayed.errors
     assert json.loads(replayed.stdout.splitlines()[-1])["fingerprint"] == found["fingerprint"]
@@ -80,7 +84,7 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     assert [record["step"] for record in records] == list(range(1, 41))
     taking = [record["taking"] for record in records]
     assert taking == sorted(taking, reverse=True) and {*taking} == {3, 2}
-    examples = RECIPE["train"]["batch_size"] * sum(taking)
+    examples = RECIPE["train"]["batch_size"] * (3 * 40 if constant else sum(taking))
     assert found["examples_per_second"] == pytest.approx(examples / found["seconds"])
     assert found["tokens_per_second"] == pytest.approx(
         RECIPE["data"]["context"] * examples / found["seconds"]
@@ -90,7 +94,7 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     assert found["bytes_full_sync_per_step"] == pytest.approx(full_sync, abs=1)
     assert found["reduction"] == pytest.approx(full_sync / found["bytes_sent_per_step"], rel=1e-4)
     resumed = elastic(
-        tmp_path, "--resume", "--replicas", 3, "--set", "train.steps=44"
+        tmp_path, batches, "train.steps=44", "--resume", "--replicas", 3
     )  # the original number
     assert resumed.wait() == 0, resumed.errors
     assert (
@@ -209,6 +213,39 @@ def test_the_others_finish_the_run_when_one_replica_is_asked_to_leave(begun, tmp
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 41))
 
 
+SITES = [
+    {"axis": axis, "replicas": count, "name": "full"} for axis, count in (("rack", 2), ("site", 3))
+]
+
+
+@some(
+    "scheme, shards",
+    [({"name": "full"}, 1), ({"name": "full"}, 2), (SITES, 1)],
+    keep=[({"name": "full"}, 1)],
+)
+def test_a_run_that_a_replica_left_has_the_losses_of_one_that_all_finished(
+    tmp_path, scheme, shards
+):
+    """Of two shards one computes 2 examples and the other 1, and FSDP2 waits in each pass."""
+    train = {**RECIPE["train"], "batch_size": 5 if shards == 1 else 1, "steps": 12}
+    mesh = {"shards": shards} | ({"replicas": 3} if scheme != SITES else {})
+    recipe = write_recipe(tmp_path / "tiny.toml", scheme=scheme, train=train, mesh=mesh)
+    way = ("train", recipe, "--elastic")
+    runs = [Command(tmp_path / name, *way, "--out", tmp_path / name / "run") for name in "ab"]
+    runs[1].wait_for_step(3)
+    os.kill(runs[1].ranks[0], signal.SIGTERM)
+    for run in runs:
+        assert run.wait() == 0, run.errors
+    whole, left = (metrics(tmp_path / name) for name in "ab")
+    assert len({record["taking"] for record in left}) == 2
+    assert [record["loss"] for record in left] == pytest.approx(
+        [record["loss"] for record in whole], rel=1e-5
+    )
+    assert summary(tmp_path / "b")["val_loss"] == pytest.approx(
+        summary(tmp_path / "a")["val_loss"], rel=1e-5
+    )
+
+
 def test_a_replica_that_came_in_goes_on_with_the_metrics_when_it_alone_is_left(tmp_path):
     address, recipe = f"127.0.0.1:{free_port()}", write_recipe(tmp_path / "tiny.toml")
     commands = [Command(tmp_path / "meet", "meet", address)]
@@ -234,6 +271,7 @@ def test_a_replica_that_came_in_goes_on_with_the_metrics_when_it_alone_is_left(t
     finally:
         for command in commands:
             command.kill()
+    assert "may lack its examples 0 to 1; training goes on\n" in newcomer.stdout  # of the four
     records = metrics(tmp_path)
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert [taking for taking, _ in groupby(record["taking"] for record in records)] == [1, 2, 1]

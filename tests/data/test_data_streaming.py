@@ -2,13 +2,18 @@
 
 import gc
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import own
+from detonation.cluster.shares import micro_batches
 from detonation.data import batch, load_dataset
 from detonation.data.dataset import Streamed
+from detonation.train.loop.examples import draws
+from detonation.train.recipe.schema import TrainConfig
 
 pytest.importorskip("datasets")
 
@@ -133,3 +138,32 @@ def test_a_row_that_cannot_be_read_later_names_the_source(tmp_path):
         drawn(data, step=9000, parts=1)
     del data
     gc.collect()  # datasets leaves the file to it
+
+
+def test_ranks_that_divide_a_stream_read_each_of_its_parts_forwards(source):
+    """Three ranks, of which one is lost: the others read what they take over from its start, once."""
+    ranks = [loaded(source) for _ in range(3)]
+    opened = []
+    for rank, data in enumerate(ranks):
+        fresh = data.train._fresh
+        data.train._fresh = lambda part, parts, rank=rank, fresh=fresh: (
+            opened.append((rank, part)) or fresh(part, parts)
+        )
+    train = TrainConfig(3, steps=1, accumulate=2)
+    for step in range(12):
+        there = 3 if step < 4 else 2
+        found = []
+        for rank in range(there):
+            share = partial(micro_batches, 18, 3, rank, there)
+            session = SimpleNamespace(
+                config=SimpleNamespace(train=train, seed=0),
+                data=ranks[rank],
+                world=SimpleNamespace(parts=3, share=lambda *_, share=share: share()),
+            )
+            found += [examples["input_ids"] for examples, _ in draws(session, step)]
+        if step in (3, 4, 11):
+            whole = loaded(source)
+            turns = [(part, 2 * step + turn) for part in range(3) for turn in range(2)]
+            each = [drawn(whole, at, part, 3) for part, at in turns]
+            assert torch.equal(torch.cat(found), torch.cat(each))
+    assert sorted(opened) == [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)]

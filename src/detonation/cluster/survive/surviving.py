@@ -16,7 +16,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from detonation.cluster.init import note_loss
 from detonation.cluster.interface import Way
 from detonation.cluster.network.throttled import NodeLink
+from detonation.cluster.shares import MicroBatch, micro_batches
 from detonation.cluster.survive.agreement import (
+    SIZE,
     Agreement,
     GuestEntry,
     RankReport,
@@ -180,6 +182,45 @@ class SurvivingCommunicator(AxisEnd):
         has no effect if fewer than `min_replicas` would remain.
         """
         self._membership.leaves = True
+
+    def share(self, examples: int, largest: int | None = None) -> tuple[MicroBatch, ...]:
+        """This rank's part of the examples of a step, in micro-batches of at most `largest`.
+
+        Whoever takes part, the members have each of the `examples` once, so a step keeps them when
+        replicas are lost or join. Call `optimizer.renumber()` first: it adopts the members of the
+        step.
+
+        Example:
+            >>> import torch, torch.distributed as dist, detonation as dt
+            >>> axis = dt.elastic(replica=0, replicas=1, store=dist.HashStore())
+            >>> model = torch.nn.Linear(8, 1)
+            >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> optimizer = dt.replicate(sgd, model, axis, dt.full())
+            >>> data = torch.randn(100, 8)
+            >>> for step in range(2):
+            ...     optimizer.renumber()
+            ...     of_step = data[7 * step : 7 * step + 7]
+            ...     for micro in axis.share(7, largest=4):
+            ...         loss = model(of_step[micro.examples]).square().mean()
+            ...         (micro.weight * loss).backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            >>> [micro.examples for micro in axis.share(7, largest=4)]
+            [range(0, 4), range(4, 7)]
+            >>> axis.close()
+        """
+        membership = self._membership
+        shards = membership.shards
+        rank = self.replica * shards + membership.shard
+        if largest is None:
+            largest = examples
+        return micro_batches(examples, largest, rank, self.size() * shards, shards)
+
+    @property
+    def ranks_at_start(self) -> int:
+        """Number of ranks with which the run began."""
+        replicas, shards = map(int, self._membership.store.get(SIZE).split())
+        return replicas * shards
 
     @property
     def is_first(self) -> bool:

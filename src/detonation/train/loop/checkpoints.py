@@ -47,7 +47,8 @@ def save_async(
         "followed": followed,
         "data": _data_mark(session.data),
     }
-    if isinstance(session.data.train, Streamed):
+    divided = session.world_size == session.world.parts  # each rank reads one part of the stream
+    if divided and isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
         # Without positions, a resumed run rereads the stream up to the checkpoint's step.
         with suppress(PeerLost):
@@ -151,8 +152,7 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     before = dict(settings_of(saved))
     after = dict(settings_of(here))
     changes = []
-    for key in {**before, **after}:
-        was = before.get(key)
+    for key, was in before.items():  # an older version did not save every setting
         now = after.get(key)
         if was != now and key not in _ANNOUNCED:
             changes.append(f"{key} is {now}, was {was}")

@@ -15,8 +15,8 @@ import torch
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
-from detonation.data import batch
 from detonation.train.loop.evaluate import autocast, to, translate, validate
+from detonation.train.loop.examples import draws, micro_batches_of_step
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.loop.world import Alone, ElasticRanks, rank_in_words
 from detonation.train.output.metrics import Record
@@ -273,9 +273,10 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
     before the last backward. With other schemes they agree during backward.
     """
     losses: list[torch.Tensor] = []
+    passes = len(micro_batches_of_step(session))
     for loss in _losses(session, step):
         losses.append(loss.detach())
-        if len(losses) < session.config.train.accumulate:
+        if len(losses) < passes:
             loss.backward()  # type: ignore[no-untyped-call]
     total = torch.stack(losses).sum().float()
     # [4] fp32: loss, signal, and the last step's seconds of computing and of waiting
@@ -298,21 +299,19 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
-    """Yields the loss of each micro-batch of this rank, divided by their number."""
-    train = session.config.train
+    """Yields the loss of each micro-batch of this rank.
+
+    Their factors make the mean over all ranks that of the batches of the step.
+    """
+    batches = session.config.train.accumulate * session.world.parts
     _seed_dropout(session, step)
-    for micro in range(train.accumulate):
-        examples = batch(
-            session.data.train,
-            seed=session.config.seed,
-            step=step * train.accumulate + micro,
-            part=session.rank,
-            parts=session.world_size,
-            size=train.batch_size,
-        )
+    for examples, weight in draws(session, step):
         with autocast(session):
             output = session.model(**to(examples, session.device))
-            loss = _loss_of(output, session.config.model.name) / train.accumulate
+            loss = _loss_of(output, session.config.model.name)
+            if weight != 1:
+                loss = loss * weight
+            loss = loss / (batches / session.world_size)
         yield loss
 
 

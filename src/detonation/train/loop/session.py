@@ -71,7 +71,7 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     optimizer = replicated_run(config, base, model, axes(config, mesh, axis))
     world: World
     if isinstance(axis, SurvivingCommunicator):
-        world = ElasticRanks(mesh, axis)
+        world = ElasticRanks(mesh, axis, config.train)
     else:
         world = Ranks(mesh, device, config.mesh.sizes[:replicas])
     return Session(config, world, device, load_data(config.data), model, base, optimizer)

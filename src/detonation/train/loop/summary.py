@@ -166,11 +166,14 @@ def portion(session: Session) -> Portion:
     examples = _examples(session)
     data = session.data
     replicas = session.config.mesh.replicas
+    constant = isinstance(session.world, ElasticRanks) and session.config.train.keeps_batch
+    if constant:
+        replicas = session.world.parts // session.config.mesh.shards
     one = data.validation[torch.tensor([0])]
     if data.kind == "text" and "input_ids" in one:
-        return Portion(examples * one["input_ids"].shape[1], "tokens", replicas)
+        return Portion(examples * one["input_ids"].shape[1], "tokens", replicas, constant)
     unit = {"images": "images", "labels": "texts"}.get(data.kind, "pairs")
-    return Portion(examples, unit, replicas)
+    return Portion(examples, unit, replicas, constant)
 
 
 def _examples(session: Session) -> int:

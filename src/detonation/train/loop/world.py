@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.checkpoint.gather import Texts
 from detonation.cluster.mesh import compared_digests, fingerprint, weights_digest
+from detonation.cluster.shares import MicroBatch, micro_batches, share_bounds
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
 from detonation.core.link import Communicator, TextExchange
 from detonation.core.replicator import CommStream
-from detonation.train.recipe.schema import Config
+from detonation.train.recipe.schema import Config, TrainConfig
 from detonation.train.recipe.tables import settings_of, to_table
 
 Gathered = Callable[[], list[list[Any]]]
@@ -27,7 +28,20 @@ Gathered = Callable[[], list[list[Any]]]
 
 
 class _Together:
+    rank: int
+    size: int
     listening = ""
+
+    @property
+    def parts(self) -> int:
+        """Ranks whose batches make up a step."""
+        return self.size
+
+    def share(self, of_part: int, largest: int) -> Sequence[MicroBatch]:
+        """This rank's micro-batches of at most `largest` examples, if each part of a step has
+        `of_part` examples.
+        """
+        return micro_batches(of_part * self.size, largest, self.rank, self.size)
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
         """The signal that ends the run after this step; 0 for none.
@@ -93,12 +107,18 @@ class ElasticRanks:
     """Processes of the remaining replicas of an elastic run; each has its own process group.
 
     A replica of the outermost level may itself contain replicas, one per node.
+
+    Args:
+        train: Settings that say whether the number of examples of a step stays constant.
     """
 
     _asked = False  # True if this rank received a signal in the previous step
 
-    def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
+    def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator, train: TrainConfig) -> None:
         self._axis = axis
+        self._parts = None
+        if train.keeps_batch:
+            self._parts = axis.ranks_at_start
         self._hosts = mesh.get_group("shard")
         self._shards = mesh["shard"].size()
         self._ranks = mesh.size()  # number of ranks of one replica
@@ -111,6 +131,31 @@ class ElasticRanks:
     @property
     def size(self) -> int:
         return self._axis.size() * self._ranks
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The replicas of this step, by their numbers at the start."""
+        return self._axis.layout
+
+    @property
+    def parts(self) -> int:
+        """Like `_Together.parts`: the ranks of the start, or, without a constant batch, those
+        that are there.
+        """
+        return self._parts or self.size
+
+    def share(self, of_part: int, largest: int) -> Sequence[MicroBatch]:
+        """Like `_Together.share`."""
+        return self._axis.share(of_part * self.parts, largest)
+
+    def share_of(self, replica: int, members: Sequence[int], of_part: int) -> range:
+        """Examples of `replica` in a step of `members`, by their numbers at the start; none for
+        other replicas.
+        """
+        if replica not in members:
+            return range(0)
+        parts = self._parts or len(members) * self._ranks
+        return share_bounds(of_part * parts, members.index(replica), len(members))
 
     @property
     def listening(self) -> str:

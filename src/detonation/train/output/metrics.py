@@ -180,11 +180,13 @@ class Portion:
 
     Args:
         replicas: Replicas that train in a step, unless its record holds another number.
+        constant: A step has `replicas` portions, however many replicas train in it.
     """
 
     count: int
     unit: str
     replicas: int = 1
+    constant: bool = False
 
     def times(self, records: Sequence[Record]) -> int:
         """Number of portions that all replicas processed in these steps.
@@ -194,6 +196,8 @@ class Portion:
         5
         """
         default = self.replicas
+        if self.constant:
+            return default * len(records)
         return sum(default if record.taking is None else record.taking for record in records)
 
     def per_second(self, records: Sequence[Record]) -> str:

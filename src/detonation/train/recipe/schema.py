@@ -86,6 +86,9 @@ class TrainConfig:
         epochs: Passes over the training examples, instead of `steps`. The start of the run converts
             them to steps.
         accumulate: Micro-batches per step.
+        constant_batch: In an elastic run a step keeps its number of examples when replicas are lost
+            or join: the others divide them. false: each replica keeps its own number. With
+            `balance` it always does.
         init_from: Directory of a run, a checkpoint or an exported model; the run starts with its
             weights, and with a new optimizer and new memories. "" starts with the weights of
             `model`.
@@ -122,6 +125,7 @@ class TrainConfig:
     steps: int = 0
     epochs: float = 0.0
     accumulate: int = 1
+    constant_batch: bool = True
     init_from: str = ""
     clip: float = 0.0
     balance: bool = False
@@ -169,6 +173,11 @@ class TrainConfig:
             if ":" not in name and name not in LOGGERS:
                 raise unknown("logger", name, LOGGERS)
         _require_one_of("train.autocast", self.autocast, "", "bf16")
+
+    @property
+    def keeps_batch(self) -> bool:
+        """True if a step of an elastic run has a constant number of examples."""
+        return self.constant_batch and not self.balance
 
 
 def _require_one_of(setting: str, value: str, first: str, second: str) -> None:

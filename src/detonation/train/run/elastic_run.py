@@ -79,6 +79,8 @@ class Losses:
         self._told = 0
         self.set_up = set_up
         self._world: ElasticRanks | None = None
+        self._members: Sequence[int] = ()  # of the last step that was reported
+        self._latest: list[str] = []
         if isinstance(session.world, ElasticRanks):
             self._world = session.world
         self._lock: directory.RunDirectory | None = None
@@ -91,13 +93,19 @@ class Losses:
         """
         if self._world is None:
             return []
-        if recorder.take_over():
+        took_over = recorder.take_over()
+        if took_over:
             # a lost replica may hang while holding the lock
             with contextlib.suppress(directory.InUse):
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
         self._told = len(self._world.losses)
-        return [line for change in new for line in self._lines(change)]
+        lines = [line for change in new for line in self._lines(change)]
+        self._members = self._world.members
+        if took_over:  # this rank printed nothing when it heard of the loss of the first one
+            lines = lines or self._latest
+        self._latest = lines or self._latest
+        return lines
 
     def _lines(self, change: SurvivedLoss) -> Iterator[str]:
         if change.came:
@@ -119,11 +127,26 @@ class Losses:
                 " the momentum that it had not sent"
             )
             return
-        self._losses.append({**found, "memory_norm": norm})
-        yield (
+        shares = [share for share in map(self._share, change.replicas) if share]
+        examples = [[share.start, share.stop - 1] for share in shares]
+        self._losses.append({**found, "memory_norm": norm, "examples": examples})
+        line = (
             f"lost replica {number} after step {change.next_step}, and its memory (here of norm"
             f" {norm:.3g}); the others went on {seconds:.2f} s after the notice"
         )
+        if examples:
+            named = " and ".join(f"{first} to {last}" for first, last in examples)
+            line += f"; step {change.next_step} may lack its examples {named}"
+        yield line
+
+    def _share(self, replica: int) -> range:
+        """Examples of a lost replica in its last step."""
+        assert self._world is not None
+        members = self._world.members
+        if replica not in members:  # the others adopted the loss before this report
+            members = self._members
+        train = self._session.config.train
+        return self._world.share_of(replica, members, train.batch_size * train.accumulate)
 
     def table(self) -> Table:
         if self._world is None:

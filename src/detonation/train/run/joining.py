@@ -107,7 +107,7 @@ def joined_session(
         config = asked.under(scheme)
     require_same_settings(guest.membership, config)
     optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
-    world = ElasticRanks(mesh, axis)
+    world = ElasticRanks(mesh, axis, config.train)
     data = load_data(config.data)
     return Session(config, world, device, data, model, optimizer.base, optimizer)
 

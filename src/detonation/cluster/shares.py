@@ -1,0 +1,64 @@
+"""Divides the examples of a step among ranks, however many there are."""
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class MicroBatch(NamedTuple):
+    """Examples of a step that a rank computes in one pass.
+
+    examples: their numbers among all examples of the step. weight: factor of their mean loss. With
+    it the mean of the gradients of all ranks is the mean over all examples of the step.
+    """
+
+    examples: range
+    weight: float
+
+
+def share_bounds(examples: int, number: int, of: int) -> range:
+    """Examples of part `number`, if a step's `examples` are divided into `of` parts.
+
+    >>> share_bounds(7, 0, 2), share_bounds(7, 1, 2)
+    (range(0, 4), range(4, 7))
+    """
+    return range(-(-number * examples // of), -(-(number + 1) * examples // of))
+
+
+@lru_cache
+def micro_batches(
+    examples: int, largest: int, rank: int, ranks: int, together: int = 1
+) -> tuple[MicroBatch, ...]:
+    """The share of `rank` in the `examples` of a step, in micro-batches.
+
+    All ranks together have each example once; their shares differ by at most one example. The
+    `together` ranks of a replica get equally many micro-batches, at least one each, because FSDP2
+    lets them wait for each other in each pass: a rank with fewer repeats its last example with
+    weight 0.
+
+    Args:
+        largest: A micro-batch has at most so many examples, and never crosses a multiple of it. So
+            it is a part of the same `largest` examples, however many ranks there are.
+
+    >>> micro_batches(7, 4, rank=1, ranks=2)
+    (MicroBatch(examples=range(4, 7), weight=0.8571428571428571),)
+    """
+    if examples < 1 or largest < 1:
+        raise ValueError(
+            f"a step of {examples} examples in micro-batches of {largest} cannot be divided: both"
+            " must be at least 1"
+        )
+    first = rank // together * together
+    shares = [_cut(examples, largest, first + each, ranks) for each in range(together)]
+    found = [MicroBatch(part, len(part) * ranks / examples) for part in shares[rank - first]]
+    passes = max(1, *map(len, shares))
+    end = share_bounds(examples, rank, ranks).stop
+    found += [MicroBatch(range(end - 1, end), 0.0)] * (passes - len(found))
+    return tuple(found)
+
+
+def _cut(examples: int, largest: int, rank: int, ranks: int) -> list[range]:
+    share = share_bounds(examples, rank, ranks)
+    first_cut = (share.start // largest + 1) * largest
+    ends = [share.start, *range(first_cut, share.stop, largest), share.stop]
+    return [range(start, stop) for start, stop in pairwise(ends) if start < stop]

@@ -1,0 +1,64 @@
+"""The examples of a step that one rank computes.
+
+A step has as many examples as the ranks of the start compute: each of these *parts* has
+`train.accumulate` batches of `train.batch_size`. The ranks that are there divide them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from detonation.cluster.shares import MicroBatch
+from detonation.data import batch, predictions
+from detonation.train.loop.session import Session
+
+
+def micro_batches_of_step(session: Session) -> Sequence[MicroBatch]:
+    """The share of this rank in the next step."""
+    train = session.config.train
+    return session.world.share(train.batch_size * train.accumulate, train.batch_size)
+
+
+def draws(session: Session, step: int) -> Iterator[tuple[dict[str, Tensor], float]]:
+    """Yields the examples of each micro-batch of this rank, and the weight of their mean loss in
+    the mean of the batch that they are a part of.
+
+    A batch is drawn whole, so its augmentation does not depend on the ranks that divide it; and
+    once, because a stream reads forwards.
+    """
+    drawn = -1
+    whole: dict[str, Tensor] = {}
+    for micro in micro_batches_of_step(session):
+        number, first = divmod(micro.examples.start, session.config.train.batch_size)
+        if number != drawn:
+            whole = _batch(session, step, number)
+            drawn = number
+        rows = slice(first, first + len(micro.examples))
+        examples, weight = _part(session, whole, rows)
+        yield examples, weight * (micro.weight > 0)
+
+
+def _batch(session: Session, step: int, number: int) -> dict[str, Tensor]:
+    train = session.config.train
+    part, turn = divmod(number, train.accumulate)
+    return batch(
+        session.data.train,
+        seed=session.config.seed,
+        step=step * train.accumulate + turn,
+        part=part,
+        parts=session.world.parts,
+        size=train.batch_size,
+    )
+
+
+def _part(
+    session: Session, whole: dict[str, Tensor], rows: slice
+) -> tuple[dict[str, Tensor], float]:
+    """These rows of a batch, and the part of its predictions that they have."""
+    if rows == slice(0, session.config.train.batch_size):
+        return whole, 1.0
+    cut = {name: values[rows] for name, values in whole.items()}
+    count = predictions(session.data.kind, cut)
+    if not count:  # the mean over no predictions is not a number
+        return whole, 0.0
+    return cut, count / predictions(session.data.kind, whole)
