@@ -10,11 +10,18 @@
 #              GPU="fast twin" runs parts, GPU="--device cpu --tiny" tries the script; docs/gpu.md
 # make release-check   the wheel in empty environments, with torch 2.10 and 2.13: help, torchrun, type checkers; pip downloads them
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
-# All but gpu and release-check make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
+# All but gpu and release-check make .venv first. A torch that PYTHON already has is kept; otherwise 2.13.0 is installed.
+# TORCH=torch==2.10.0 makes and uses an environment of its own with that torch, .venv-torch-2.10.0:
+#   make test PART="laws world" TORCH=torch==2.10.0
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+ifeq ($(TORCH),)
+WANTED := torch==2.13.0
 VENV := .venv
+else
+WANTED := $(TORCH)
+VENV := .venv-$(subst *,x,$(subst ==,-,$(TORCH)))
+endif
 # Byte code is written for what is imported, when it is: for all that is installed it would take longer than installing.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
@@ -65,10 +72,10 @@ hooks: $(VENV)/.test
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "DeToNATION needs Python >= 3.11: make PYTHON=python3.12"; exit 1; }
-	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	@if [ -z "$(TORCH)" ] && $(PYTHON) -c 'import torch' 2>/dev/null; then \
 		echo "keeping the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
-		echo "installing $(TORCH) into $(VENV)"; $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH); \
+		echo "installing $(WANTED) into $(VENV)"; $(PYTHON) -m venv $(VENV) && $(PIP) '$(WANTED)'; \
 	fi
 	@touch $@
 
@@ -88,4 +95,4 @@ $(VENV)/.docs: $(VENV)/.train
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs site
+	rm -rf .venv .venv-* runs site
