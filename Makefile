@@ -9,6 +9,7 @@
 # make gpu     checks and measures the package on a GPU, with the torch, triton and pytest that PYTHON has: no install
 #              GPU="fast twin" runs parts, GPU="--device cpu --tiny" tries the script; docs/gpu.md
 # make release-check   the wheel in empty environments, with torch 2.10 and 2.13: help, torchrun, type checkers; pip downloads them
+# make receivers   updates go through vLLM's own loader of sparse patches: pip downloads its wheel (340 MB), nothing of it is installed
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
 # All but gpu and release-check make .venv first. A torch that PYTHON already has is kept; otherwise 2.13.0 is installed.
 # TORCH=torch==2.10.0 makes and uses an environment of its own with that torch, .venv-torch-2.10.0:
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 2) + 1, 8))')
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all pytest mutants chaos gpu lint docs hooks clean release-check
+.PHONY: train test test-all pytest mutants chaos gpu lint docs hooks clean release-check receivers
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train quick-lm
@@ -51,6 +52,11 @@ chaos: $(VENV)/.test
 
 gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(GPU)
+
+VLLM ?= vllm==0.33.0
+receivers: $(VENV)/.test
+	$(PYTHON) -m pip download --quiet --no-deps --dest runs/receivers $(VLLM)
+	VLLM_WHEEL="$$(ls runs/receivers/$(subst ==,-,$(VLLM))-*.whl)" $(VENV)/bin/python -m pytest -s tests/integrations/test_vllm.py
 
 release-check:
 	$(PYTHON) tests/package/release.py
