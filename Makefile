@@ -8,11 +8,12 @@
 # make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
 # make gpu     checks and measures the package on a GPU, with the torch, triton and pytest that PYTHON has: no install
 #              GPU="fast twin" runs parts, GPU="--device cpu --tiny" tries the script; docs/gpu.md
-# make release-check   wheel and sdist in empty environments, with torch 2.10 and 2.13: help, torchrun, type checkers; pip downloads
-#              them, and uv, if it is there; RELEASE="--torch 2.13.0 --keep dist" takes one torch, and keeps what passed in dist/
-# make receivers   updates go through vLLM's own loader of sparse patches: pip downloads its wheel (340 MB), nothing of it is installed
+# make release-check   wheel and sdist in empty environments of pip and, where it is there, uv, with torch 2.10
+#              and 2.13: help, torchrun, type checkers; both are downloaded. RELEASE="--torch 2.13.0 --keep dist"
+#              takes one torch, and keeps what passed in dist/
+# make receivers   updates go through vLLM's own loader of sparse patches, read from its wheel: pip downloads 340 MB
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
-# All but gpu and release-check make .venv first. A torch that PYTHON already has is kept; otherwise 2.13.0 is installed.
+# All but gpu and release-check make .venv first. A torch that PYTHON has is kept; otherwise 2.13.0 is installed.
 # TORCH=torch==2.10.0 makes and uses an environment of its own with that torch, .venv-torch-2.10.0:
 #   make test PART="laws world" TORCH=torch==2.10.0
 
@@ -57,7 +58,8 @@ gpu:
 VLLM ?= vllm==0.33.0
 receivers: $(VENV)/.test
 	$(PYTHON) -m pip download --quiet --no-deps --dest runs/receivers $(VLLM)
-	VLLM_WHEEL="$$(ls runs/receivers/$(subst ==,-,$(VLLM))-*.whl)" $(VENV)/bin/python -m pytest -s tests/integrations/test_vllm.py
+	VLLM_WHEEL="$$(ls runs/receivers/$(subst ==,-,$(VLLM))-*.whl)" \
+		$(VENV)/bin/python -m pytest -s tests/integrations/test_vllm.py
 
 release-check:
 	$(PYTHON) tests/package/release.py $(RELEASE)

@@ -1,4 +1,4 @@
-"""Replicas as actors of Ray: told that its node will go, one hands over and leaves, and the others go on.
+"""Replicas as actors of Ray: one whose node gets notice leaves, and the others go on.
 
 python examples/ray_elastic.py
 """

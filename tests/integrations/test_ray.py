@@ -1,6 +1,6 @@
 """The examples for Ray in a real cluster of one machine.
 
-In Ray Train a worker that fails costs no bit; of elastic actors one leaves when its node gets notice.
+In Ray Train a worker that fails costs no bit. An elastic actor leaves when its node gets notice.
 """
 
 import os
@@ -73,7 +73,8 @@ class Told(Replica):
             self.reached.set()
             self.told.wait()
 
-ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100_000_000, _node_ip_address="127.0.0.1")
+alone = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+ray.init(num_cpus=3, object_store_memory=100_000_000, **alone)
 store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 actor = ray.remote(max_concurrency=2)(Told)
 replicas = [actor.remote(number, 3, "127.0.0.1", store.port) for number in range(3)]

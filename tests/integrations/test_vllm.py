@@ -1,6 +1,7 @@
 """vLLM's own loader of sparse patches, from its wheel, behind a follower of weights.
 
-It needs a wheel of some hundred megabytes, of which it reads one file, and neither CUDA nor an installed vLLM:
+It reads one file of a wheel of some hundred megabytes, and needs neither CUDA nor an installed
+vLLM:
 
     make receivers
 """
@@ -61,7 +62,7 @@ def as_dataclass(named_tuple):
 
 
 class Served(nn.Module):
-    """The weights of a Llama as vLLM holds them: q, k and v in one tensor, gate and up in another."""
+    """The weights of a Llama as vLLM holds them: q, k and v are fused, gate and up, too."""
 
     def __init__(self, checkpoint):
         super().__init__()

@@ -5,8 +5,9 @@
 
 Builds sdist and wheel, and installs the wheel with its extra `train`, with the oldest torch that it allows and
 with torch 2.13. There it asks for help and versions, trains two replicas under torchrun, and verifies their checkpoint.
-With torch 2.13 it does the same in an environment of uv, if uv is in PATH, and with the sdist; mypy and pyright read
-the README's loop. All of it lies in a temporary directory; `--keep DIR` copies the sdist and the wheel that passed.
+With torch 2.13 it does the same in an environment of uv, if uv is in PATH, and with the sdist;
+mypy and pyright read the README's loop. All files are in a temporary directory; `--keep DIR` copies
+the sdist and the wheel that passed.
 """
 
 import argparse
