@@ -9,13 +9,23 @@
 # make gpu     checks and measures the package on a GPU, with the torch, triton and pytest that PYTHON has: no install
 #              GPU="fast twin" runs parts, GPU="law" the one that runs only where it is named,
 #              GPU="--device cpu --tiny" tries the script; docs/gpu.md
-# make release-check   the wheel in empty environments, with torch 2.10 and 2.13: help, torchrun, type checkers; pip downloads them
+# make release-check   wheel and sdist in empty environments of pip and, where it is there, uv, with torch 2.10
+#              and 2.13: help, torchrun, type checkers; both are downloaded. RELEASE="--torch 2.13.0 --keep dist"
+#              takes one torch, and keeps what passed in dist/
+# make receivers   updates go through vLLM's own loader of sparse patches, read from its wheel: pip downloads 340 MB
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
-# All but gpu and release-check make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
+# All but gpu and release-check make .venv first. A torch that PYTHON has is kept; otherwise 2.13.0 is installed.
+# TORCH=torch==2.10.0 makes and uses an environment of its own with that torch, .venv-torch-2.10.0:
+#   make test PART="laws world" TORCH=torch==2.10.0
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+ifeq ($(TORCH),)
+WANTED := torch==2.13.0
 VENV := .venv
+else
+WANTED := $(TORCH)
+VENV := .venv-$(subst *,x,$(subst ==,-,$(TORCH)))
+endif
 # Byte code is written for what is imported, when it is: for all that is installed it would take longer than installing.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 2) + 1, 8))')
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all pytest mutants chaos gpu lint docs hooks clean release-check
+.PHONY: train test test-all pytest mutants chaos gpu lint docs hooks clean release-check receivers
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train quick-lm
@@ -46,8 +56,14 @@ chaos: $(VENV)/.test
 gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(GPU)
 
+VLLM ?= vllm==0.33.0
+receivers: $(VENV)/.test
+	$(PYTHON) -m pip download --quiet --no-deps --dest runs/receivers $(VLLM)
+	VLLM_WHEEL="$$(ls runs/receivers/$(subst ==,-,$(VLLM))-*.whl)" \
+		$(VENV)/bin/python -m pytest -s tests/integrations/test_vllm.py
+
 release-check:
-	$(PYTHON) tests/package/release.py
+	$(PYTHON) tests/package/release.py $(RELEASE)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
@@ -66,10 +82,10 @@ hooks: $(VENV)/.test
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "DeToNATION needs Python >= 3.11: make PYTHON=python3.12"; exit 1; }
-	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	@if [ -z "$(TORCH)" ] && $(PYTHON) -c 'import torch' 2>/dev/null; then \
 		echo "keeping the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
-		echo "installing $(TORCH) into $(VENV)"; $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH); \
+		echo "installing $(WANTED) into $(VENV)"; $(PYTHON) -m venv $(VENV) && $(PIP) '$(WANTED)'; \
 	fi
 	@touch $@
 
@@ -89,4 +105,4 @@ $(VENV)/.docs: $(VENV)/.train
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs site
+	rm -rf .venv .venv-* runs site

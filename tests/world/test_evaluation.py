@@ -87,7 +87,9 @@ def in_bf16(mesh):
     return dt.shard(
         nn.Sequential(first, nn.Tanh(), last, nn.Tanh()),
         mesh,
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+        MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32
+        ),
     )
 
 

@@ -281,7 +281,9 @@ def shard(
 
     Args:
         mesh: the mesh of `init_mesh`.
-        mixed_precision: as in `torch.distributed.fsdp.fully_shard`.
+        mixed_precision: as in `torch.distributed.fsdp.fully_shard`; name `reduce_dtype` in it,
+            whose default differs between versions of torch. By default gradients keep the dtype of
+            their parameters, in every version.
         wire: made by `shard_wire`, for replicas whose shards are on several nodes: compresses the
             messages between those.
 

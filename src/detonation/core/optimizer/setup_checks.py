@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -209,7 +209,7 @@ _SINGLY = (
     " now, which takes longer and keeps the replicas equal to the last bit; with"
     ' Safety(equal="close") torch takes the steps'
 )
-_warned: WeakSet[Optimizer] = WeakSet()
+_warned: WeakSet[Optimizer | nn.Module] = WeakSet()
 
 
 def _is_first(levels: Sequence[Level]) -> bool:
@@ -242,8 +242,11 @@ def check_layout(
     """Raises `ValueError` if `parameters` span the replicas of `levels`, or have no visible layout.
 
     Replicas that share a sharded or averaged parameter would exchange its whole gradient over the
-    slow link, in addition to the scheme. Warns if no axis connects all ranks of the world.
+    slow link, in addition to the scheme. Warns if no axis connects all ranks of the world, and of a
+    policy without `reduce_dtype`.
     """
+    if _is_first(levels):
+        _warn_of_reduce_dtype(model, parameters)
     axes = [axis for axis, _ in levels if isinstance(axis, DeviceMesh)]
     if not axes:
         return
@@ -259,6 +262,27 @@ def check_layout(
     if any(scheme.signal != "nothing" for _, scheme in levels):
         _check_whole(parameters, intra_node)
     _warn_alone(axes, parameters)
+
+
+def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Warns once if FSDP2 chooses a dtype for sums of gradients, which depends on torch's version.
+
+    Torch 2.15 no longer takes `param_dtype`, but the dtype of the parameter.
+    """
+    units: Any = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    policies = [unit._get_fsdp_state()._mp_policy for unit in units]
+    narrow = {policy.param_dtype for policy in policies if policy.reduce_dtype is None} - {None}
+    dtypes = {each.dtype for each in parameters.values() if isinstance(each, DTensor)} - narrow
+    if narrow and dtypes and model not in _warned:
+        _warned.add(model)
+        _log.warning(
+            "a policy of FSDP2 names no reduce_dtype: inside the node torch adds gradients in %s"
+            " before version 2.15 (%d bytes per parameter), and since then in the dtype of the"
+            " parameters (%d bytes): MixedPrecisionPolicy(..., reduce_dtype=...)",
+            ", ".join(map(str, narrow)),
+            min(dtype.itemsize for dtype in narrow),
+            max(dtype.itemsize for dtype in dtypes),
+        )
 
 
 def _check_wrapper(module: nn.Module, others: set[int], intra_node: DeviceMesh | None) -> None:

@@ -128,8 +128,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         """Applies steps like `update`; returns their changes, for a server with its own weights.
 
         After a base, the patches contain all values that differ from the model's previous ones. A
-        server that started with the weights of `model` has the same weights after each call, unless
-        a call raised an error or `update` was called in between.
+        server that has the weights of `model` before the first call has the same weights after each
+        call, unless a call raised an error or `update` was called in between. `follow(wait=True)`
+        already changes `model`.
 
         Example:
             >>> import tempfile
