@@ -530,7 +530,7 @@ class Replicated(OptimizerWrapper):
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
         by_level, self._consensus = build_levels(
             parameters,
-            self._trained.names,
+            self.model,
             self.base_step,
             self.levels,
             self.settings,
