@@ -91,13 +91,14 @@ def units(model, mesh):
 
 
 def trained(mesh, scheme, overlapped):
-    """The optimizer after two steps, and digests of its weights and its memory."""
+    """The optimizer after two steps of two micro-batches, and a digest of its weights and memory."""
     model = units(built(Deep), mesh)
     base = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     optimizer = dt.replicate(base, model, mesh["replicate"], scheme)
     optimizer.set_up()
     for step in range(2):
-        loss = model(batch(mesh.get_rank(), step, 257)).mean()
+        model(batch(mesh.get_rank(), 2 * step, 257)).mean().backward()
+        loss = model(batch(mesh.get_rank(), 2 * step + 1, 257)).mean()
         with optimizer.overlap() if overlapped else nullcontext():
             loss.backward()
         optimizer.step()
