@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ class Overlap:
     ) -> None:
         self.step = step
         self._ask = may_send
+        self._may_send = True
         self._parameters = parameters
         self._names = list(parameters)
         self._channel = channel
@@ -111,10 +112,6 @@ class Overlap:
     def began(self) -> bool:
         """True once a bucket was sent."""
         return len(self._left) < self._count
-
-    @cached_property
-    def _may_send(self) -> bool:
-        return self._ask is None or self._ask()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -179,7 +176,12 @@ class Overlap:
                 needed = self._everything
             else:
                 needed = self._left[0].bucket.parameters
-            if not (self._arrived >= needed and self._may_send):
+            if not self._arrived >= needed:
+                break
+            if self._ask:
+                self._may_send = self._ask()
+                self._ask = None
+            if not self._may_send:
                 break
             self._send_next()
 
