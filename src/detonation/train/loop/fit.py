@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -308,14 +307,16 @@ class _Agreement:
     arriving: Gathered
     waited_s: float = 0.0
     outcome: Outcome | None = None
+    arrived: list[list[Any]] | None = None
 
-    @cached_property
     def reports(self) -> list[list[Any]]:
         """The reports in rank order. Waits for them."""
-        began = time.perf_counter()
-        found = self.arriving()
-        self.waited_s = time.perf_counter() - began
-        return found
+        # no cached property, which locks out the threads of other simulated replicas
+        if self.arrived is None:
+            began = time.perf_counter()
+            self.arrived = self.arriving()
+            self.waited_s = time.perf_counter() - began
+        return self.arrived
 
     @property
     def precedes_backward(self) -> bool:
@@ -328,13 +329,13 @@ class _Agreement:
 
     def finds_finite(self) -> bool:
         """True if the losses of all ranks are finite."""
-        return all(math.isfinite(loss) for loss, *_ in self.reports)
+        return all(math.isfinite(loss) for loss, *_ in self.reports())
 
     def conclude(self) -> Outcome:
         """The outcome. Raises `NonFiniteLoss` if the loss of a rank is not finite."""
         if self.outcome is None:
             session = self.session
-            reports = self.reports
+            reports = self.reports()
             session.waits.meet([seconds for _, _, *seconds in reports], session.world.sizes)
             mean = _mean_loss(session, self.step, reports)
             asked = session.world.stopped_by([row[1] for row in reports], self.stop.number)
