@@ -104,7 +104,11 @@ def adapted(clock: Clock) -> tuple[float, list[str], list[int]]:
     optimizer = SimpleNamespace(levels=[(None, first)])
     optimizer.reconfigure = lambda scheme: optimizer.levels.__setitem__(0, (None, scheme))
     session: Any = SimpleNamespace(
-        config=config(first.round.every), device=torch.device("cpu"), rank=0, optimizer=optimizer
+        config=config(first.round.every),
+        device=torch.device("cpu"),
+        rank=0,
+        optimizer=optimizer,
+        waits=SimpleNamespace(),
     )
     adapter = Adapter(session, Followed(BUDGET, clock.networks[0], clock.work.compute_s, STEP))
     noise, lines, number = random.Random(1), list[str](), 0

@@ -148,7 +148,8 @@ class Training:
         )
         scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
         optimizer = dt.replicate(base, model, self._axis, scheme, seed=config.seed)
-        world = Ranks(mesh, torch.device("cpu"))
+        replicas, shards = mesh.shape
+        world = Ranks(mesh, torch.device("cpu"), [shards] * replicas)
         data = load_data(config.data)
         self.subject, self._done = subject, 0
         self._session = Session(config, world, torch.device("cpu"), data, model, base, optimizer)

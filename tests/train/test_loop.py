@@ -7,13 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from detonation.cluster.launch import run_local
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.cluster.processes.signals import Stop
+from detonation.core.replicator.overlap import Overlap
+from detonation.core.schemes import buckets
 from detonation.train.loop.evaluate import autocast
-from detonation.train.loop.fit import fit
+from detonation.train.loop.fit import NonFiniteLoss, fit
+from detonation.train.loop.session import start_session
 from detonation.train.verbs.simulate import virtual
+from limits import LIMIT_S
 
-GRADIENT, SENT, RECEIVED = "gradient", "sent", "received"
+GRADIENT, SENT, RECEIVED, LEFT = "gradient", "sent", "received", "left"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,51 @@ def test_others_are_waited_for_while_backward_computes(tiny, sets):
     assert second_step(tiny(*sets)) == [SENT, GRADIENT, RECEIVED]
 
 
+def noted_run(config, infinite, first):
+    """The second and third step of a rank, with an infinite loss of replica 1 in the third if asked."""
+    notes, steps = [], []
+    session = start_session(config, torch.device("cpu"))
+    session.waits.shown = first
+    for parameter in session.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: notes.append(GRADIENT))
+    send = Overlap._send_next
+
+    def sending(self):
+        notes.append(LEFT)
+        send(self)
+
+    def report(record):
+        steps.append([note for note, _ in itertools.groupby(notes)])
+        notes.clear()
+        if infinite and record.step == 2 and session.rank:
+            with torch.no_grad():
+                next(session.model.parameters()).fill_(torch.inf)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Overlap, "_send_next", sending)
+        patch.setattr(buckets, "SMALLEST", 2**10)
+        world = Noted(session.world, notes)
+        try:
+            fit(replace(session, world=world), 0, 3, report, Stop())
+        except NonFiniteLoss:
+            steps.append([note for note, _ in itertools.groupby(notes)])
+    session.optimizer.local_state()  # refused between an overlap that sent and its step
+    return steps[1:], session.optimizer.step_count
+
+
 @pytest.mark.parametrize("sets", [[], ["train.clip=1.0"]], ids=["plain", "clipped"])
 def test_what_leaves_during_backward_is_agreed_on_before(tiny, sets):
-    assert second_step(tiny("train.accumulate=2", *sets)) == [GRADIENT, SENT, RECEIVED, GRADIENT]
+    config = tiny("train.accumulate=2", "mesh.replicas=2", "mesh.shards=1", *sets)
+    for steps, _ in run_local(noted_run, 2, [config, False, False], timeout_s=LIMIT_S):
+        for step in steps:
+            assert step[:5] == [GRADIENT, SENT, GRADIENT, RECEIVED, LEFT]
+            assert step.count(LEFT) > 1  # in the midst of backward
+    for steps, _ in run_local(noted_run, 2, [config, False, True], timeout_s=LIMIT_S):
+        assert [step[:5] for step in steps] == [[GRADIENT, SENT, RECEIVED, GRADIENT, LEFT]] * 2
+
+
+def test_nothing_leaves_if_a_loss_is_not_finite(tiny):
+    config = tiny("mesh.replicas=2", "mesh.shards=1")
+    for (_, last), done in run_local(noted_run, 2, [config, True, False], timeout_s=LIMIT_S):
+        assert last == [SENT, GRADIENT, RECEIVED, GRADIENT]
+        assert done == 2

@@ -127,8 +127,8 @@ class Work:
             missing scheme.
         overlap: Send gradients during backward.
         accumulate: Number of equal micro-batches in `compute_s`; only the last backward sends.
-        reports: Ranks agree on the loss of each step, as in `detonation train`, before a backward
-            that sends, or during another backward. The host also waits until ranks agree on
+        reports: Ranks agree on the loss of each step, as in `detonation train`, before the first
+            message of backward, or after backward. The host also waits until ranks agree on
             messages that owners refused.
         on_accelerator: Pad gathered messages, see `Scheme.aligned`.
     """
@@ -199,7 +199,8 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
     step_s = _optimizer_s(scheme, work)
     agreeing = 0.0
     if work.reports:
-        agreeing = report_s(scheme, work, network)
+        hidden = _before_sending_s(sends, largest, work, network.replicas)
+        agreeing = max(0.0, report_s(scheme, work, network) - hidden)
     exposed = _exposed_s(sends, largest, work, step_s + agreeing, network)
     memory = _memory_bytes(scheme, largest, network.replicas)
     return Cost(scheme, work.compute_s, step_s, agreeing + exposed / every, sent / every, memory)
@@ -239,8 +240,18 @@ def _optimizer_s(scheme: Scheme, work: Work) -> float:
     return step.exchange_s * exchanging + step.local_s * (1 - exchanging)
 
 
+def _before_sending_s(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> float:
+    """Seconds of backward before the first bucket leaves."""
+    if not (work.overlap and scheme.worth_overlapping):
+        return 0.0
+    first = traffic.buckets_of(scheme, layout, replicas)[-1].layout.rows
+    return first / max(1, layout.rows) * BACKWARD * work.compute_s / work.accumulate
+
+
 def report_s(scheme: Scheme, work: Work, network: Network) -> float:
-    """Seconds per step for which ranks wait for each other's losses."""
+    """Seconds per step for which ranks wait for each other's losses, if an overlapped backward
+    begins only afterwards.
+    """
     hidden = 0.0
     if not scheme.worth_overlapping:
         hidden = BACKWARD * work.compute_s / work.accumulate

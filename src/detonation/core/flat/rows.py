@@ -40,12 +40,15 @@ class Span:
 class Bucket:
     """Rows of a layout from row `first` on, with the layout of the parts of parameters in these
     rows.
+
+    late: True if the gradients of these rows arrive only at the end of backward.
     """
 
     first: int
     layout: Layout
     pieces: tuple[Span, ...]
     is_whole: bool = False
+    late: bool = False
 
     @classmethod
     def whole(cls, layout: Layout) -> Bucket:
@@ -54,7 +57,7 @@ class Bucket:
         return cls(0, layout, pieces, is_whole=True)
 
     @classmethod
-    def of(cls, layout: Layout, first: int, end: int) -> Bucket:
+    def of(cls, layout: Layout, first: int, end: int, late: bool = False) -> Bucket:
         """Rows `first` to `end`, `end` excluded, of `layout`."""
         pieces: list[Span] = []
         shapes: dict[str, tuple[int, ...]] = {}
@@ -66,7 +69,7 @@ class Bucket:
                 shapes[slot.name] = (stop - start,)
                 if stop - start == slot.numel:
                     shapes[slot.name] = slot.shape
-        return cls(first, Layout.of(shapes, layout.chunk), tuple(pieces))
+        return cls(first, Layout.of(shapes, layout.chunk), tuple(pieces), late=late)
 
     @classmethod
     def strips(cls, layout: Layout, rows: int) -> list[Bucket]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -48,6 +48,7 @@ from detonation.core.link import (
     split_by_sharding,
 )
 from detonation.core.optim import BaseStep
+from detonation.core.optimizer.gathered import late_parameters, local_parameters
 from detonation.core.optimizer.setup_checks import warn_of_second_momentum
 from detonation.core.replicator import (
     Channel,
@@ -90,7 +91,7 @@ class Settings:
 
 def build_levels(
     parameters: Mapping[str, Tensor],
-    names: Sequence[str],
+    model: nn.Module,
     base: BaseStep,
     levels: Sequence[Level],
     settings: Settings,
@@ -105,7 +106,7 @@ def build_levels(
     Raises `LargerThanDense` if a scheme would send more than full synchronisation.
 
     Args:
-        names: Of all parameters of the model.
+        model: The model of `parameters`.
         routes: By level and number of local ranks; those that are missing are added.
     """
     device = _device_of(parameters)
@@ -116,12 +117,13 @@ def build_levels(
     consensus = StopConsensus(parameters, runtime, settings.safety, base.optimizer)
     consensus.look = partial(warn_of_second_momentum, base.optimizer, levels, since=True)
     consensus.look()
-    others = [name for name in names if name not in parameters]
+    others = [name for name in local_parameters(model) if name not in parameters]
     faults = [*parameters, *others, *options_of(base.optimizer), OPTIONS, NEW_PARAMETER]
     for _, counts in routes.values():
         consensus.counts.append(counts)
         counts.names = faults
-    builder = _Builder(base, levels, settings, routes, runtime, consensus, faults)
+    late = late_parameters(model)
+    builder = _Builder(base, levels, settings, routes, runtime, consensus, faults, late)
     made = [builder.level(index, parameters) for index in range(len(levels))]
     base.clip = None
     if settings.clip:
@@ -162,8 +164,8 @@ def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
 class _Builder:
     """Builds the replicators of one level after the other.
 
-    routes: see `build_levels`. faults: parameter names for fault counts. channels: number of
-    channels built so far, by part; it numbers the next one.
+    routes: see `build_levels`. faults: parameter names for fault counts. late: see
+    `late_parameters`. channels: number of channels built so far, by part; it numbers the next one.
     """
 
     base: BaseStep
@@ -173,6 +175,7 @@ class _Builder:
     runtime: Runtime
     consensus: StopConsensus
     faults: list[str]
+    late: frozenset[str]
     channels: Counter[int] = field(default_factory=Counter)
 
     def level(self, index: int, parameters: Mapping[str, Tensor]) -> list[Replicator]:
@@ -223,7 +226,8 @@ class _Builder:
         for fragment, layout in enumerate(scheme.divide(whole, sizes)):
             mine = {slot.name: group[slot.name] for slot in layout.slots}
             number = self.channels[part]
-            channel = Channel(scheme, layout, link, self.runtime, counts, number)
+            late = self.late & mine.keys()
+            channel = Channel(scheme, layout, link, self.runtime, counts, number, late)
             yield replicator_of(mine, channel, self.base, fragment, last)
             self.channels[part] += 1
 
@@ -417,6 +421,8 @@ def _description(
     # replicas that decide on the device stop a step later
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
+    if channel.late:  # these decide how many buckets a message has within `overlap`
+        settings["gradients at the end of backward"] = ", ".join(sorted(channel.late))
     settings |= {
         name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()
     }

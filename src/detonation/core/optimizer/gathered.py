@@ -142,6 +142,24 @@ def local_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {bare_name(name): parameter for name, parameter in model.named_parameters()}
 
 
+def late_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters whose gradients arrive only when backward ends.
+
+    FSDP2 delivers the gradients of an outermost unit after those of all units inside it. A model
+    without nested units has no late parameters.
+    """
+    parameters = local_parameters(model)
+    late = set[int]()
+    inner = set[nn.Module]()
+    for unit in model.modules():  # a unit comes before the units inside it
+        if isinstance(unit, FSDPModule) and unit not in inner:
+            inside = {each for each in unit.modules() if isinstance(each, FSDPModule)} - {unit}
+            inner |= inside
+            if inside:
+                late |= {id(held[name]) for held, name in _places(unit)}
+    return frozenset(name for name, parameter in parameters.items() if id(parameter) in late)
+
+
 def _places(module: nn.Module) -> Iterator[_Place]:
     """The module and name of each parameter of a unit, without nested units."""
     for name in module._parameters:

@@ -50,7 +50,13 @@ def reconfigured(
         channel = each.channel
         layout = scheme.codec.layout({slot.name: slot.shape for slot in channel.layout.slots})
         channel = Channel(
-            scheme, layout, channel.link, channel.runtime, channel.counts, channel.place
+            scheme,
+            layout,
+            channel.link,
+            channel.runtime,
+            channel.counts,
+            channel.place,
+            channel.late,
         )
         mine = {slot.name: each.parameters[slot.name] for slot in layout.slots}
         last = isinstance(each, GradientReplicator) and each.last

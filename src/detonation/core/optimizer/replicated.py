@@ -255,7 +255,7 @@ class Replicated(OptimizerWrapper):
         PROGRESS.explain(error)
 
     @contextmanager
-    def overlap(self) -> Iterator[None]:
+    def overlap(self, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
         """Context manager in which gradients are sent while `loss.backward()` still computes
         others; `step()` waits for them.
 
@@ -264,7 +264,8 @@ class Replicated(OptimizerWrapper):
         bytes are equal except for one header per bucket. Only the innermost level that exchanges
         gradients overlaps, and not in the first step. It raises `OverlapError` if a gradient
         changes before `step()` (clipping, unscaling), after a second backward, or if `step()` is
-        missing.
+        missing. Before the first message it calls `may_send`; if that returns False, nothing is
+        sent before `step()`, and the step may be left out.
         """
         # build no levels here, because FSDP2 now shows whole parameters
         if self._consensus is not None:
@@ -276,7 +277,7 @@ class Replicated(OptimizerWrapper):
                 if lost or self._trained.changed:  # the changed parameters need other buckets
                     self._held_back = innermost.acts_before
                 else:
-                    stack.enter_context(innermost.overlap(self.step_count))
+                    stack.enter_context(innermost.overlap(self.step_count, may_send))
             yield
 
     @_disable_dynamo
@@ -530,7 +531,7 @@ class Replicated(OptimizerWrapper):
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
         by_level, self._consensus = build_levels(
             parameters,
-            self._trained.names,
+            self.model,
             self.base_step,
             self.levels,
             self.settings,

@@ -49,11 +49,6 @@ class TrainedParameters:
         """All parameters of the optimizer, frozen or not."""
         return [parameter for group in self._base.param_groups for parameter in group["params"]]
 
-    @property
-    def names(self) -> list[str]:
-        """The names of all parameters of the model."""
-        return list(local_parameters(self.model))
-
     def by_name(self) -> dict[str, Tensor]:
         """The parameters that require a gradient, in the model's order.
 

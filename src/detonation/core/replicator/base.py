@@ -3,7 +3,7 @@ optimizer.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -90,9 +90,9 @@ class Replicator(ABC):
         """
 
     @contextmanager
-    def overlap(self, step: int) -> Iterator[None]:
+    def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
         """Context manager in which backward sends the gradients of `step`, if the level supports
-        it.
+        it; see `Replicated.overlap`.
         """
         yield
 

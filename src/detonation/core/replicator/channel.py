@@ -22,7 +22,7 @@ from detonation.core.link import Link
 from detonation.core.memory import LocalState, Memory
 from detonation.core.optim import Deferred, SignSGD, hooks_of
 from detonation.core.runtime import Runtime
-from detonation.core.schemes import Scheme, buckets_of, codec_of
+from detonation.core.schemes import Scheme, buckets_of, codec_of, sending_order
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ class Channel:
         runtime: The device, the seed, and the use of kernels.
         counts: Of the faults of the level; a new one when left out.
         place: The number of the channel among all channels of the optimizer.
+        late: The parameters whose gradients arrive only at the end of backward, by name.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Channel:
         runtime: Runtime,
         counts: FaultCounts | None = None,
         place: int = 0,
+        late: Collection[str] = (),
     ) -> None:
         if runtime.decides_on_device:
             scheme = scheme.aligned(link.local_ranks)
@@ -167,6 +169,7 @@ class Channel:
         self.link = link
         self.runtime = runtime
         self.place = place
+        self.late = late
         self._needs_own_update = scheme.needs_own_update
         self.memory: Memory | None = None
         if scheme.feedback:
@@ -195,21 +198,20 @@ class Channel:
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
-        """One per bucket, in the order in which all replicas send them: last rows first, as
-        backward computes them.
-        """
+        """One per bucket, in the order in which all replicas send them."""
         buckets = buckets_of(
             self.scheme,
             self.layout,
             self.link.replicas,
             self.link.local_ranks,
             self.engine.reads_status,
+            self.late if self.scheme.worth_overlapping else (),
         )
         if len(buckets) == 1:
             return [self._whole]
         return [
             self._pipeline(bucket, number)
-            for number, bucket in enumerate(reversed(buckets), start=1)
+            for number, bucket in enumerate(sending_order(buckets), start=1)
         ]
 
     @cached_property

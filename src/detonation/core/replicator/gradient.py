@@ -253,7 +253,7 @@ class GradientReplicator(Replicator):
         self._updates.step_on(self._base, applies, self.channel.unused, first)
 
     @contextmanager
-    def overlap(self, step: int) -> Iterator[None]:
+    def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
         """Context manager in which backward sends the gradients of `step`; `before` then sends the
         rest.
         """
@@ -261,7 +261,7 @@ class GradientReplicator(Replicator):
         device = self.channel.runtime.device
         if self._stream is None and device.type != "cpu":
             self._stream = CommStream(device)
-        overlap = Overlap(self.parameters, self.channel, step, self._stream)
+        overlap = Overlap(self.parameters, self.channel, step, self._stream, may_send)
         self._overlap = overlap
         self.overlapping = True
         try:

@@ -1,7 +1,7 @@
 """Overlap: hooks send buckets of gradients while backward still computes the others."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,7 +11,12 @@ from torch import Tensor
 
 from detonation.core import runtime
 from detonation.core.base_error import DetonationError
-from detonation.core.flat.tensors import GradientStamp, gradient_stamps, local_gradients
+from detonation.core.flat.tensors import (
+    GradientStamp,
+    gradient_stamps,
+    local,
+    local_gradients,
+)
 from detonation.core.replicator.channel import Channel, Transfer
 
 SAMPLED_VALUES = 1024
@@ -71,6 +76,7 @@ class Overlap:
 
     Args:
         stream: On which an accelerator encodes and sends; None on a CPU.
+        may_send: See `Replicated.overlap`.
     """
 
     def __init__(
@@ -79,8 +85,11 @@ class Overlap:
         channel: Channel,
         step: int,
         stream: CommStream | None,
+        may_send: Callable[[], bool] | None = None,
     ) -> None:
         self.step = step
+        self._ask = may_send
+        self._may_send = True
         self._parameters = parameters
         self._names = list(parameters)
         self._channel = channel
@@ -94,6 +103,8 @@ class Overlap:
         # stamp of each gradient when its first piece was sent
         self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
+        # names of the parameters whose gradients were sent, by the memory that these are views of
+        self._views: dict[int, list[str]] = {}
         if stream:
             stream.wait_for_current()
 
@@ -154,6 +165,8 @@ class Overlap:
                 " twice cannot overlap"
             )
         self._arrived.add(index)
+        if self._views:
+            self._forgive_accumulation(parameter.grad)
         if self._stream:
             self._stream.wait_for_current()
         while self._left:
@@ -164,6 +177,11 @@ class Overlap:
             else:
                 needed = self._left[0].bucket.parameters
             if not self._arrived >= needed:
+                break
+            if self._ask:
+                self._may_send = self._ask()
+                self._ask = None
+            if not self._may_send:
                 break
             self._send_next()
 
@@ -179,6 +197,9 @@ class Overlap:
         with sending, self._channel.runtime.exact_arithmetic():
             for number, gradient in zip(numbers, local_gradients(parameters), strict=True):
                 signals[number] = gradient
+                if gradient is not None:
+                    views = self._views.setdefault(gradient.untyped_storage().data_ptr(), [])
+                    views.append(self._names[number])
             self._stamps = gradient_stamps(parameters) | self._stamps
             pieces = pipeline.bucket.cut(signals)
             largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
@@ -188,6 +209,18 @@ class Overlap:
                 self._samples.append((sample, sample.clone()))
             self._channel.send_bucket(self._transfer, pipeline, pieces)
         self._left.popleft()
+
+    def _forgive_accumulation(self, gradient: Tensor) -> None:
+        """Updates the stamps of sent gradients that are views of the memory of a new one.
+
+        FSDP2 adds the gradients of a unit one after the other into views of one tensor, and torch
+        counts these additions for the tensor.
+        """
+        shard = local(gradient)
+        for name in self._views.get(shard.untyped_storage().data_ptr(), ()):
+            sent, version, of_shard = self._stamps[name]
+            if of_shard + 1 == shard._version:
+                self._stamps[name] = (sent, version, shard._version)
 
     def _equal(self) -> Tensor:
         """True if the samples have not changed."""  # [] bool

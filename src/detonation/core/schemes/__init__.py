@@ -4,7 +4,12 @@ their bytes.
 Importing this package registers every scheme. A scheme knows nothing of links.
 """
 
-from detonation.core.schemes.buckets import aligned_rows, codec_of, rows_of_a_turn
+from detonation.core.schemes.buckets import (
+    aligned_rows,
+    codec_of,
+    rows_of_a_turn,
+    sending_order,
+)
 from detonation.core.schemes.gradients import (
     decoupled_adamw,
     demo,

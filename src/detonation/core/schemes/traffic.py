@@ -1,6 +1,6 @@
 """The bytes that a scheme sends: formulas over layouts, which need no model in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -172,7 +172,12 @@ def mean_bytes(
 
 
 def buckets_of(
-    scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, few: bool = False
+    scheme: Scheme,
+    layout: Layout,
+    replicas: int,
+    local_ranks: int = 1,
+    few: bool = False,
+    late: Collection[str] = (),
 ) -> list[Bucket]:
     """The buckets in which `layout` is sent during backward, or at the end of a round.
 
@@ -181,13 +186,14 @@ def buckets_of(
 
     Args:
         few: See `block_rows`.
+        late: See `cut_into_buckets`.
     """
     owned = collective_for(scheme, layout, replicas, local_ranks) == "owner"
     if owned:
         unit = rows_of_a_turn(scheme, replicas)
     else:
         unit = aligned_rows(scheme.codec)
-    return cut_into_buckets(layout, scheme, unit * replicas * local_ranks, few)
+    return cut_into_buckets(layout, scheme, unit * replicas * local_ranks, few, late)
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:

@@ -117,6 +117,7 @@ class Adapter:
         )
         self._waits: list[float] = []
         self._reports: list[float] = []
+        session.waits.shown = True
 
     def after(self, record: Record) -> list[str]:
         """Adds the waits of one step, and adapts to a changed link; returns the lines to print.

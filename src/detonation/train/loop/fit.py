@@ -6,8 +6,8 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGra
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.examples import draws, micro_batches_of_step
 from detonation.train.loop.session import Session, scheduler
-from detonation.train.loop.world import Alone, ElasticRanks, rank_in_words
+from detonation.train.loop.world import Alone, ElasticRanks, Gathered, rank_in_words
 from detonation.train.output.metrics import Record
 from detonation.wire.units import shard_bytes_sent
 
@@ -269,8 +269,8 @@ class UnevenRounds:
 def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
     """Computes the gradients of one step, and agrees on their loss. Collective.
 
-    A scheme that sends gradients during backward cannot recall them, so ranks agree on the loss
-    before the last backward. With other schemes they agree during backward.
+    A scheme that sends gradients during backward cannot recall them, so ranks wait for the losses
+    before the first message leaves. With other schemes they wait after backward.
     """
     losses: list[torch.Tensor] = []
     passes = len(micro_batches_of_step(session))
@@ -282,20 +282,66 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
     # [4] fp32: loss, signal, and the last step's seconds of computing and of waiting
     report = total.new_tensor([0.0, stop.number, *session.waits.own])
     report[0] = total
-    reports = session.world.all_gather(report)
+    agreement = _Agreement(session, step, stop, session.world.all_gather(report))
     _, innermost = session.optimizer.levels[0]
-    if not innermost.worth_overlapping:
-        loss.backward()  # type: ignore[no-untyped-call]
-    began = time.perf_counter()
-    arrived = reports()
-    agreeing = time.perf_counter() - began
-    session.waits.meet([seconds for _, _, *seconds in arrived], session.world.sizes)
-    mean = _mean_loss(session, step, arrived)
-    asked = session.world.stopped_by([row[1] for row in arrived], stop.number)
+    sending: AbstractContextManager[None] = nullcontext()
     if innermost.worth_overlapping:
-        with session.optimizer.overlap():
-            loss.backward()  # type: ignore[no-untyped-call]
-    return Outcome(mean, asked, agreeing)
+        if agreement.precedes_backward:
+            agreement.conclude()
+        sending = session.optimizer.overlap(agreement.finds_finite)
+    with sending:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return agreement.conclude()
+
+
+@dataclass
+class _Agreement:
+    """The agreement of all ranks on one step.
+
+    Args:
+        arriving: Waits for the reports of all ranks, which begin with a loss.
+    """
+
+    session: Session
+    step: int
+    stop: Stop
+    arriving: Gathered
+    waited_s: float = 0.0
+    outcome: Outcome | None = None
+    arrived: list[list[Any]] | None = None
+
+    def reports(self) -> list[list[Any]]:
+        """The reports in rank order. Waits for them."""
+        # no cached property, which locks out the threads of other simulated replicas
+        if self.arrived is None:
+            began = time.perf_counter()
+            self.arrived = self.arriving()
+            self.waited_s = time.perf_counter() - began
+        return self.arrived
+
+    @property
+    def precedes_backward(self) -> bool:
+        """True if ranks must agree before backward: it changes the memory of a shard wire, an
+        elastic run learns of lost replicas from the agreement, and `adapt` measures its latency.
+        """
+        session = self.session
+        is_elastic = isinstance(session.world, ElasticRanks)
+        return is_elastic or session.waits.shown or bool(session.config.mesh.shard_wire)
+
+    def finds_finite(self) -> bool:
+        """True if the losses of all ranks are finite."""
+        return all(math.isfinite(loss) for loss, *_ in self.reports())
+
+    def conclude(self) -> Outcome:
+        """The outcome. Raises `NonFiniteLoss` if the loss of a rank is not finite."""
+        if self.outcome is None:
+            session = self.session
+            reports = self.reports()
+            session.waits.meet([seconds for _, _, *seconds in reports], session.world.sizes)
+            mean = _mean_loss(session, self.step, reports)
+            asked = session.world.stopped_by([row[1] for row in reports], self.stop.number)
+            self.outcome = Outcome(mean, asked, self.waited_s)
+        return self.outcome
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
