@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from detonation.cluster.init import LaunchPosition
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.cluster.position import host_and_port, require_known_host
-from detonation.cluster.processes.rendezvous import reached_store
+from detonation.cluster.quorum.store import meeting_store
 from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.feed.admission import admitted
@@ -57,6 +57,11 @@ def check_place(
         raise ValueError(
             f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}"
         )
+    if "," in mesh.meet and number is None and not request.join:
+        raise ValueError(
+            f"--meet is {mesh.meet!r}, but a command hosts one store only: start detonation meet at"
+            " each address, and give --replica"
+        )
     if mesh.elastic and place is not None and number is None and not request.join:
         raise ValueError(
             "under a launcher an elastic run is one world for each replica: give --replica and"
@@ -85,7 +90,7 @@ def joined_session(
     """
     read_token()  # check everything local before other replicas know this one
     directory.require_writable(out)
-    store = reached_store(*host_and_port(address))
+    store = meeting_store(address)
     mesh = init_mesh(1, config.mesh.shards, device.type)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
