@@ -4,6 +4,7 @@ Clients change it by the real `Proposal`, stores end, answers are lost, requests
 """
 
 import copy
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
@@ -215,3 +216,25 @@ def searched(
                 seen.add(key)
                 todo.append((following, (*path, move)))
     return len(seen)
+
+
+def walked(calls: Sequence[Sequence[Call]], faults: int, seed: int, most: int = 2000) -> int:
+    """Lets things happen at random until all calls are over; returns how many did.
+
+    Raises `AssertionError` with the events before a fault, or if `most` were not enough.
+    """
+    draw = random.Random(seed)
+    world = World([Client(each) for each in calls], faults, again=most)
+    world.begin_calls()
+    path: list[tuple[str, int, int]] = []
+    while any(client.proposal is not None for client in world.clients):
+        moves = [*world.moves()]
+        usual = [move for move in moves if move[0] in ("ask", "again", "late")]
+        if usual and draw.random() < 0.9:
+            moves = usual
+        path.append(draw.choice(moves))
+        before = len(world.results)
+        world.do(*path[-1])
+        assert len(path) < most, ("no end", path)
+        assert len(world.results) == before or world.is_linear(), (world.results, path)
+    return len(path)

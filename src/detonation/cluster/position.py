@@ -194,9 +194,9 @@ def require_known_host(flag: str, addresses: str) -> None:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError) as error:
+            named = joined_address(host, port)
             raise ValueError(
-                f"{flag} is {addresses!r}, but no host has the name {host!r}: give the name or"
-                " address of one"
+                f"{flag} is {named!r}, but no host has that name: give the name or address of one"
             ) from error
 
 

@@ -132,12 +132,18 @@ class Proposal:
         for cell in known:
             if sum(each.accepted == cell.accepted for each in known) >= self._majority:
                 value, result = self._outcome(cell)
-                # an earlier attempt may still be chosen, until a round has overtaken it
-                if value == cell.value and (not self._tried or self._counts(cell)):
+                if self._settled(cell, value):
                     self._finish(cell, result)
                     return
         if len(known) >= self._majority:
             self._ballot = (max(cell.promised[0] for cell in known) + 1, self._who)
+
+    def _settled(self, cell: Cell, value: bytes | None) -> bool:
+        """True if nothing is left to do for the chosen `cell`, which this change gives `value`.
+
+        An earlier attempt may still be chosen, until another round has overtaken it.
+        """
+        return value == cell.value and (not self._tried or self._counts(cell) is not None)
 
     def _advance(self) -> None:
         known = self._known()
