@@ -92,7 +92,7 @@ class World:
                 call = client.calls[client.begun]
                 client.begun += 1
                 self.began[call.name] = replace(call, after=frozenset(self.results))
-                client.proposal = Proposal(STORES, f"{number}{client.begun}", call.change)
+                client.proposal = Proposal(STORES, f"{number}-{client.begun}", call.change)
 
     def moves(self) -> Iterator[tuple[str, int, int]]:
         """All that may happen next."""

@@ -40,7 +40,7 @@ def test_every_order_with_a_fault_explains_itself(name):
     assert searched(PROGRAMS[name], faults=1, again=1, most=60_000) > 1000
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_long_orders_with_faults_end_and_explain_themselves(seed):
     for program in (*PROGRAMS.values(), LONGER):
         for number in range(20):
@@ -129,7 +129,7 @@ def test_a_call_that_was_overtaken_ends_when_its_attempt_cannot_count_any_more(m
     assert not _overtaken().is_linear()
 
 
-ballots = st.tuples(st.integers(0, 2**40), st.text("0123456789abcdef", max_size=12))
+ballots = st.tuples(st.integers(0, 2**40), st.text("0123456789abcdef-", max_size=12))
 
 
 @given(ballots, ballots, st.none() | st.binary(), st.lists(ballots, max_size=3))

@@ -12,23 +12,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Ballot = tuple[int, str]
-"""Number of an attempt to change a key; the text makes it unique."""
+"""Number of an attempt to change a key, and "CLIENT-CALL", which makes it unique."""
 Change = Callable[[bytes | None], tuple[bytes | None, Any]]
 """Returns the new value for the present one, and the result of the call; None is a missing key."""
 Request = tuple[bytes, bytes | None]
 """Expected and desired bytes of a cell; None removes the cell."""
 READ: Request = (b"", b"")
 _NONE: Ballot = (0, "")
-_KEPT = 8
 
 
 @dataclass(frozen=True)
 class Cell:
     """What one store keeps for one key.
 
-    promised: no lower ballot is accepted any more. accepted: the ballot of `value`. applied: the
-    last ballots that changed the value up to this one. A client that repeats a change finds there
-    whether its earlier attempt counts.
+    promised: no lower ballot is accepted any more. accepted: the ballot of `value`. applied: for
+    each client the last ballot that changed the value up to this one. A client that repeats a
+    change finds there whether its earlier attempt counts. So it makes one change at a time.
     """
 
     promised: Ballot = _NONE
@@ -65,8 +64,12 @@ def _ballot(text: str) -> Ballot:
     return int(number), who
 
 
+def _client(ballot: Ballot) -> str:
+    return ballot[1].partition("-")[0]
+
+
 class Proposal:
-    """One change of one key, which a majority of `stores` must confirm. `who` is unique.
+    """One change of one key, which a majority of `stores` must confirm. who: "CLIENT-CALL".
 
     over: the change is decided; then `result` and `cell` are set. beaten: another client is ahead;
     the proposal stands still until `again`, after a random time.
@@ -160,7 +163,8 @@ class Proposal:
         value, result = self._outcome(latest)
         applied = latest.applied
         if value != latest.value:
-            applied = (*applied, self._ballot)[-_KEPT:]
+            others = (each for each in applied if _client(each) != _client(self._ballot))
+            applied = (*others, self._ballot)
         self._tried[self._ballot] = result
         self._proposed = Cell(self._ballot, self._ballot, value, applied)
 

@@ -4,7 +4,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 from secrets import token_hex
 from typing import Any
@@ -109,7 +109,7 @@ class Stores:
         self._decide({key: Removal(len(self._connections))})
 
     def _proposal(self, change: Change) -> Proposal:
-        who = f"{self._name}{next(self._numbers):x}"
+        who = f"{self._name}-{next(self._numbers):x}"
         return Proposal(len(self._connections), who, change)
 
     def _decide(self, proposals: Mapping[str, Proposal | Removal]) -> None:
@@ -118,6 +118,8 @@ class Stores:
         deadline = time.monotonic() + self._timeout_s
         pause = _BACK_OFF_S
         with self._changed:
+            # see `Cell.applied`
+            self._changed.wait_for(lambda: not self._uses_keys(proposals))
             self._calls.append(call)
             self._changed.notify_all()
         try:
@@ -134,6 +136,13 @@ class Stores:
                 if not call.over:
                     self._calls.remove(call)
                 self._drop_over()
+                self._changed.notify_all()
+
+    def _uses_keys(self, keys: Collection[str]) -> bool:
+        """True if a call of another thread has not ended yet for one of `keys`."""
+        return any(
+            each.awaited and not each.proposals.keys().isdisjoint(keys) for each in self._calls
+        )
 
     def _is_over(self, call: Call, deadline: float) -> bool:
         """Waits; returns True if `call` is over, False if it is beaten."""
@@ -235,6 +244,7 @@ class Stores:
         if self._members is None or connection.identity in self._members:
             return
         connection.ended = True
+        connection.told = False
         self._tell_lost(connection, "started after the run, so it is empty and not used")
         fresh = Connection(connection.number, connection.host, connection.port)
         fresh.ended = True
