@@ -40,7 +40,7 @@ class Connection:
         self.since = 0.0
         self._store: TCPStore | None = None
 
-    def open(self) -> None:
+    def connect(self) -> None:
         """Connects, and reads the identity. Raises `OSError` or `DistError` if that fails."""
         # torch tries for the whole limit, and does not say whether the host refuses
         socket.create_connection((self.host, self.port), timeout=_CONNECT_S).close()

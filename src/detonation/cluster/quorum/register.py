@@ -1,8 +1,8 @@
 """One key that several stores keep, of which a minority may be lost.
 
 Each change of a key is a round of Paxos that starts from the value chosen last (CASPaxos: Rystsov
-2018, arXiv:1802.07000). The stores run no code of ours: each keeps one `Cell` for a key, and clients
-change that cell by the store's own compare-and-set (active disks: Chockler and Malkhi 2002).
+2018, arXiv:1802.07000). The stores run no code of ours. Each keeps one `Cell` for a key, and
+clients change it by the store's own compare-and-set (active disks: Chockler and Malkhi 2002).
 
 Nothing here has a clock or a network: a `Proposal` says what to ask, and is told the answers.
 """

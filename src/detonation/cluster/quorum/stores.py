@@ -196,7 +196,7 @@ class Stores:
             try:
                 if not connection.is_open:
                     connection.since = time.monotonic()
-                    connection.open()
+                    connection.connect()
                     self._admit(connection)
                     continue
                 call, requests = self._next(connection)

@@ -274,9 +274,7 @@ def elastic(
     speed = None
     if link:
         speed = LinkSpeed.parse(link)
-    if isinstance(store, str):
-        store = meeting_store(store)
-    base = store or distributed_c10d._get_default_store()
+    base = _reached(store)
     look = refusals(base, replica, replica * shards + shard)
     membership = Membership(
         next_axis_store(base, replica * shards + shard, replicas * shards, look),
@@ -295,6 +293,12 @@ def elastic(
     except ValueError:  # stop sending heartbeats before the other ranks rely on this one
         membership.stop()
         raise
+
+
+def _reached(store: Store | str | None) -> Store:
+    if isinstance(store, str):
+        return meeting_store(store)
+    return store or distributed_c10d._get_default_store()
 
 
 def _node_link(
@@ -371,9 +375,7 @@ class Guest:
             self._shard = mesh["shard"].get_local_rank()
             self._shards = mesh["shard"].size()
         self._timeout_s = timeout_s
-        if isinstance(store, str):
-            store = meeting_store(store)
-        own = latest_axis_store(store)
+        own = latest_axis_store(_reached(store))
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
             raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")

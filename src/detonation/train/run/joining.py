@@ -57,11 +57,6 @@ def check_place(
         raise ValueError(
             f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}"
         )
-    if "," in mesh.meet and number is None and not request.join:
-        raise ValueError(
-            f"--meet is {mesh.meet!r}, but a command hosts one store only: start detonation meet at"
-            " each address, and give --replica"
-        )
     if mesh.elastic and place is not None and number is None and not request.join:
         raise ValueError(
             "under a launcher an elastic run is one world for each replica: give --replica and"
@@ -69,9 +64,20 @@ def check_place(
         )
     if request.join and request.out is None:
         raise ValueError("--join needs --out: the run directory, for checkpoints")
-    for flag, address in (("--meet", mesh.meet), ("--join", request.join)):
-        if address:
-            require_known_host(flag, address)
+    _check_addresses(request, mesh.meet)
+
+
+def _check_addresses(request: Request, meet: str) -> None:
+    """Raises `ValueError` if an address of a store is wrong, or this command would have to host
+    several."""
+    for flag, addresses in (("--meet", meet), ("--join", request.join)):
+        if addresses:
+            require_known_host(flag, addresses)
+    if "," in meet and request.replica is None and not request.join:
+        raise ValueError(
+            f"--meet is {meet!r}, but a command hosts one store only: start detonation meet at each"
+            " address, and give --replica"
+        )
 
 
 def check_feed(address: str) -> None:
