@@ -170,17 +170,16 @@ def test_wrong_addresses_are_refused_in_one_line(meets):
 
 
 @pytest.mark.usefixtures("soon", "patient")
-def test_a_run_goes_on_when_a_store_and_a_replica_are_killed(meets, tmp_path):
-    recipe, way = write_recipe(tmp_path / "tiny.toml"), ("--elastic", "--replicas", 3)
+def test_a_run_goes_on_when_a_store_and_a_replica_are_killed_and_lets_another_in(meets, tmp_path):
+    recipe, where = write_recipe(tmp_path / "tiny.toml"), ",".join(meets.addresses)
     sets = ("--set", "train.steps=100000", f"peers.silence_s={LIMIT_S}")
-    meet = ("--meet", ",".join(meets.addresses))
-    commands = [
-        Command(
-            tmp_path / str(number),
-            *("train", recipe, "--out", tmp_path / "run", *way, *meet, "--replica", number, *sets),
-        )
-        for number in range(3)
-    ]
+
+    def start(name, *more):
+        given = ("train", recipe, "--out", tmp_path / "run", *more, *sets)
+        return Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"})
+
+    way = ("--elastic", "--replicas", 3, "--meet", where, "--replica")
+    commands = [start(str(number), *way, number) for number in range(3)]
     try:
         commands[0].wait_for_step(3)
         meets.commands[0].kill()
@@ -188,8 +187,11 @@ def test_a_run_goes_on_when_a_store_and_a_replica_are_killed(meets, tmp_path):
         metrics = tmp_path / "run" / "metrics.jsonl"
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
         commands[0].wait_for_step(steps[-1] + 20)
+        commands.append(start("newcomer", "--join", where))
+        commands[-1].wait_for_step(1)
         os.kill(commands[0].pid, signal.SIGUSR1)  # all save and end
-        assert [each.wait() for each in commands[:2]] == [0, 0], commands[0].errors
+        codes = [commands[number].wait() for number in (0, 1, 3)]
+        assert codes == [0, 0, 0], commands[0].errors
         assert "lost replica 2" in commands[0].stdout
     finally:
         for command in commands:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
-from detonation.cluster.quorum.register import Change, Proposal, Request
+from detonation.cluster.quorum.register import Change, Proposal, Swap
 
 STORES = 3
 
@@ -56,7 +56,7 @@ class World:
     faults: int
     again: int
     stores: list[bytes | None] = field(default_factory=lambda: [b""] * STORES)
-    stray: tuple[tuple[int, Request], ...] = ()
+    stray: tuple[tuple[int, Swap], ...] = ()
     began: dict[str, Call] = field(default_factory=dict)
     results: dict[str, object] = field(default_factory=dict)
 
@@ -164,7 +164,7 @@ class World:
         elif found is not None:
             proposal.receive(store, found)
 
-    def _ask(self, store: int, request: Request) -> bytes | None:
+    def _ask(self, store: int, request: Swap) -> bytes | None:
         """The store's compare-and-set."""
         if self.stores[store] == request[0]:
             self.stores[store] = request[1]

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from detonation.cluster.position import joined_address
-from detonation.cluster.quorum.register import READ, Request
+from detonation.cluster.quorum.register import READ, Swap
 
 _IDENTITY = "detonation/store/identity"
 _CONNECT_S = 2.0
@@ -66,7 +66,7 @@ class Connection:
             self.why = error.strerror or self.why
         self.ended = isinstance(error, ConnectionRefusedError)
 
-    def answers(self, requests: Mapping[str, Request]) -> dict[str, bytes]:
+    def answers(self, requests: Mapping[str, Swap]) -> dict[str, bytes]:
         """Asks the store; returns the cells of its keys after that.
 
         Raises `DistError` or `RuntimeError` if the store is lost.

@@ -15,9 +15,9 @@ Ballot = tuple[int, str]
 """Number of an attempt to change a key, and "CLIENT-CALL", which makes it unique."""
 Change = Callable[[bytes | None], tuple[bytes | None, Any]]
 """Returns the new value for the present one, and the result of the call; None is a missing key."""
-Request = tuple[bytes, bytes | None]
+Swap = tuple[bytes, bytes | None]
 """Expected and desired bytes of a cell; None removes the cell."""
-READ: Request = (b"", b"")
+READ: Swap = (b"", b"")
 _NONE: Ballot = (0, "")
 
 
@@ -92,7 +92,7 @@ class Proposal:
         self._proposed: Cell | None = None
         self._tried: dict[Ballot, Any] = {}
 
-    def request(self, store: int) -> Request | None:
+    def request(self, store: int) -> Swap | None:
         """What to ask of `store` now; None for nothing."""
         if self.over or self.beaten:
             return None
@@ -199,7 +199,7 @@ class Removal:
         self._told: set[int] = set()
         self._majority = stores // 2 + 1
 
-    def request(self, store: int) -> Request | None:
+    def request(self, store: int) -> Swap | None:
         """What to ask of `store` now; None for nothing."""
         if store in self._told:
             return None

@@ -17,7 +17,7 @@ from detonation.cluster.quorum.register import (
     Change,
     Proposal,
     Removal,
-    Request,
+    Swap,
     compares,
     reads,
 )
@@ -50,7 +50,7 @@ class Call:
     def beaten(self) -> bool:
         return any(each.beaten for each in self.proposals.values())
 
-    def requests(self, store: int) -> dict[str, Request]:
+    def requests(self, store: int) -> dict[str, Swap]:
         asked = {key: each.request(store) for key, each in self.proposals.items()}
         return {key: request for key, request in asked.items() if request is not None}
 
@@ -214,7 +214,7 @@ class Stores:
     def _uses(self, connection: Connection) -> bool:
         return not self._closed and self._connections[connection.number] is connection
 
-    def _next(self, connection: Connection) -> tuple[Call | None, dict[str, Request]]:
+    def _next(self, connection: Connection) -> tuple[Call | None, dict[str, Swap]]:
         """Waits for what is to be asked of the store; nothing if it is not used any more."""
         with self._changed:
             while self._uses(connection):
