@@ -1,9 +1,11 @@
 """A store of torch.distributed that several stores keep, of which a minority may be lost."""
 
 import atexit
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -39,6 +41,8 @@ class QuorumStore(Store):
         # no thread may ask a store when the interpreter ends; and torch holds only its own part of
         # this object
         atexit.register(self.close)
+        # a fork has neither the threads nor, perhaps, the lock
+        os.register_at_fork(after_in_child=partial(atexit.unregister, self.close))
 
     def close(self) -> None:
         """Ends the threads."""

@@ -79,7 +79,7 @@ class Stores:
         self.host, self.port = addresses[0]
         self._timeout_s = timeout_s
         self._majority = len(addresses) // 2 + 1
-        self._name = token_hex(4)
+        self._name = token_hex(8)
         self._numbers = count()
         self._changed = threading.Condition()
         self._closed = False
