@@ -173,12 +173,13 @@ def both_ways(*pairs: tuple[int, int]) -> tuple[Act, Act]:
     return lambda run: act(run, True), lambda run: act(run, False)
 
 
-def off(node: int) -> tuple[Act, Act]:
-    """Takes a node off the switch, and puts it back."""
+def off(*nodes: int) -> tuple[Act, Act]:
+    """Takes nodes off the switch, and puts them back."""
 
     def act(run: Run, state: str) -> None:
-        link = ["ip", "-n", run.cluster.switch, "link", "set", f"port{node}", state]
-        subprocess.run(link, check=True)
+        for node in nodes:
+            link = ["ip", "-n", run.cluster.switch, "link", "set", f"port{node}", state]
+            subprocess.run(link, check=True)
 
     return lambda run: act(run, "down"), lambda run: act(run, "up")
 
@@ -254,6 +255,7 @@ SCENARIOS = [
     Scenario("the host of one of three stores, with replica 2, off", off(2), stores=3),
     Scenario("one of five stores, then such a host, in 0.5 s", store_and_host(2), stores=5),
     Scenario("two of three stores are killed", stores_end(2), stores=3),
+    Scenario("two of three stores cut off from all, for ever", off(3, 4), stores=3),
     Scenario("all links at 1 Mbit/s, 60 s", SLOWER, 60.0),
 ]
 
