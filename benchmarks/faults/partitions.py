@@ -91,13 +91,26 @@ class Command(Fork):
 
 
 class Run:
-    """A run in `cluster`: replica i in node i, the store in the last node."""
+    """A run in `cluster`: replica i in node i, the store in the last node.
 
-    def __init__(self, cluster: NamespaceCluster, folder: Path, replicas: int) -> None:
+    Of several stores, the last one is in the node of the last replica, the others in nodes of their
+    own.
+    """
+
+    def __init__(
+        self, cluster: NamespaceCluster, folder: Path, replicas: int, stores: int = 1
+    ) -> None:
         self.cluster, self.folder, self.replicas = cluster, folder, replicas
         self.metrics = folder / "run" / "metrics.jsonl"
-        self.address = f"{cluster.address(replicas)}:{PORT}"
-        self.store = self._command(replicas, "meet", "meet", self.address)
+        nodes = [*range(replicas, replicas + stores)]
+        if stores > 1:
+            nodes[-1] = replicas - 1
+        addresses = [f"{cluster.address(node)}:{PORT}" for node in nodes]
+        self.address = ",".join(addresses)
+        self.stores = [
+            self._command(node, f"meet{node}", "meet", address)
+            for node, address in zip(nodes, addresses, strict=True)
+        ]
         shared = ["train", "quick-lm", "--elastic", "--meet", self.address, "--shards", "1"]
         shared += ["--replicas", str(replicas), "--steps", "1000000", "--interface", INTERFACE]
         shared += ["--out", str(folder / "run"), "--set", *_SETTINGS]
@@ -125,7 +138,7 @@ class Run:
         return lines[-1] if lines else ""
 
     def close(self) -> None:
-        for process in (*self.processes, self.store):
+        for process in (*self.processes, *self.stores):
             process.kill()
 
 
@@ -160,12 +173,13 @@ def both_ways(*pairs: tuple[int, int]) -> tuple[Act, Act]:
     return lambda run: act(run, True), lambda run: act(run, False)
 
 
-def off(node: int) -> tuple[Act, Act]:
-    """Takes a node off the switch, and puts it back."""
+def off(*nodes: int) -> tuple[Act, Act]:
+    """Takes nodes off the switch, and puts them back."""
 
     def act(run: Run, state: str) -> None:
-        link = ["ip", "-n", run.cluster.switch, "link", "set", f"port{node}", state]
-        subprocess.run(link, check=True)
+        for node in nodes:
+            link = ["ip", "-n", run.cluster.switch, "link", "set", f"port{node}", state]
+            subprocess.run(link, check=True)
 
     return lambda run: act(run, "down"), lambda run: act(run, "up")
 
@@ -180,7 +194,27 @@ def reset(node: int) -> tuple[Act, Act]:
     return act, lambda run: None
 
 
-STORE_ENDS: tuple[Act, Act] = (lambda run: run.store.kill(), lambda run: None)
+def stores_end(number: int) -> tuple[Act, Act]:
+    """Kills the first `number` stores."""
+
+    def act(run: Run) -> None:
+        for store in run.stores[:number]:
+            store.kill()
+
+    return act, lambda run: None
+
+
+def store_and_host(node: int) -> tuple[Act, Act]:
+    """Kills the first store, and half a second later takes a node off the switch."""
+
+    def act(run: Run) -> None:
+        stores_end(1)[0](run)
+        time.sleep(0.5)
+        off(node)[0](run)
+
+    return act, off(node)[1]
+
+
 SLOWER: tuple[Act, Act] = (
     lambda run: run.cluster.shape(SLOW),
     lambda run: run.cluster.shape(FAST),
@@ -195,6 +229,7 @@ class Scenario:
     cut: tuple[Act, Act]
     seconds: float = 0.0
     replicas: int = 3
+    stores: int = 1
 
 
 def _three(name: str, cut: tuple[Act, Act]) -> list[Scenario]:
@@ -214,7 +249,13 @@ SCENARIOS = [
     Scenario("halves, 0 and 1, 2 and 3; all reach the store", both_ways(*HALVES), 0.0, 4),
     Scenario("halves, 2 and 3 without the store", both_ways(*HALVES, (2, -1), (3, -1)), 0.0, 4),
     *_three("all cut off from the store", both_ways((0, -1), (1, -1), (2, -1))),
-    Scenario("the process of the store is killed", STORE_ENDS),
+    Scenario("the process of the store is killed", stores_end(1)),
+    Scenario("one of three stores is killed", stores_end(1), stores=3),
+    Scenario("one of three stores cut off from all, 30 s", off(3), 30.0, stores=3),
+    Scenario("the host of one of three stores, with replica 2, off", off(2), stores=3),
+    Scenario("one of five stores, then such a host, in 0.5 s", store_and_host(2), stores=5),
+    Scenario("two of three stores are killed", stores_end(2), stores=3),
+    Scenario("two of three stores cut off from all, for ever", off(3, 4), stores=3),
     Scenario("all links at 1 Mbit/s, 60 s", SLOWER, 60.0),
 ]
 
@@ -223,9 +264,9 @@ def measured(scenario: Scenario) -> Outcome:
     """Runs one scenario."""
     with (
         tempfile.TemporaryDirectory(prefix="partitions-") as folder,
-        namespace_cluster(scenario.replicas + 1, FAST) as cluster,
+        namespace_cluster(scenario.replicas + max(1, scenario.stores - 1), FAST) as cluster,
     ):
-        run = Run(cluster, Path(folder), scenario.replicas)
+        run = Run(cluster, Path(folder), scenario.replicas, scenario.stores)
         try:
             _await_start(run)
             return _watched(run, scenario)

@@ -55,7 +55,11 @@ HOUSE = {
     "cluster/init": ("cluster/processes core", ANY),
     "cluster/network": ("cluster/init core", ANY),
     "cluster/shares": ("", NONE),
-    "cluster/survive": ("cluster/network cluster/init cluster/shares core", ANY),
+    "cluster/quorum": ("cluster/processes", ANY),
+    "cluster/survive": (
+        "cluster/network cluster/init cluster/shares cluster/quorum core",
+        ANY,
+    ),
     "cluster": ("cluster/network cluster/survive wire core", ANY),
     "checkpoint/files": ("core", DTENSOR),
     "checkpoint": ("checkpoint/files wire gates core", ANY),

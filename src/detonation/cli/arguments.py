@@ -128,11 +128,11 @@ class Train(Shortcuts, Processes):
     elastic: Flag = False
     """Train on when a replica is lost, down to mesh.min_replicas."""
     meet: Address = None
-    """Store of an elastic run (detonation meet); here when left out."""
+    """Store of an elastic run (detonation meet), or 3, A,B,C; here when left out."""
     replica: Integer = None
     """Run this replica alone; it meets the others at --meet."""
     join: Address = None
-    """Join the elastic run whose store is there; needs DETONATION_TOKEN."""
+    """Join the elastic run whose stores are there; needs DETONATION_TOKEN."""
     interface: Annotated[str, shown("NAME")] = ""
     """Network interface of the sockets, such as wg0."""
 

@@ -186,17 +186,18 @@ def _number(env: Mapping[str, str], name: str, default: int | str = "") -> int:
     return int(text)
 
 
-def require_known_host(flag: str, address: str) -> None:
-    """Raises `ValueError` if this machine cannot resolve the HOST of "HOST:PORT", the value of
-    `flag`.
+def require_known_host(flag: str, addresses: str) -> None:
+    """Raises `ValueError` if this machine cannot resolve a HOST of the stores' `addresses`, the
+    value of `flag`.
     """
-    host, port = host_and_port(address)
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:
-        raise ValueError(
-            f"{flag} is {address!r}, but no host has that name: give the name or address of one"
-        ) from error
+    for host, port in store_addresses(addresses):
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (socket.gaierror, UnicodeError) as error:
+            named = joined_address(host, port)
+            raise ValueError(
+                f"{flag} is {named!r}, but no host has that name: give the name or address of one"
+            ) from error
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -214,6 +215,25 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"the address is {address!r}, must be HOST:PORT such as 127.0.0.1:7000")
     return host, int(port)
+
+
+def store_addresses(text: str) -> list[tuple[str, int]]:
+    """The parts of one "HOST:PORT", or of several that are separated by commas.
+
+    Raises `ValueError` if an address has another form or is repeated, or the number is even.
+
+    >>> store_addresses("a:7000,b:7000,c:7000")
+    [('a', 7000), ('b', 7000), ('c', 7000)]
+    """
+    found = [host_and_port(each.strip()) for each in text.split(",")]
+    if len({*found}) < len(found):
+        raise ValueError(f"the stores are {text!r}, but must be different: give each once")
+    if len(found) % 2 == 0:
+        raise ValueError(
+            f"the stores are {text!r}, but their number must be odd: {len(found)} survive no more"
+            f" losses than {len(found) - 1}"
+        )
+    return found
 
 
 def joined_address(host: str, port: int | str) -> str:

@@ -18,11 +18,9 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
@@ -33,7 +31,6 @@ from detonation.cluster.processes.rendezvous import rendezvous_store, wait_until
 
 FRESH_S = 60.0
 """Seconds in which ranks or replicas that are started together meet or refuse."""
-_CONNECT_S = 3.0
 _LOOK_S = 0.25
 _KEY = "detonation/refused"
 _REFUSED = "refused"
@@ -146,14 +143,12 @@ def is_prepared(store: Store, rank: int) -> bool:
     return bool(store.check([_prepared(rank)]))
 
 
-def refuse_start(host: str, port: int, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to the store in which the others wait, if the
-    store is reachable.
+def refuse_start(reach: Callable[[], Store], replica: int, reason: str) -> None:
+    """Writes the `reason` why `replica` cannot start to the store in which the others wait, if
+    `reach` reaches it.
     """
-    with suppress(DistError, TimeoutError, RuntimeError, OSError):
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()
-        store = TCPStore(host, port, timeout=timedelta(seconds=_CONNECT_S))
-        note_refusal(store, replica, reason)
+    with suppress(DistError, ValueError, RuntimeError, OSError):
+        note_refusal(reach(), replica, reason)
 
 
 def note_refusal(store: Store, replica: int, reason: str) -> None:

@@ -118,14 +118,15 @@ def rendezvous_store(
         ) from error
 
 
-def reached_store(host: str, port: int) -> TCPStore:
-    """Connects to the store at `host` and `port`. Waits up to 300 s for it, and logs that it waits.
+def reached_store(host: str, port: int, limit_s: float = _RENDEZVOUS_TIMEOUT_S) -> TCPStore:
+    """Connects to the store at `host` and `port`. Waits up to `limit_s` for it, and logs that it
+    waits.
 
     Raises `ValueError` if nothing answers, or the host is unknown.
     """
     where = joined_address(host, port)
     require_known_host("the address of the store", where)
-    awaited = Awaited("this replica", _RENDEZVOUS_TIMEOUT_S)
+    awaited = Awaited("this replica", limit_s)
     while why := _cannot_connect(host, port):
         try:
             awaited.wait(partial("{}: {}".format, where, why), _CONNECT_S / 10)
@@ -135,7 +136,7 @@ def reached_store(host: str, port: int) -> TCPStore:
             ) from error
     try:
         with says_meanwhile("this replica", f"an answer from {where}"):
-            return TCPStore(host, port, timeout=timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
+            return TCPStore(host, port, timeout=timedelta(seconds=limit_s))
     except DistError as error:
         raise ValueError(
             f"the program that listens at {where} is no store: give the address of detonation meet"

@@ -24,9 +24,9 @@ from detonation.cluster.network.throttled import ELSEWHERE, NodeLink
 from detonation.cluster.position import host_and_port, joined_address
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.processes.refusal import is_prepared, refusals
-from detonation.cluster.processes.rendezvous import reached_store
 from detonation.cluster.processes.signals import end_if_asked
 from detonation.cluster.processes.waiting import WAIT_LINE_S, Awaited
+from detonation.cluster.quorum.store import meeting_store
 from detonation.cluster.survive.agreement import (
     EPOCH,
     SIZE,
@@ -182,9 +182,9 @@ def join_replicas(position: LaunchPosition, host: str, port: int, shards: int) -
     take_place(store, position.rank // shards, position.world_size // shards)
 
 
-def meet_replicas(address: str, replica: int, replicas: int) -> None:
-    """Connects replica `replica`, which is a separate world, to the store at `address`."""
-    take_place(reached_store(*host_and_port(address)), replica, replicas)
+def meet_replicas(addresses: str, replica: int, replicas: int) -> None:
+    """Connects replica `replica`, which is a separate world, to the store at `addresses`."""
+    take_place(meeting_store(addresses), replica, replicas)
 
 
 def take_place(store: Store, replica: int, replicas: int) -> None:
@@ -198,7 +198,7 @@ def elastic(
     *,
     replica: int | None = None,
     replicas: int | None = None,
-    store: Store | None = None,
+    store: Store | str | None = None,
     min_replicas: int = 1,
     silence_s: float = 15.0,
     timeout_s: float = GROUP_TIMEOUT_S,
@@ -222,7 +222,8 @@ def elastic(
         replicas: Number of replicas, if each is a separate world.
         store: Where all ranks meet; by default the store of the default process group. No rank can
             continue without it, so the process that hosts it must not be lost: with torchrun the
-            agent of the first node, otherwise rank 0.
+            agent of the first node, otherwise rank 0. "HOST:PORT,HOST:PORT,HOST:PORT" are stores
+            of `detonation meet`, of which a minority may be lost.
         min_replicas: From 1 to the number of replicas. If fewer are left, all raise `ReplicaLost`.
         silence_s: A rank that sends no beat for this many seconds is lost; above 1. The loss of a
             killed rank is noticed at once, because its connections close.
@@ -273,7 +274,7 @@ def elastic(
     speed = None
     if link:
         speed = LinkSpeed.parse(link)
-    base = store or distributed_c10d._get_default_store()
+    base = _reached(store)
     look = refusals(base, replica, replica * shards + shard)
     membership = Membership(
         next_axis_store(base, replica * shards + shard, replicas * shards, look),
@@ -292,6 +293,12 @@ def elastic(
     except ValueError:  # stop sending heartbeats before the other ranks rely on this one
         membership.stop()
         raise
+
+
+def _reached(store: Store | str | None) -> Store:
+    if isinstance(store, str):
+        return meeting_store(store)
+    return store or distributed_c10d._get_default_store()
 
 
 def _node_link(
@@ -351,7 +358,7 @@ class Guest:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | str,
         mesh: DeviceMesh | None = None,
         *,
         min_replicas: int = 1,
@@ -368,7 +375,7 @@ class Guest:
             self._shard = mesh["shard"].get_local_rank()
             self._shards = mesh["shard"].size()
         self._timeout_s = timeout_s
-        own = latest_axis_store(store)
+        own = latest_axis_store(_reached(store))
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
             raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")

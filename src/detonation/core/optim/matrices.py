@@ -227,7 +227,7 @@ class _Group:
             each.step.after(_divided(each.step, shard, notes, each.rows(self._rank)))
 
     def _send(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> None:
-        """Starts to send tensors of bytes to each rank, and to receive those of `sizes` from each."""
+        """Starts to send bytes to each rank, and to receive tensors of `sizes` bytes from each."""
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
         message = torch.cat([empty, *chain.from_iterable(sent)])
         self._sizes = [*chain.from_iterable(sizes)]

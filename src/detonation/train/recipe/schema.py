@@ -202,7 +202,8 @@ class MeshConfig:
             of the device.
         elastic: Continue without a lost replica, in the same processes, over gloo.
         min_replicas: The run ends if fewer replicas remain.
-        meet: "HOST:PORT" at which the replicas of an elastic run meet; "" for one machine.
+        meet: "HOST:PORT" at which the replicas of an elastic run meet, or an odd number of them,
+            separated by commas; "" for one machine.
         nodes: Ranks of each node, if nodes have different numbers of ranks, such as [4, 2]; each
             node is then a replica.
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from detonation.cluster.init import LaunchPosition
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.cluster.position import host_and_port, require_known_host
-from detonation.cluster.processes.rendezvous import reached_store
+from detonation.cluster.quorum.store import meeting_store
 from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.feed.admission import admitted
@@ -64,9 +64,20 @@ def check_place(
         )
     if request.join and request.out is None:
         raise ValueError("--join needs --out: the run directory, for checkpoints")
-    for flag, address in (("--meet", mesh.meet), ("--join", request.join)):
-        if address:
-            require_known_host(flag, address)
+    _check_addresses(request, mesh.meet)
+
+
+def _check_addresses(request: Request, meet: str) -> None:
+    """Raises `ValueError` if an address of a store is wrong, or this command would have to host
+    several."""
+    for flag, addresses in (("--meet", meet), ("--join", request.join)):
+        if addresses:
+            require_known_host(flag, addresses)
+    if "," in meet and request.replica is None and not request.join:
+        raise ValueError(
+            f"--meet is {meet!r}, but a command hosts one store only: start detonation meet at each"
+            " address, and give --replica"
+        )
 
 
 def check_feed(address: str) -> None:
@@ -85,7 +96,7 @@ def joined_session(
     """
     read_token()  # check everything local before other replicas know this one
     directory.require_writable(out)
-    store = reached_store(*host_and_port(address))
+    store = meeting_store(address)
     mesh = init_mesh(1, config.mesh.shards, device.type)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)

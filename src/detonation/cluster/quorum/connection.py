@@ -1,0 +1,93 @@
+"""The way to one of several stores: its connection, and which process answers there."""
+
+import secrets
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from detonation.cluster.position import joined_address
+from detonation.cluster.quorum.register import READ, Swap
+
+_IDENTITY = "detonation/store/identity"
+_CONNECT_S = 2.0
+_ANSWER_S = timedelta(seconds=5)
+
+
+class Connection:
+    """The connection of this process to the store at `host` and `port`.
+
+    Each thread that asks the store has a `Connection` of its own: a request may never return if
+    packets are dropped. identity: drawn by the first client of that process, and lost with it; ""
+    before it is known. why: why the store does not answer; "" while it does. ended: True if nothing
+    listens there any more, or another process does. since: when the request began that has no
+    answer yet; 0 for none. told: True if a line says that the store is lost. told_members: True if
+    the store knows which stores the run has.
+    """
+
+    def __init__(self, number: int, host: str, port: int) -> None:
+        self.number = number
+        self.host = host
+        self.port = port
+        self.name = joined_address(host, port)
+        self.identity = ""
+        self.why = "no answer yet"
+        self.ended = False
+        self.told = False
+        self.told_members = False
+        self.since = 0.0
+        self._store: TCPStore | None = None
+
+    def connect(self) -> None:
+        """Connects, and reads the identity. Raises `OSError` or `DistError` if that fails."""
+        # torch tries for the whole limit, and does not say whether the host refuses
+        socket.create_connection((self.host, self.port), timeout=_CONNECT_S).close()
+        try:
+            store = TCPStore(self.host, self.port, timeout=_ANSWER_S, use_libuv=True)
+        except DistError as error:
+            raise OSError("the program that listens there is no store") from error
+        drawn = secrets.token_hex(8)
+        self.identity = store.compare_set(_IDENTITY, "", drawn).decode()
+        self._store = store
+        self.why = ""
+        self.ended = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._store is not None
+
+    def lose(self, error: Exception) -> None:
+        """Records that the store does not answer because of `error`."""
+        self._store = None
+        self.why = str(error).partition("\n")[0].partition(". ")[0]
+        if isinstance(error, OSError):
+            self.why = error.strerror or self.why
+        self.ended = isinstance(error, ConnectionRefusedError)
+
+    def answers(self, requests: Mapping[str, Swap]) -> dict[str, bytes]:
+        """Asks the store; returns the cells of its keys after that.
+
+        Raises `DistError` or `RuntimeError` if the store is lost.
+        """
+        assert self._store is not None
+        found = {}
+        keys = [key for key, request in requests.items() if request == READ]
+        # two round trips for all keys; `multi_get` would wait for a missing one
+        if len(keys) > 2 and self._store.check(keys):
+            found = dict(zip(keys, self._store.multi_get(keys), strict=True))
+        for key in requests.keys() - found.keys():
+            found[key] = self._asked(self._store, key, *requests[key])
+        return found
+
+    @staticmethod
+    def _asked(store: TCPStore, key: str, expected: bytes, desired: bytes | None) -> bytes:
+        if desired is None:
+            store.delete_key(key)
+            return b""
+        # bytes are accepted, but not typed
+        found: bytes = store.compare_set(key, expected, desired)  # type: ignore[arg-type]
+        if found == expected != desired:  # torch says so of a missing key
+            return b""
+        return found

@@ -1,0 +1,250 @@
+"""One key that several stores keep, of which a minority may be lost.
+
+Each change of a key is a round of Paxos that starts from the value chosen last (CASPaxos: Rystsov
+2018, arXiv:1802.07000). The stores run no code of ours. Each keeps one `Cell` for a key, and
+clients change it by the store's own compare-and-set (active disks: Chockler and Malkhi 2002).
+
+Nothing here has a clock or a network: a `Proposal` says what to ask, and is told the answers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+Ballot = tuple[int, str]
+"""Number of an attempt to change a key, and "CLIENT-CALL", which makes it unique."""
+Change = Callable[[bytes | None], tuple[bytes | None, Any]]
+"""Returns the new value for the present one, and the result of the call; None is a missing key."""
+Swap = tuple[bytes, bytes | None]
+"""Expected and desired bytes of a cell; None removes the cell."""
+READ: Swap = (b"", b"")
+_NONE: Ballot = (0, "")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one store keeps for one key.
+
+    promised: no lower ballot is accepted any more. accepted: the ballot of `value`. applied: for
+    each client the last ballot that changed the value up to this one. A client that repeats a
+    change finds there whether its earlier attempt counts. So it makes one change at a time.
+    """
+
+    promised: Ballot = _NONE
+    accepted: Ballot = _NONE
+    value: bytes | None = None
+    applied: tuple[Ballot, ...] = ()
+
+    def encode(self) -> bytes:
+        """The bytes in the store; a missing key and b"" are the same cell."""
+        if self == Cell():
+            return b""
+        ballots = [f"{n}.{who}" for n, who in (self.promised, self.accepted, *self.applied)]
+        mark = "+"
+        if self.value is None:
+            mark = "-"
+        return " ".join([*ballots, mark]).encode() + b"\n" + (self.value or b"")
+
+    @classmethod
+    def decode(cls, raw: bytes) -> "Cell":
+        """Inverse of `encode`."""
+        if not raw:
+            return cls()
+        head, _, value = raw.partition(b"\n")
+        *texts, mark = head.decode().split(" ")
+        promised, accepted, *applied = (_ballot(text) for text in texts)
+        found = None
+        if mark == "+":
+            found = value
+        return cls(promised, accepted, found, tuple(applied))
+
+
+def _ballot(text: str) -> Ballot:
+    number, _, who = text.partition(".")
+    return int(number), who
+
+
+def _client(ballot: Ballot) -> str:
+    return ballot[1].partition("-")[0]
+
+
+class Proposal:
+    """One change of one key, which a majority of `stores` must confirm. who: "CLIENT-CALL".
+
+    over: the change is decided; then `result` and `cell` are set. beaten: another client is ahead;
+    the proposal stands still until `again`, after a random time.
+
+    First it reads. If a majority has accepted the same ballot, that value is the chosen one, and a
+    change that keeps it is over. Otherwise a majority promises to accept no lower ballot; the value
+    with the highest accepted ballot among theirs is the present one. The changed value is then sent
+    with this ballot, and is chosen when a majority has accepted it.
+    """
+
+    def __init__(self, stores: int, who: str, change: Change) -> None:
+        self.over = self.beaten = False
+        self.result: Any = None
+        self.cell = Cell()
+        self._majority = stores // 2 + 1
+        self._who = who
+        self._change = change
+        self._cells: list[Cell | None] = [None] * stores
+        self._ballot = _NONE
+        self._proposed: Cell | None = None
+        self._tried: dict[Ballot, Any] = {}
+
+    def request(self, store: int) -> Swap | None:
+        """What to ask of `store` now; None for nothing."""
+        if self.over or self.beaten:
+            return None
+        cell = self._cells[store]
+        if cell is None:
+            return READ
+        if cell.promised > self._ballot or cell.accepted == self._ballot:
+            return None
+        target = self._proposed or replace(cell, promised=self._ballot)
+        if cell == target:
+            return None
+        return cell.encode(), target.encode()
+
+    def receive(self, store: int, raw: bytes) -> None:
+        """Learns that the cell in `store` is `raw`."""
+        if self.over or self.beaten:
+            return
+        self._cells[store] = Cell.decode(raw)
+        if self._ballot == _NONE:
+            self._read()
+        else:
+            self._advance()
+
+    def lost(self, store: int) -> None:
+        """Forgets what `store` has said: its last answer was lost."""
+        self._cells[store] = None
+
+    def again(self) -> None:
+        """Begins anew after it was `beaten`."""
+        self.beaten = False
+        self._ballot = _NONE
+        self._proposed = None
+        self._cells = [None] * len(self._cells)
+
+    def _known(self) -> list[Cell]:
+        return [cell for cell in self._cells if cell is not None]
+
+    def _read(self) -> None:
+        known = self._known()
+        for cell in known:
+            if sum(each.accepted == cell.accepted for each in known) >= self._majority:
+                value, result = self._outcome(cell)
+                if self._settled(cell, value):
+                    self._finish(cell, result)
+                    return
+        if len(known) >= self._majority:
+            self._ballot = (max(cell.promised[0] for cell in known) + 1, self._who)
+
+    def _settled(self, cell: Cell, value: bytes | None) -> bool:
+        """True if nothing is left to do for the chosen `cell`, which this change gives `value`.
+
+        An earlier attempt may still be chosen, until another round has overtaken it.
+        """
+        return value == cell.value and (not self._tried or self._counts(cell) is not None)
+
+    def _advance(self) -> None:
+        known = self._known()
+        ballot = self._ballot
+        if self._proposed is None:
+            promised = [cell for cell in known if cell.promised == ballot]
+            if len(promised) >= self._majority:
+                self._propose(max(promised, key=lambda cell: cell.accepted))
+        elif sum(cell.accepted == ballot for cell in known) >= self._majority:
+            self._finish(self._proposed, self._tried[ballot])
+        self.beaten = not self.over and any(cell.promised > ballot for cell in known)
+
+    def _propose(self, latest: Cell) -> None:
+        value, result = self._outcome(latest)
+        applied = latest.applied
+        if value != latest.value:
+            others = (each for each in applied if _client(each) != _client(self._ballot))
+            applied = (*others, self._ballot)
+        self._tried[self._ballot] = result
+        self._proposed = Cell(self._ballot, self._ballot, value, applied)
+
+    def _outcome(self, cell: Cell) -> tuple[bytes | None, Any]:
+        """The value after this change of `cell`, and the result."""
+        earlier = self._counts(cell)
+        if earlier:
+            return cell.value, self._tried[earlier]
+        return self._change(cell.value)
+
+    def _counts(self, cell: Cell) -> Ballot | None:
+        """The earlier attempt that has led to the value of `cell`; None if none has."""
+        return next((ballot for ballot in self._tried if ballot in cell.applied), None)
+
+    def _finish(self, cell: Cell, result: Any) -> None:
+        self.cell = cell
+        self.result = result
+        self.over = True
+
+
+class Removal:
+    """Removes a key from the stores, with the methods of `Proposal`.
+
+    The stores forget its cell. So a removed key must not be used again.
+    """
+
+    beaten = False
+
+    def __init__(self, stores: int) -> None:
+        self.result = True
+        self.over = False
+        self._told: set[int] = set()
+        self._majority = stores // 2 + 1
+
+    def request(self, store: int) -> Swap | None:
+        """What to ask of `store` now; None for nothing."""
+        if store in self._told:
+            return None
+        return b"", None
+
+    def receive(self, store: int, raw: bytes) -> None:
+        """Learns that `store` has removed the key."""
+        self._told.add(store)
+        self.over = len(self._told) >= self._majority
+
+    def lost(self, store: int) -> None:
+        """Does nothing: the store is asked again."""
+
+    def again(self) -> None:
+        """Does nothing: a removal is never beaten."""
+
+
+def reads(value: bytes | None) -> tuple[bytes | None, Any]:
+    """The change that only reads."""
+    return value, value
+
+
+def writes(new: bytes) -> Change:
+    """The change of `set`."""
+    return lambda value: (new, None)
+
+
+def compares(expected: bytes, desired: bytes) -> Change:
+    """The change of `compare_set`, with the results of `TCPStore`."""
+
+    def change(value: bytes | None) -> tuple[bytes | None, Any]:
+        if value == expected or (value is None and not expected):
+            return desired, desired
+        if value is None:
+            return None, expected
+        return value, value
+
+    return change
+
+
+def adds(amount: int) -> Change:
+    """The change of `add`."""
+
+    def change(value: bytes | None) -> tuple[bytes | None, Any]:
+        total = int(value or 0) + amount
+        return str(total).encode(), total
+
+    return change
