@@ -26,15 +26,17 @@ MOST_COGNITIVE = 15
 CEILINGS: dict[str, float] = {
     # hooks, overflows, late padding rows and replaced parameters are exact or refused; a fault of
     # set-up on one machine is told to all; decisions of the membership are pure functions; texts of
-    # strangers are parsed within bounds, and a full disk ends no elastic run
-    "tokens of src": 319_950,
-    "tokens of core": 90_100,
+    # strangers are parsed within bounds, and a full disk ends no elastic run; several stores keep the
+    # keys of a run, a step keeps its examples, one rank of a node computes a matrix of Muon, and
+    # late gradients do not keep others waiting (core: the last two)
+    "tokens of src": 331_500,
+    "tokens of core": 93_800,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 7_830,  # for the same reasons
+    "cognitive complexity of src": 8_130,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,
