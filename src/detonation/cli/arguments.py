@@ -128,7 +128,7 @@ class Train(Shortcuts, Processes):
     elastic: Flag = False
     """Train on when a replica is lost, down to mesh.min_replicas."""
     meet: Address = None
-    """Store of an elastic run (detonation meet), or A,B,C; the default is here."""
+    """Store of an elastic run (detonation meet), or A,B,C; else here."""
     replica: Integer = None
     """Run this replica alone; it meets the others at --meet."""
     join: Address = None
