@@ -234,10 +234,15 @@ class ElasticPrograms(SavingPrograms):
     @precondition(lambda self: len(self.alive) > 1)
     @rule(data=st.data(), names=st.none() | st.sets(st.sampled_from(FREEZABLE)), past=PASTS)
     def lose(self, data, names, past):
-        """In a step in which all may change what they train."""
+        """In a step in which all may change what they train.
+
+        The loss is noticed at the latest where the message of that step is needed, and adopted in
+        the step after it.
+        """
         self.have(past)
         changes = [] if names is None else [("freeze", *sorted(names))]
-        self.write(*changes, ("lose", self.of(data)), ("step",), ("step",))
+        needed = 1 + self.kind.scheme.round.delay
+        self.write(*changes, ("lose", self.of(data)), *[("step",)] * (needed + 1))
 
     @precondition(lambda self: len(self.alive) > 1)
     @rule(data=st.data(), steps=st.integers(0, 2), past=PASTS)
