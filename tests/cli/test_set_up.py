@@ -71,6 +71,51 @@ def test_the_fault_of_one_replica_ends_all_that_meet_and_a_later_start_trains(
     assert [command.wait() for command in again] == [0, 0], again[0].errors + again[1].errors
 
 
+NUMBERS = {
+    "count": (
+        ("--replicas", 3, "--replica", 1),
+        "replica 1 counts 3 replicas x 1 shards, replica 0 counts 2 replicas x 1 shards: give all",
+    ),
+    "number": (("--replicas", 2, "--replica", 0), "are both replica 0: give each replica its own"),
+}
+"""Of the second machine, while the first one is replica 0 of 2, and what both say."""
+
+
+@pytest.mark.parametrize("fault", NUMBERS)
+def test_numbers_that_do_not_fit_end_both_at_once(tmp_path, start, fault):
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    start("meet", "meet", address)
+    way = ("train", recipe, "--elastic", "--meet", address)
+    flags, said = NUMBERS[fault]
+    commands = [
+        start("first", *way, "--replicas", 2, "--replica", 0),
+        start("second", *way, *flags, out="other"),
+    ]
+    assert [command.wait() for command in commands] == [2, 2]
+    for command in commands:
+        (line,) = command.errors.splitlines()
+        assert said in line and "\nstep " not in command.stdout
+
+
+def test_an_address_at_which_no_store_can_be_is_refused_with_the_remedy(tmp_path, start, taken):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    for address, reason in ((taken, "Address already in use"), ("192.0.2.9:2000", "Cannot assign")):
+        meet = start(f"meet{reason[0]}", "meet", address)
+        train = start(
+            f"train{reason[0]}", "train", recipe, "--elastic", "--meet", address, "--replicas", 2
+        )
+        for command, remedy in ((meet, "at an address of this machine"), (train, "or --replica")):
+            assert command.wait() == 2
+            (line,) = command.errors.splitlines()
+            assert line.startswith(f"error: no store can be at {address}: {reason}")
+            assert remedy in line
+    everywhere = start("everywhere", "meet", "0.0.0.0:2000")
+    nowhere = start("nowhere", "meet", "nowhere.invalid:2000")
+    assert (everywhere.wait(), nowhere.wait()) == (2, 2)
+    assert "names all interfaces: give the address of one" in everywhere.errors
+    assert "no host has that name" in nowhere.errors
+
+
 def test_a_host_without_a_name_is_refused_at_once(tmp_path, start):
     recipe = write_recipe(tmp_path / "tiny.toml")
     way = ("--elastic", "--meet", "nowhere.invalid:2000", "--replicas", 2, "--replica", 0)

@@ -188,9 +188,14 @@ def _number(env: Mapping[str, str], name: str, default: int | str = "") -> int:
 
 def require_known_host(flag: str, address: str) -> None:
     """Raises `ValueError` if this machine cannot resolve the HOST of "HOST:PORT", the value of
-    `flag`.
+    `flag`, or if HOST names all interfaces.
     """
     host, port = host_and_port(address)
+    if host in ("0.0.0.0", "::"):
+        raise ValueError(
+            f"{flag} is {address!r}, which names all interfaces: give the address of one, which the"
+            " other machines reach"
+        )
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:

@@ -156,9 +156,14 @@ def refuse_start(host: str, port: int, replica: int, reason: str) -> None:
         note_refusal(store, replica, reason)
 
 
-def note_refusal(store: Store, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to `store`."""
+def note_refusal(store: Store, replica: int, reason: str, waiting: bool = False) -> None:
+    """Writes the `reason` why `replica` cannot start to `store`.
+
+    waiting: only for ranks that already wait there, not for those that come later.
+    """
     said = {"replica": replica, "reason": reason, "when": time.time(), "name": secrets.token_hex(4)}
+    if waiting:
+        said["when"] = 0.0
     store.set(_KEY, json.dumps(said))
 
 

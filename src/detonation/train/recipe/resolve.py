@@ -194,6 +194,12 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         )
     if replicas is None:
         replicas = place.world_size // shards
+    for name, count in (("replicas", replicas), ("shards", shards)):
+        if count > place.world_size:
+            raise ValueError(
+                f"{count} {name} need as many processes, but the launcher started"
+                f" {place.world_size}: start more, or ask for fewer"
+            )
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
         remedy = (
