@@ -69,6 +69,21 @@ def test_the_fault_of_one_replica_ends_all_that_meet_and_a_later_start_trains(
     assert other.errors == f"error: replica 0 did not start: {line.removeprefix('error: ')}\n"
     again = [start(f"again{n}", *way, "--replica", n, out="again") for n in (0, 1)]
     assert [command.wait() for command in again] == [0, 0], again[0].errors + again[1].errors
+    said = f"replica 1 of 2 trains from step 1 on, in {tmp_path / 'again'}; replica 0 prints"
+    assert said in again[1].stdout and "\nstep " not in again[1].stdout
+    assert "replica 0 of 2 trains" not in again[0].stdout
+
+
+@pytest.mark.parametrize("flags", [("--step",), ("--resume",)])
+def test_a_command_line_that_one_replica_refuses_ends_the_others(tmp_path, start, flags):
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    start("meet", "meet", address)
+    way = ("train", recipe, "--elastic", "--meet", address, "--replicas", 2)
+    other = start("other", *way, "--replica", 0)
+    faulty = Command(tmp_path / "faulty", *way, "--replica", 1, *flags)
+    assert (faulty.wait(), other.wait()) == (2, 2)
+    (line,) = other.errors.splitlines()
+    assert line.startswith("error: replica 1 did not start: ") and flags[0] in line
 
 
 NUMBERS = {

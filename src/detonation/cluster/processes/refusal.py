@@ -27,7 +27,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.devices import device_name, require_own_devices
-from detonation.cluster.position import LaunchPosition
+from detonation.cluster.position import LaunchPosition, host_and_port
 from detonation.cluster.processes.failure import SecondaryFailure, describe
 from detonation.cluster.processes.rendezvous import rendezvous_store, wait_until_read
 
@@ -146,11 +146,12 @@ def is_prepared(store: Store, rank: int) -> bool:
     return bool(store.check([_prepared(rank)]))
 
 
-def refuse_start(host: str, port: int, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to the store in which the others wait, if the
-    store is reachable.
+def refuse_replica(meet: str, replica: int, reason: str) -> None:
+    """Writes the `reason` why `replica` cannot start to the store at the address `meet`, in which
+    the others wait, if the store is reachable.
     """
-    with suppress(DistError, TimeoutError, RuntimeError, OSError):
+    with suppress(DistError, TimeoutError, RuntimeError, OSError, ValueError):
+        host, port = host_and_port(meet)
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
         store = TCPStore(host, port, timeout=timedelta(seconds=_CONNECT_S))
         note_refusal(store, replica, reason)

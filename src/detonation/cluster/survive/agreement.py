@@ -368,6 +368,7 @@ def axis_key(
         "left",
         "asked",
         "ask",
+        "refused",
         "feed",
         "door",
         "coming",
@@ -384,11 +385,11 @@ def axis_key(
 
     Keys of a rank: `beat`; `port`; `loopback`, the identity of that interface; `end`, set after its
     last step; `left`, set after it left together with the others; `asked`, set if it was asked to
-    leave. Keys of a guest: `ask`, its request to join; `door`, the optimizer that lets it in;
-    `copy`, the turn after which it gets a copy of the state; `admit`, the turn before which it
-    joins; `entry`, the step of that turn, set after all have reached it. Keys of a guest's shard:
-    `feed`, the address of its feed; `coming`, set while it waits for a copy; `ready`, set once it
-    has the copy. Key of a guest and a rank: `at`, set when the rank has reached the guest's
-    turn.
+    leave. Keys of a guest: `ask`, its request to join; `refused`, the reason why it cannot; `door`,
+    the optimizer that lets it in; `copy`, the turn after which it gets a copy of the state;
+    `admit`, the turn before which it joins; `entry`, the step of that turn, set after all have
+    reached it. Keys of a guest's shard: `feed`, the address of its feed; `coming`, set while it
+    waits for a copy; `ready`, set once it has the copy. Key of a guest and a rank: `at`, set when
+    the rank has reached the guest's turn.
     """
     return "/".join((kind, *map(str, numbers)))

@@ -448,7 +448,7 @@ class Guest:
         """
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         who = f"replica {self.number}"
-        awaited = Awaited(who, timeout_s, WAIT_LINE_S, self.hosts.require)
+        awaited = Awaited(who, timeout_s, WAIT_LINE_S, self._require_hosts)
         try:
             while not self._store.check(keys):
                 awaited.wait(lambda: "a replica that lets it in", _POLL_S)
@@ -456,6 +456,14 @@ class Guest:
             text = f"no replica has let {who} in within {timeout_s:g} s"
             raise ReplicaLost(text) from error
         return ",".join(self._store.get(key).decode() for key in keys)
+
+    def _require_hosts(self) -> None:
+        """Raises `ReplicaLost` if the replicas that train have refused this one, or have ended."""
+        refused = axis_key("refused", self.number)
+        if self._store.check([refused]):
+            reason = self._store.get(refused).decode()
+            raise ReplicaLost(f"the run cannot let replica {self.number} in: {reason}")
+        self.hosts.require()
 
     def ready(self) -> None:
         """Announces that this rank has a copy of the training state."""

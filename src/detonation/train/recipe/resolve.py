@@ -124,7 +124,8 @@ class Request:
     join: str | None = None
     to_stderr: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises `ValueError` if flags are out of range or conflict. The other ranks are told."""
         if self.stop_after is not None:
             require(self.stop_after >= 1, "--stop-after", self.stop_after, "at least 1")
         if self.resume and self.out is None:

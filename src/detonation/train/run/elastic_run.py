@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import describe, is_network_error
-from detonation.cluster.processes.refusal import Preparation, refuse_start
+from detonation.cluster.processes.refusal import Preparation, refuse_replica
 from detonation.cluster.survive.agreement import ReplicaLost
 from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -68,7 +67,7 @@ class SetUp:
         if self._start is not None:
             self._start.refuse(reason)
         elif self._replica is not None and self._meet:
-            refuse_start(*host_and_port(self._meet), self._replica, reason)
+            refuse_replica(self._meet, self._replica, reason)
 
 
 class Losses:
