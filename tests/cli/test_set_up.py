@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from detonation.cluster.init import join_world
 from detonation.cluster.processes import waiting
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
+TEXT = Path(__file__).parents[2] / "docs" / "training.md"
 TOKEN = {"DETONATION_TOKEN": "0123456789abcdef"}
 
 
@@ -91,6 +93,10 @@ NUMBERS = {
         ("--replicas", 3, "--replica", 1),
         "replica 1 counts 3 replicas x 1 shards, replica 0 counts 2 replicas x 1 shards: give all",
     ),
+    "data": (
+        ("--replicas", 2, "--replica", 1, "--data", TEXT),
+        "in the run: copy the same data to all machines",
+    ),
     "number": (("--replicas", 2, "--replica", 0), "are both replica 0: give each replica its own"),
 }
 """Of the second machine, while the first one is replica 0 of 2, and what both say."""
@@ -167,6 +173,7 @@ FAULTS = {
         "--publish is '127.0.0.1:1' on rank 1, '' on rank 0: give all ranks the same recipe",
     ),
     "steps": (("--steps", 7), {}, "train.steps is 7 on rank 1, 6 on rank 0: give all ranks"),
+    "data files": (("--data", TEXT), {}, "data (examples and hash) is ["),
     "token": (
         (),
         {"DETONATION_TOKEN": "another of 16 bytes"},
