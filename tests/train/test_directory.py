@@ -17,6 +17,7 @@ from detonation.train.output.directory import (
     fresh_directory,
     write_text,
 )
+from detonation.train.run.run_directory import require_earlier
 
 
 def test_a_second_run_is_told_who_has_the_directory(tmp_path):
@@ -176,3 +177,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_replica_that_joins_is_refused_where_later_checkpoints_are(tmp_path):
+    kept = tmp_path / "checkpoints"
+    require_earlier(tmp_path, 0)
+    for step in (20, 40):
+        (kept / f"step-{step:06d}").mkdir(parents=True)
+    require_earlier(tmp_path, 40)
+    with pytest.raises(ValueError, match=r"step-000040, and the run is at step 39.*another --out"):
+        require_earlier(tmp_path, 39)

@@ -19,7 +19,12 @@ from detonation.train.run.elastic_run import Losses, SetUp
 from detonation.train.run.joining import RunTask
 from detonation.train.run.log_check import checked_log
 from detonation.train.run.recorder import Recorder
-from detonation.train.run.run_directory import kept_records, resumed_state, run_directory
+from detonation.train.run.run_directory import (
+    kept_records,
+    require_earlier,
+    resumed_state,
+    run_directory,
+)
 from detonation.train.run.training import train_until_end
 
 
@@ -110,6 +115,7 @@ def train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp
     """
     done = session.optimizer.step_count
     path = task.request.out or Path()
+    require_earlier(path, done)
     losses = Losses(session, set_up)
     set_message_timeouts(session)
     screen = Screen(session.optimizer.coordinates.shard != 0, task.request.to_stderr)
