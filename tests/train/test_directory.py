@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,12 @@ def test_a_replica_that_joins_is_refused_where_later_checkpoints_are(tmp_path):
     require_earlier(tmp_path, 40)
     with pytest.raises(ValueError, match=r"step-000040, and the run is at step 39.*another --out"):
         require_earlier(tmp_path, 39)
+
+
+def test_a_lock_of_garbage_and_a_name_that_cannot_be_are_refused_in_a_line(tmp_path):
+    with closing(RunDirectory(tmp_path / "run")):
+        (tmp_path / "run" / ".lock").write_bytes(b"[\xff")
+        with pytest.raises(InUse, match="is in use by another process: wait for it"):
+            RunDirectory(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"cannot be opened: File name too long; choose another"):
+        check_free(tmp_path / ("x" * 300), resume=False)

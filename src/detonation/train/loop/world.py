@@ -154,12 +154,13 @@ class ElasticRanks:
         return self._axis.texts()
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """Like `Ranks.stopped_by`, but SIGTERM ends only the replicas that received it, if enough
-        remain.
+        """Like `Ranks.stopped_by`, but SIGTERM and SIGHUP end only the replicas that received them,
+        if enough remain.
         """
-        terminated = torch.tensor(numbers).view(-1, self._ranks) == signal.SIGTERM
+        of_replicas = torch.tensor(numbers).view(-1, self._ranks)
+        terminated = (of_replicas == signal.SIGTERM) | (of_replicas == signal.SIGHUP)
         remaining = int((~terminated.any(1)).sum())
-        others = {*numbers} - {0, signal.SIGTERM}
+        others = {*numbers} - {0, signal.SIGTERM, signal.SIGHUP}
         if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
         # A signal to all replicas may reach some of them one step earlier,
