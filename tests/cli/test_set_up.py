@@ -205,6 +205,20 @@ def test_a_fault_of_one_machine_of_a_launcher_is_said_on_each_and_ends_all(tmp_p
         assert "\nstep " not in rank.stdout
 
 
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 2)])
+def test_launchers_that_count_other_ranks_end_all(tmp_path, worlds):
+    recipe, port = write_recipe(tmp_path / "tiny.toml"), free_port()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 1}
+    ranks = []
+    for rank, size in enumerate(worlds):
+        env = {**meeting, "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0}
+        given = ("train", recipe, "--replicas", size, "--out", tmp_path / "run")
+        ranks.append(Command(tmp_path / f"rank{rank}", *given, env=env))
+    assert [rank.wait() for rank in ranks] == [2, 2], [rank.stderr for rank in ranks]
+    said = f"the world has {worlds[1]} ranks for rank 1 and {worlds[0]} for rank 0: start all"
+    assert all(said in rank.errors and rank.errors.count("\n") == 1 for rank in ranks)
+
+
 LAUNCHERS = {
     "torchrun": {"RANK": "%d", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0},
     "SLURM": {

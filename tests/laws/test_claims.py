@@ -1,4 +1,4 @@
-"""A number of a replica belongs to one process, all count the same replicas, and all who wait hear of a conflict."""
+"""A number belongs to one process, all count alike, and all who wait hear of a conflict."""
 
 import threading
 
@@ -61,7 +61,7 @@ def test_a_number_that_has_a_process_refuses_a_second_one_after_all_have_met():
 
 @pytest.mark.parametrize("second", [(3, 1), (2, 2)], ids=["replicas", "shards"])
 def test_other_counts_end_all(second):
-    """With three replicas the first one has met all that it knows; with two shards it never would."""
+    """With three replicas the first has met all that it knows; with two shards it never would."""
     store, said = HashStore(), {}
 
     def meet(replica, replicas, shards):

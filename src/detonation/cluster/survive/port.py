@@ -181,7 +181,7 @@ class Running:
         if now - self._still > RUNNING_S:
             raise RefusedStart(
                 "a run trains at this store already: a replica joins it with --join, and a new run"
-                " starts after its end"
+                " needs another store, or starts after its end"
             )
 
     def _beats_of_others(self) -> list[bytes]:
