@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from detonation.interrupts import end_at_once, let_kernel_end
 
@@ -14,7 +15,7 @@ def main() -> int:
     """Runs the command line. If packages are missing, it names the extra to install."""
     end_at_once()
     try:
-        code = _run()
+        code = _run_somewhere()
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         code = INTERRUPTED
@@ -25,6 +26,18 @@ def main() -> int:
         print(end="", flush=True)
         os._exit(code)
     return code
+
+
+def _run_somewhere() -> int:
+    """Runs the command line, unless the working directory was removed, where libraries abort."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print(
+            "error: the working directory was removed: change to one that exists", file=sys.stderr
+        )
+        return 2
+    return _run()
 
 
 def _run() -> int:

@@ -1,5 +1,5 @@
-"""Effects of Ctrl-C, SIGTERM and SIGUSR1 on a process that runs a command. Standard library only;
-it imports no other module of the package.
+"""Effects of Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 on a process that runs a command. Standard library
+only; it imports no other module of the package.
 
 A process is in one of three states:
 
@@ -22,8 +22,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
-"""Requests to end, from a preempting scheduler or a user; training saves first."""
+REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Requests to end, from a preempting scheduler, a terminal that closes or a user; training saves
+first.
+"""
 
 SIGNALS = (signal.SIGINT, *REQUESTS)
 
@@ -156,8 +158,9 @@ def raising(handlers: Mapping[int, Any] | None = None) -> Iterator[None]:
     chosen: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
     chosen |= dict.fromkeys(REQUESTS, _raise_exit)
     chosen |= handlers or {}
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        del chosen[signal.SIGINT]
+    for each in (signal.SIGINT, signal.SIGHUP):  # as under nohup
+        if signal.getsignal(each) == signal.SIG_IGN:
+            del chosen[each]
     descriptor = signal.set_wakeup_fd(-1)
     before = {number: signal.signal(number, each) for number, each in chosen.items()}
     try:

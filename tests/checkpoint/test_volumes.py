@@ -236,7 +236,8 @@ def test_what_is_where_is_told_and_files_that_were_brought_there_load(tmp_path):
             and "start the nodes in the order that saved it, or copy its files" in first
         )
         assert re.search(
-            rf"manifest.json cannot be read \(No such file or directory\) {host} \(ranks 2-3\)",
+            rf"manifest.json cannot be read \(No such file or directory\) {host} \(ranks 2-3\): "
+            "copy the files of all replicas there",
             empty,
         )
         assert re.search(other, wide)

@@ -12,6 +12,7 @@ import pytest
 import tyro
 
 from commands import Command, write_recipe
+from detonation import __main__
 from detonation.cli.arguments import verbs
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
@@ -301,3 +302,15 @@ def test_a_port_in_use_leaves_nothing_behind(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises((OSError, RuntimeError)):
         run_local(len, 2, [[]], survival=Survival(1, 1, f"127.0.0.1:{taken.getsockname()[1]}"))
     assert not any(tmp_path.iterdir())
+
+
+def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch, capsys):
+    """Libraries abort the process there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert __main__._run_somewhere() == 2
+    assert capsys.readouterr().err == (
+        "error: the working directory was removed: change to one that exists\n"
+    )

@@ -11,7 +11,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from commands import RECIPE, Command, free_port, outliving, write_recipe
 from covering import some
+from detonation.checkpoint.files import disk
 from detonation.cluster.survive.agreement import latest_axis_store, note_gone
+from detonation.cluster.survive.membership import Membership
 from detonation.train.choice import decide
 from detonation.train.run import joining, run_directory
 from limits import LIMIT_S
@@ -129,6 +131,53 @@ def test_the_others_train_where_a_replica_ends_before_its_first_step(
     assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
     assert [loss["replicas"] for loss in found["losses"]] == [[0]]
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 41))
+
+
+def ends(rank):
+    """Ends this process if it is that rank of the run."""
+    if os.environ["RANK"] == str(rank):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_others_go_on_where_a_replica_ends_between_an_agreement_and_its_adoption(
+    begun, tmp_path, monkeypatch
+):
+    adopt = Membership._adopt
+
+    def adopts(membership, agreement):
+        ends(2)
+        adopt(membership, agreement)
+
+    monkeypatch.setattr(Membership, "_adopt", adopts)
+    command = begun("--replicas", 4)
+    command.wait_for_step(3)
+    os.kill(command.ranks[1], signal.SIGKILL)
+    require_two_left(command, tmp_path)
+
+
+def test_the_others_go_on_where_replicas_end_in_the_middle_of_saves(begun, tmp_path, monkeypatch):
+    """One in the middle of its file, and one before the manifest of the next checkpoint."""
+
+    def end(operation, path):
+        if operation == "write" and path.parent.name == ".step-000010.part":
+            ends(3)
+        if operation == "write" and path.parent.name == ".step-000020.part":
+            ends(1)
+
+    monkeypatch.setattr(disk, "observer", end)
+    command = begun("--replicas", 4)
+    require_two_left(command, tmp_path)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert newest.name == "step-000040"
+    checked = Command(tmp_path / "verify", "verify", tmp_path / "run")
+    assert checked.wait() == 0, checked.stdout
+
+
+def require_two_left(command, folder):
+    assert command.wait() == 0, command.errors
+    found = summary(folder)
+    assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
+    assert [record["step"] for record in metrics(folder)] == list(range(1, 41))
 
 
 def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path):

@@ -419,7 +419,7 @@ MISTAKES = {
     "a replay of nothing": Mistake(
         run("follow", "none"),
         "holds no run",
-        ("none", "No such file", "one that trained with --log"),
+        ("none", "No such file", "one that trained with --log, or the HOST:PORT"),
     ),
     "a comparison of one": Mistake(
         run("compare", "tiny.toml"),

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from detonation.cluster.init import join_world
 from detonation.cluster.processes import waiting
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
+TEXT = Path(__file__).parents[2] / "docs" / "training.md"
 TOKEN = {"DETONATION_TOKEN": "0123456789abcdef"}
 
 
@@ -69,6 +71,70 @@ def test_the_fault_of_one_replica_ends_all_that_meet_and_a_later_start_trains(
     assert other.errors == f"error: replica 0 did not start: {line.removeprefix('error: ')}\n"
     again = [start(f"again{n}", *way, "--replica", n, out="again") for n in (0, 1)]
     assert [command.wait() for command in again] == [0, 0], again[0].errors + again[1].errors
+    said = f"replica 1 of 2 trains from step 1 on, in {tmp_path / 'again'}; replica 0 prints"
+    assert said in again[1].stdout and "\nstep " not in again[1].stdout
+    assert "replica 0 of 2 trains" not in again[0].stdout
+
+
+@pytest.mark.parametrize("flags", [("--step",), ("--resume",)])
+def test_a_command_line_that_one_replica_refuses_ends_the_others(tmp_path, start, flags):
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    start("meet", "meet", address)
+    way = ("train", recipe, "--elastic", "--meet", address, "--replicas", 2)
+    other = start("other", *way, "--replica", 0)
+    faulty = Command(tmp_path / "faulty", *way, "--replica", 1, *flags)
+    assert (faulty.wait(), other.wait()) == (2, 2)
+    (line,) = other.errors.splitlines()
+    assert line.startswith("error: replica 1 did not start: ") and flags[0] in line
+
+
+NUMBERS = {
+    "count": (
+        ("--replicas", 3, "--replica", 1),
+        "replica 1 counts 3 replicas x 1 shards, replica 0 counts 2 replicas x 1 shards: give all",
+    ),
+    "data": (
+        ("--replicas", 2, "--replica", 1, "--data", TEXT),
+        "in the run: copy the same data to all machines",
+    ),
+    "number": (("--replicas", 2, "--replica", 0), "are both replica 0: give each replica its own"),
+}
+"""Of the second machine, while the first one is replica 0 of 2, and what both say."""
+
+
+@pytest.mark.parametrize("fault", NUMBERS)
+def test_numbers_that_do_not_fit_end_both_at_once(tmp_path, start, fault):
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    start("meet", "meet", address)
+    way = ("train", recipe, "--elastic", "--meet", address)
+    flags, said = NUMBERS[fault]
+    commands = [
+        start("first", *way, "--replicas", 2, "--replica", 0),
+        start("second", *way, *flags, out="other"),
+    ]
+    assert [command.wait() for command in commands] == [2, 2]
+    for command in commands:
+        (line,) = command.errors.splitlines()
+        assert said in line and "\nstep " not in command.stdout
+
+
+def test_an_address_at_which_no_store_can_be_is_refused_with_the_remedy(tmp_path, start, taken):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    for address, reason in ((taken, "Address already in use"), ("192.0.2.9:2000", "Cannot assign")):
+        meet = start(f"meet{reason[0]}", "meet", address)
+        train = start(
+            f"train{reason[0]}", "train", recipe, "--elastic", "--meet", address, "--replicas", 2
+        )
+        for command, remedy in ((meet, "at an address of this machine"), (train, "or --replica")):
+            assert command.wait() == 2
+            (line,) = command.errors.splitlines()
+            assert line.startswith(f"error: no store can be at {address}: {reason}")
+            assert remedy in line
+    everywhere = start("everywhere", "meet", "0.0.0.0:2000")
+    nowhere = start("nowhere", "meet", "nowhere.invalid:2000")
+    assert (everywhere.wait(), nowhere.wait()) == (2, 2)
+    assert "names all interfaces: give the address of one" in everywhere.errors
+    assert "no host has that name" in nowhere.errors
 
 
 def test_a_host_without_a_name_is_refused_at_once(tmp_path, start):
@@ -107,6 +173,7 @@ FAULTS = {
         "--publish is '127.0.0.1:1' on rank 1, '' on rank 0: give all ranks the same recipe",
     ),
     "steps": (("--steps", 7), {}, "train.steps is 7 on rank 1, 6 on rank 0: give all ranks"),
+    "data files": (("--data", TEXT), {}, "data (examples and hash) is ["),
     "token": (
         (),
         {"DETONATION_TOKEN": "another of 16 bytes"},
@@ -136,6 +203,20 @@ def test_a_fault_of_one_machine_of_a_launcher_is_said_on_each_and_ends_all(tmp_p
     for rank in ranks:
         assert rank.errors.startswith(f"error: {said}") and rank.errors.count("\n") == 1
         assert "\nstep " not in rank.stdout
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 2)])
+def test_launchers_that_count_other_ranks_end_all(tmp_path, worlds):
+    recipe, port = write_recipe(tmp_path / "tiny.toml"), free_port()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 1}
+    ranks = []
+    for rank, size in enumerate(worlds):
+        env = {**meeting, "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0}
+        given = ("train", recipe, "--replicas", size, "--out", tmp_path / "run")
+        ranks.append(Command(tmp_path / f"rank{rank}", *given, env=env))
+    assert [rank.wait() for rank in ranks] == [2, 2], [rank.stderr for rank in ranks]
+    said = f"the world has {worlds[1]} ranks for rank 1 and {worlds[0]} for rank 0: start all"
+    assert all(said in rank.errors and rank.errors.count("\n") == 1 for rank in ranks)
 
 
 LAUNCHERS = {

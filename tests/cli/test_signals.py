@@ -133,7 +133,7 @@ def test_a_signal_to_a_fork_is_its_own():
     os.close(receiver), os.close(sender)
 
 
-@covered("to, name", ["the launcher", "one rank", "everyone"], ["SIGTERM", "SIGUSR1"])
+@covered("to, name", ["the launcher", "one rank", "everyone"], ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_run_asked_to_stop_saves_one_step_and_ends_well(start, tmp_path, name, to):
     command = start(*LONG)
     command.wait_for_step(2)
@@ -179,3 +179,18 @@ def test_told_twice_or_interrupted_it_ends_at_once_and_another_can_go_on(start, 
         == 2
     )
     assert start("--resume", "--set", "train.steps=3").wait() == 0
+
+
+def test_a_terminal_that_closes_does_not_end_a_run_under_nohup(start):
+    """Neither the command nor its ranks."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        command = start(*LONG)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    command.wait_for_step(1)
+    for pid in (command.pid, *command.ranks):
+        os.kill(pid, signal.SIGHUP)
+    command.wait_for_step(command.stdout.count("\nstep ") + 3)
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait() == 0 and "stopped by SIGTERM" in command.stdout

@@ -158,6 +158,29 @@ def test_a_newcomer_hears_at_once_that_the_run_has_ended(how, monkeypatch):
         assert own.add("numbers", 0) == 1  # it did not count as a newcomer
 
 
+def test_a_newcomer_hears_why_the_run_cannot_let_it_in(monkeypatch):
+    """The machine that lets it in has no token."""
+    monkeypatch.delenv("DETONATION_TOKEN", raising=False)
+    store, model, said = HashStore(), copy.deepcopy(MODEL), []
+    axis = dt.elastic(replica=0, replicas=1, store=store)
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
+    door = dt.Admission(model, optimizer)
+
+    def come_in():
+        with pytest.raises(ReplicaLost) as raised:
+            dt.admitted(copy.deepcopy(MODEL), dt.Guest(store), token=TOKEN, timeout_s=LIMIT_S)
+        said.append(str(raised.value))
+
+    newcomer = threading.Thread(target=come_in)
+    newcomer.start()
+    while newcomer.is_alive():
+        model(batch(0, optimizer.step_count, 32)).mean().backward()
+        optimizer.step()
+        door.after_step()
+    assert said[0].startswith("the run cannot let replica 1 in: ") and "token" in said[0]
+    axis.close()
+
+
 def test_a_newcomer_where_nobody_has_met_says_for_whom_it_waits(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "MEET_LINE_S", 0.0)
     store = HashStore()

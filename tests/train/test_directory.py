@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from detonation.train.output.directory import (
     fresh_directory,
     write_text,
 )
+from detonation.train.run.run_directory import require_earlier
 
 
 def test_a_second_run_is_told_who_has_the_directory(tmp_path):
@@ -176,3 +178,22 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_replica_that_joins_is_refused_where_later_checkpoints_are(tmp_path):
+    kept = tmp_path / "checkpoints"
+    require_earlier(tmp_path, 0)
+    for step in (20, 40):
+        (kept / f"step-{step:06d}").mkdir(parents=True)
+    require_earlier(tmp_path, 40)
+    with pytest.raises(ValueError, match=r"step-000040, and the run is at step 39.*another --out"):
+        require_earlier(tmp_path, 39)
+
+
+def test_a_lock_of_garbage_and_a_name_that_cannot_be_are_refused_in_a_line(tmp_path):
+    with closing(RunDirectory(tmp_path / "run")):
+        (tmp_path / "run" / ".lock").write_bytes(b"[\xff")
+        with pytest.raises(InUse, match="is in use by another process: wait for it"):
+            RunDirectory(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"cannot be opened: File name too long; choose another"):
+        check_free(tmp_path / ("x" * 300), resume=False)

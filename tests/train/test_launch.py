@@ -242,6 +242,9 @@ def test_a_launcher_decides_on_the_world_unless_flags_do():
         ValueError, match="2 replicas x 2 shards are 4 processes, but the launcher started 8"
     ):
         mesh(replicas=2, shards=2)
+    for name in ("replicas", "shards"):
+        with pytest.raises(ValueError, match=f"9 {name} need as many processes, but"):
+            mesh(**{name: 9})
 
 
 def test_processes_that_are_not_forked_find_the_function_by_name(monkeypatch):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,7 +104,8 @@ def _disagreement(views: Sequence[View]) -> str:
     if all(view.fault for view in views):
         return first.fault
     if faulty := [rank for rank, view in enumerate(views) if view.fault]:
-        return f"{views[faulty[0]].fault} {_where(faulty, views)}"
+        remedy = "copy the files of all replicas there from another node"
+        return f"{views[faulty[0]].fault} {_where(faulty, views)}: {remedy}"
     if other := [rank for rank, view in enumerate(views) if view.digest != first.digest]:
         return f"{MANIFEST_NAME} {_where(other, views)} is not that of rank 0 on {first.host}"
     return ""
@@ -251,25 +252,33 @@ def find(
     Raises `NoCheckpoint` if there are checkpoints and none is whole.
     """
     texts = texts_between(model, optimizer)
-    rejected = list[str]()
+    rejected: dict[str, str] = {}
     names = [
         name
         for name in candidates(directory, texts)
         if most is None or retention.step_of(Path(name)) <= most
     ]
     own, held = held_shards(model, optimizer)
-    for position, name in enumerate(names):
+    for name in names:
         path, manifest, reason = inspect(directory, name, own, held, texts)
         if manifest is not None and not reason:
-            return Found(path, manifest, rejected)
-        alternative = "there is none before it"
-        if position + 1 < len(names):
-            alternative = f"using {names[position + 1]}"
-        rejected.append(f"{name} rejected: {reason}; {alternative}")
-        _log.warning("%s", rejected[-1])
+            return Found(path, manifest, rejections(rejected, name))
+        rejected[name] = reason
     if rejected:
-        raise NoCheckpoint(f"no checkpoint in {directory} is whole: {rejected[0]}")
+        raise none_whole(directory, rejected)
     return None
+
+
+def rejections(rejected: Mapping[str, str], used: str) -> list[str]:
+    """A line for each checkpoint that was `rejected`, by name with the reason, for the one that is
+    `used`."""
+    return [f"{name} rejected: {reason}; using {used}" for name, reason in rejected.items()]
+
+
+def none_whole(directory: Path, rejected: Mapping[str, str]) -> NoCheckpoint:
+    """The error if all checkpoints were `rejected`: the reason of the newest one."""
+    name, reason = next(iter(rejected.items()))
+    return NoCheckpoint(f"no checkpoint in {directory} is whole: {name} rejected: {reason}")
 
 
 def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
@@ -287,6 +296,8 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
         merged += complete() + _other_versions(found.manifest)
     optimizer.resume_at(found.manifest.step)
     optimizer.call_after_loading()
+    for line in found.rejected:
+        _log.warning("%s", line)
     _log.info("%s: %s", found.path, merged)
     return Loaded(found.path, found.manifest.step, extra, merged)
 

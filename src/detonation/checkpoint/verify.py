@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from detonation.checkpoint.files import manifest, retention
 from detonation.checkpoint.files.manifest import Manifest, file_name
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, TensorFile, shard_fault
-from detonation.checkpoint.newest import Found
+from detonation.checkpoint.newest import Found, none_whole, rejections
 from detonation.checkpoint.snapshot import entry_of, weights
 from detonation.choices import first_names
 from detonation.core.flat.tensors import local
@@ -149,17 +148,13 @@ def newest(directory: Path) -> Found:
 
     Raises `ValueError` if no checkpoint is whole.
     """
-    paths = checkpoints(directory)
-    rejected = list[str]()
-    for path, older in zip_longest(paths, paths[1:]):
+    rejected: dict[str, str] = {}
+    for path in checkpoints(directory):
         found = verify(path)
         if not found.faults:
-            return Found(path, manifest.read_manifest(path), rejected)
-        alternative = "there is none before it"
-        if older:
-            alternative = f"using {older.name}"
-        rejected.append(f"{path.name} rejected: {'; '.join(found.faults)}; {alternative}")
-    raise ValueError(f"no checkpoint in {directory} is whole: {rejected[0]}")
+            return Found(path, manifest.read_manifest(path), rejections(rejected, path.name))
+        rejected[path.name] = "; ".join(found.faults)
+    raise none_whole(directory, rejected)
 
 
 @dataclass(frozen=True)

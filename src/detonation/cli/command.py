@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 from inspect import cleandoc
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def _command(arguments: list[str]) -> int:
     try:
         verb = _parsed(arguments)
     except SystemExit as end:
-        if end.code and KINDS.get(name) in (Train, Probe) and _under_launcher():
-            _refuse_world(arguments)
+        if end.code and KINDS.get(name) in (Train, Probe):
+            _refuse(arguments)
         raise
     # torch reads both variables only when it is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -190,15 +191,32 @@ def _without_stdout(error: OSError) -> int:
     return fail(f"cannot write to stdout: {error.strerror}", 1, False)
 
 
-def _refuse_world(arguments: list[str]) -> None:
-    """Tells the other ranks of a launcher that this command line is invalid: theirs may differ."""
+def _refuse(arguments: list[str]) -> None:
+    """Tells the other ranks of a launcher, and the other replicas, that this command line is
+    invalid: theirs may differ.
+    """
+    meet = _last_value("--meet", arguments)
+    replica = _last_value("--replica", arguments)
+    elastic = meet and replica.isdecimal()
+    if not elastic and not _under_launcher():
+        return
     from detonation.cluster.position import launch_position
     from detonation.cluster.processes.refusal import refuse_world
+    from detonation.cluster.quorum.store import refuse_replica
 
+    reason = f"invalid command line: {' '.join(['detonation', *arguments])}"
     position = launch_position(os.environ)
     if position is not None:
-        line = " ".join(["detonation", *arguments])
-        refuse_world(position, ValueError(f"invalid command line: {line}"))
+        refuse_world(position, ValueError(reason))
+    if elastic:
+        refuse_replica(meet, int(replica), reason)
+
+
+def _last_value(flag: str, arguments: list[str]) -> str:
+    """The value of `flag` in a command line that cannot be parsed; "" if it has none."""
+    words = [word for each in arguments for word in each.split("=", 1)]
+    found = [value for name, value in pairwise(words) if name == flag]
+    return next(reversed(found), "")
 
 
 def _under_launcher() -> bool:

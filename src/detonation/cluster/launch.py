@@ -88,7 +88,7 @@ def run_local(
 
     Raises:
         WorldError: a rank failed, or `timeout_s` passed.
-        SystemExit: SIGTERM or SIGUSR1 came twice, or ended ranks that do not handle it. The first
+        SystemExit: a request to stop came twice, or ended ranks that do not handle it. The first
             one passes on to all ranks.
     """
     allow_open_files(world_size)  # set the limit before the ranks start, because they inherit it
@@ -183,7 +183,8 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     # the parent handles Ctrl-C; a traceback from each child would only repeat it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in REQUESTS:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP under nohup
+            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     heartbeat = None
     try:
@@ -236,7 +237,7 @@ def _kill(pids: dict[int, int]) -> None:
 
 @contextmanager
 def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
-    """Forwards the first SIGTERM or SIGUSR1 to the ranks; the second raises `SystemExit`, which
+    """Forwards the first request to stop to the ranks; the second raises `SystemExit`, which
     ends them.
     """
     stop = Stop()

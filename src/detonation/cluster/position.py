@@ -188,13 +188,18 @@ def _number(env: Mapping[str, str], name: str, default: int | str = "") -> int:
 
 def require_known_host(flag: str, addresses: str) -> None:
     """Raises `ValueError` if this machine cannot resolve a HOST of the stores' `addresses`, the
-    value of `flag`.
+    value of `flag`, or if HOST names all interfaces.
     """
     for host, port in store_addresses(addresses):
+        named = joined_address(host, port)
+        if host in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"{flag} is {named!r}, which names all interfaces: give the address of one, which"
+                " the other machines reach"
+            )
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError) as error:
-            named = joined_address(host, port)
             raise ValueError(
                 f"{flag} is {named!r}, but no host has that name: give the name or address of one"
             ) from error

@@ -107,6 +107,7 @@ class Admission:
                 self._open(guest)
             except (ValueError, OSError) as error:
                 _log.warning("replica %d asks to join, but cannot: %s", guest, error)
+                self._axis.host.refuse(guest, str(error))
 
     def _open(self, guest: int) -> None:
         gc.collect()  # frees dropped optimizers that reference cycles keep alive

@@ -143,17 +143,14 @@ def is_prepared(store: Store, rank: int) -> bool:
     return bool(store.check([_prepared(rank)]))
 
 
-def refuse_start(reach: Callable[[], Store], replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to the store in which the others wait, if
-    `reach` reaches it.
+def note_refusal(store: Store, replica: int, reason: str, waiting: bool = False) -> None:
+    """Writes the `reason` why `replica` cannot start to `store`.
+
+    waiting: only for ranks that already wait there, not for those that come later.
     """
-    with suppress(DistError, ValueError, RuntimeError, OSError):
-        note_refusal(reach(), replica, reason)
-
-
-def note_refusal(store: Store, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to `store`."""
     said = {"replica": replica, "reason": reason, "when": time.time(), "name": secrets.token_hex(4)}
+    if waiting:
+        said["when"] = 0.0
     store.set(_KEY, json.dumps(said))
 
 

@@ -40,6 +40,8 @@ _RENDEZVOUS_TIMEOUT_S = 300.0
 _CONNECT_S = 2.0
 _READ_S = 10.0
 _MOST_WAYS = 4
+_WORLD = "detonation/world"
+_OTHER_WORLD = "detonation/world/other"
 _found = ""
 """Interface that this process has chosen and written to its environment."""
 
@@ -90,6 +92,7 @@ def rendezvous_store(
                 connecting = rendezvous("env://", rank, world_size, timeout=timeout)
                 store: Store = next(iter(connecting))[0]
             if not _agent_hosts_store(os.environ):
+                _require_same_world(store, rank, world_size)
                 store.set(_key("came", rank), "")
                 return store
             # a prefix per attempt: after a restart the store still has addresses of dead ranks
@@ -104,6 +107,7 @@ def rendezvous_store(
             master_listen_fd=fd,
             use_libuv=True,
         )
+        hosted.set(_WORLD, str(world_size))
         _wait_for_all(hosted, world_size, timeout_s)
         return hosted
     except socket.gaierror as error:
@@ -157,9 +161,29 @@ def _wait_for_all(store: Store, world_size: int, timeout_s: float) -> None:
 
     Raises `TimeoutError` after `timeout_s`.
     """
-    awaited = Awaited(f"rank 0 of {world_size}", timeout_s)
+
+    def look() -> None:
+        if store.check([_OTHER_WORLD]):
+            raise ValueError(store.get(_OTHER_WORLD).decode())
+
+    awaited = Awaited(f"rank 0 of {world_size}", timeout_s, look=look)
     while away := [r for r in range(1, world_size) if not store.check([_key("came", r)])]:
         awaited.wait(partial(list, away))
+
+
+def _require_same_world(store: Store, rank: int, world_size: int) -> None:
+    """Raises `ValueError` on this rank and on rank 0 if their launchers started different numbers
+    of ranks.
+    """
+    first = int(store.get(_WORLD))
+    if first == world_size:
+        return
+    reason = (
+        f"the world has {world_size} ranks for rank {rank} and {first} for rank 0: start all"
+        " machines with the same number of nodes and ranks"
+    )
+    store.set(_OTHER_WORLD, reason)
+    raise ValueError(reason)
 
 
 def name_of_first(

@@ -66,7 +66,7 @@ _stop: Stop | None = None
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Records SIGTERM and SIGUSR1 in the yielded `Stop`; a second signal ends the process with 128
+    """Records a request to stop in the yielded `Stop`; a second signal ends the process with 128
     + its number.
 
     Ctrl-C also ends the process, unless it was ignored. Only the main thread may enter. A nested

@@ -4,21 +4,24 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from detonation.choices import first_names
 from detonation.cluster.position import store_addresses
+from detonation.cluster.processes.refusal import note_refusal
 from detonation.cluster.processes.rendezvous import reached_store
 from detonation.cluster.quorum.register import Change, adds, compares, reads, writes
 from detonation.cluster.quorum.stores import Stores
 
 _TIMEOUT_S = 300.0
 _POLL_S = 0.005
+_TELL_S = 3.0
 
 
 class QuorumStore(Store):
@@ -133,3 +136,11 @@ def meeting_store(addresses: str, limit_s: float = _TIMEOUT_S) -> Store:
         stores.close()
         raise
     return QuorumStore(stores, limit_s)
+
+
+def refuse_replica(addresses: str, replica: int, reason: str) -> None:
+    """Writes the `reason` why `replica` cannot start to the store at `addresses`, in which the
+    others wait, if the store is reachable.
+    """
+    with suppress(DistError, RuntimeError, OSError, ValueError):
+        note_refusal(meeting_store(addresses, _TELL_S), replica, reason)

@@ -293,12 +293,16 @@ def serve_one_axis(base: Store) -> None:
 
 
 def next_axis_store(
-    base: Store, rank: int, world_size: int, look: Callable[[], object] = lambda: None
+    base: Store,
+    rank: int,
+    world_size: int,
+    look: Callable[[], object] = lambda: None,
+    offer: Callable[[Store], object] = lambda axis: None,
 ) -> Store:
     """The part of `base` for a new axis of all ranks. Collective.
 
-    look: see `Awaited`. Raises `TimeoutError` if a rank is missing. The store may also contain
-    parts of earlier starts.
+    look: see `Awaited`. offer: called on rank 0 with the new part, before others know it. The store
+    may also contain parts of earlier starts. Raises `TimeoutError` if a rank is missing.
     """
     # `serve_one_axis` has reserved this store
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):
@@ -306,14 +310,23 @@ def next_axis_store(
     mine = ""
     if rank == 0:
         mine = str(base.add(f"{_AXES}/made", 1) - 1)
+        own = axis_store(base, int(mine))
+        offer(own)
         # the other ranks wait for a heartbeat of rank 0
-        axis_store(base, int(mine)).set(axis_key("beat", 0), beat_of(0, 1.0))
+        own.set(axis_key("beat", 0), beat_of(0, 1.0))
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     meeting = PrefixStore(f"{_AXES}/meet", base)
     number = name_of_first(meeting, rank, world_size, mine, timeout_s, look)
     if rank == 0:
         base.set(f"{_AXES}/latest", number)
     return axis_store(base, int(number))
+
+
+def latest_axis(base: Store) -> Store | None:
+    """The part of `base` for the newest axis; None if there is none."""
+    if not base.check([f"{_AXES}/latest"]):
+        return None
+    return axis_store(base, int(base.get(f"{_AXES}/latest")))
 
 
 def latest_axis_store(base: Store) -> Store:
@@ -323,12 +336,12 @@ def latest_axis_store(base: Store) -> Store:
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     awaited = Awaited("this replica", timeout_s)
     try:
-        while not base.check([f"{_AXES}/latest"]):
+        while (axis := latest_axis(base)) is None:
             awaited.wait(lambda: "the first replicas")
     except TimeoutError as error:
         text = f"no replicas have met within {timeout_s:g} s: start the run first"
         raise ReplicaLost(text) from error
-    return axis_store(base, int(base.get(f"{_AXES}/latest")))
+    return axis
 
 
 def latest_members(store: Store, replicas: int) -> list[int]:
@@ -355,6 +368,7 @@ def axis_key(
         "left",
         "asked",
         "ask",
+        "refused",
         "feed",
         "door",
         "coming",
@@ -371,11 +385,11 @@ def axis_key(
 
     Keys of a rank: `beat`; `port`; `loopback`, the identity of that interface; `end`, set after its
     last step; `left`, set after it left together with the others; `asked`, set if it was asked to
-    leave. Keys of a guest: `ask`, its request to join; `door`, the optimizer that lets it in;
-    `copy`, the turn after which it gets a copy of the state; `admit`, the turn before which it
-    joins; `entry`, the step of that turn, set after all have reached it. Keys of a guest's shard:
-    `feed`, the address of its feed; `coming`, set while it waits for a copy; `ready`, set once it
-    has the copy. Key of a guest and a rank: `at`, set when the rank has reached the guest's
-    turn.
+    leave. Keys of a guest: `ask`, its request to join; `refused`, the reason why it cannot; `door`,
+    the optimizer that lets it in; `copy`, the turn after which it gets a copy of the state;
+    `admit`, the turn before which it joins; `entry`, the step of that turn, set after all have
+    reached it. Keys of a guest's shard: `feed`, the address of its feed; `coming`, set while it
+    waits for a copy; `ready`, set once it has the copy. Key of a guest and a rank: `at`, set when
+    the rank has reached the guest's turn.
     """
     return "/".join((kind, *map(str, numbers)))

@@ -14,16 +14,16 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import distributed_c10d
+from torch.distributed import DistError, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
 from detonation.cluster.interface import listener_at, listening_address
 from detonation.cluster.network.throttled import ELSEWHERE, NodeLink
-from detonation.cluster.position import host_and_port, joined_address
+from detonation.cluster.position import host_and_port, joined_address, require_known_host
 from detonation.cluster.processes.failure import Failure
-from detonation.cluster.processes.refusal import is_prepared, refusals
+from detonation.cluster.processes.refusal import is_prepared
 from detonation.cluster.processes.signals import end_if_asked
 from detonation.cluster.processes.waiting import WAIT_LINE_S, Awaited
 from detonation.cluster.quorum.store import meeting_store
@@ -38,7 +38,6 @@ from detonation.cluster.survive.agreement import (
     axis_store,
     latest_axis_store,
     latest_members,
-    next_axis_store,
     note_gone,
     parse_agreement,
     ranks_of_replicas,
@@ -46,7 +45,7 @@ from detonation.cluster.survive.agreement import (
     turn_of,
 )
 from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.port import Presence
+from detonation.cluster.survive.port import Presence, meet_at
 from detonation.cluster.survive.surviving import MOST_TRIES, SurvivingCommunicator
 from detonation.link_speed import LinkSpeed
 
@@ -93,9 +92,18 @@ class MeetingPoint:
     def __init__(self, survival: Survival, replicas: int) -> None:
         self._survival = survival
         self._replicas = replicas
-        host, port = host_and_port(survival.address or "127.0.0.1:0")
-        host = listening_address(host)
-        self._listener = listener_at(host, port)
+        address = survival.address or "127.0.0.1:0"
+        require_known_host("the address of the store", address)
+        host, port = host_and_port(address)
+        try:
+            host = listening_address(host)
+            self._listener = listener_at(host, port)
+        except OSError as error:
+            reason = str(error.strerror).partition(" (while")[0]
+            remedy = "give a free port above 1023 at an address of this machine"
+            if replicas:
+                remedy += ", or --replica to meet others at the store of detonation meet"
+            raise ValueError(f"no store can be at {address}: {reason}; {remedy}") from error
         self.host = host
         self.port = int(self._listener.getsockname()[1])
         self._store: Store | None = None
@@ -104,14 +112,21 @@ class MeetingPoint:
     def serve(self) -> None:
         """Starts to answer."""
         fd = self._listener.detach()
-        self._store = TCPStore(
-            self.host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=fd,
-            use_libuv=True,
-        )
+        try:
+            self._store = TCPStore(
+                self.host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=fd,
+                use_libuv=True,
+            )
+        except DistError as error:
+            raise ValueError(
+                f"this machine cannot connect to its own store at"
+                f" {joined_address(self.host, self.port)}: bring up its loopback interface with ip"
+                " link set lo up, and let its firewall pass that port"
+            ) from error
         if self._replicas:
             serve_one_axis(self._store)
 
@@ -275,9 +290,9 @@ def elastic(
     if link:
         speed = LinkSpeed.parse(link)
     base = _reached(store)
-    look = refusals(base, replica, replica * shards + shard)
+    own, look = meet_at(base, replica, replicas, shard, shards)
     membership = Membership(
-        next_axis_store(base, replica * shards + shard, replicas * shards, look),
+        own,
         replica,
         replicas,
         shard,
@@ -440,7 +455,7 @@ class Guest:
         """
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         who = f"replica {self.number}"
-        awaited = Awaited(who, timeout_s, WAIT_LINE_S, self.hosts.require)
+        awaited = Awaited(who, timeout_s, WAIT_LINE_S, self._require_hosts)
         try:
             while not self._store.check(keys):
                 awaited.wait(lambda: "a replica that lets it in", _POLL_S)
@@ -448,6 +463,14 @@ class Guest:
             text = f"no replica has let {who} in within {timeout_s:g} s"
             raise ReplicaLost(text) from error
         return ",".join(self._store.get(key).decode() for key in keys)
+
+    def _require_hosts(self) -> None:
+        """Raises `ReplicaLost` if the replicas that train have refused this one, or have ended."""
+        refused = axis_key("refused", self.number)
+        if self._store.check([refused]):
+            reason = self._store.get(refused).decode()
+            raise ReplicaLost(f"the run cannot let replica {self.number} in: {reason}")
+        self.hosts.require()
 
     def ready(self) -> None:
         """Announces that this rank has a copy of the training state."""

@@ -1,5 +1,5 @@
-"""Addresses on which a process of an elastic axis listens, and a port that shows whether a process
-is alive and reachable.
+"""Addresses on which a process of an elastic axis listens, a port that shows whether a process is
+alive and reachable, and the meeting of all ranks.
 """
 
 import contextlib
@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from torch.distributed import DistError
@@ -23,18 +23,25 @@ from detonation.cluster.interface import (
     way_over,
 )
 from detonation.cluster.position import joined_address
+from detonation.cluster.processes.claims import Claim, this_process
+from detonation.cluster.processes.refusal import RefusedStart, refusals
 from detonation.cluster.processes.rendezvous import asked_interface, describe_ways
 from detonation.cluster.survive.agreement import (
     GONE,
+    SIZE,
     ReplicaLost,
     axis_key,
+    latest_axis,
     latest_members,
+    next_axis_store,
     pace_of,
     ranks_of_replicas,
 )
 
 _MEET_S = 10.0
 _PRESENT_S = 1.0
+RUNNING_S = 10.0
+"""Seconds for which the replicas of another start must beat before a rank that waits gives up."""
 KNOCK_S = 0.2
 """Seconds in which a kernel must answer. Later answers are ignored."""
 
@@ -147,6 +154,76 @@ class Presence:
             return True
         key = axis_key("port", rank)
         return self._store.check([key]) and refuses(self._store.get(key).decode())
+
+
+class Running:
+    """Finds out whether a run trains in the store in which a rank waits for a start.
+
+    base: the store in which all starts meet.
+    """
+
+    def __init__(self, base: Store) -> None:
+        self._base: Store = base.clone()  # type: ignore[attr-defined]  # one for each thread
+        self._beats: list[bytes] = []
+        self._asked = -math.inf
+        self._still = time.monotonic()
+
+    def look(self) -> None:
+        """Raises `RefusedStart` if other processes have trained there for `RUNNING_S`."""
+        now = time.monotonic()
+        if now - self._asked < _PRESENT_S:
+            return
+        self._asked = now
+        beats = self._beats_of_others()
+        if not self._beats or {*beats} <= {*self._beats}:
+            self._still = now
+        self._beats = beats
+        if now - self._still > RUNNING_S:
+            raise RefusedStart(
+                "a run trains at this store already: a replica joins it with --join, and a new run"
+                " needs another store, or starts after its end"
+            )
+
+    def _beats_of_others(self) -> list[bytes]:
+        """The heartbeats in the latest start, unless this process belongs to it."""
+        axis = latest_axis(self._base)
+        if axis is None or axis.check([_member()]) or not axis.check([SIZE]):
+            return []
+        replicas, shards = map(int, axis.get(SIZE).split())
+        ranks = ranks_of_replicas(latest_members(axis, replicas), shards)
+        keys = [axis_key("beat", rank) for rank in ranks]
+        return [axis.get(key) for key in keys if axis.check([key])]
+
+
+def _member() -> str:
+    return f"member/{this_process()}"
+
+
+def meet_at(
+    base: Store, replica: int, replicas: int, shard: int, shards: int
+) -> tuple[Store, Callable[[], None]]:
+    """Meets all other ranks in `base`. Collective.
+
+    Returns the part of `base` for the axis, and a function that raises `RefusedStart` if another
+    replica cannot start. Raises `RefusedStart` if replicas have the same number, or other counts.
+    """
+    rank = replica * shards + shard
+    refused = refusals(base, replica, rank)
+    claim = Claim(base, replica, replicas, shards, rank)
+    running = Running(base)
+
+    def look() -> None:
+        refused()
+        claim.look()
+
+    def look_before() -> None:
+        look()
+        running.look()
+
+    axis = next_axis_store(base, rank, replicas * shards, look_before, claim.offer)
+    claim.hold(axis)
+    axis.set(_member(), "")
+    return axis, look
 
 
 class Ways:

@@ -115,6 +115,10 @@ class Host:
         store.set(axis_key("door", guest), str(user))
         store.set(axis_key("feed", guest, self.membership.shard), address)
 
+    def refuse(self, guest: int, reason: str) -> None:
+        """Tells a guest that it cannot join."""
+        self.membership.store.set(axis_key("refused", guest), reason)
+
     def door_of(self, guest: int) -> int:
         """The optimizer that lets a guest in."""
         store = self.membership.store

@@ -6,16 +6,14 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
-from detonation.core.flat.tensors import digest
 from detonation.core.link import PeerLost
 from detonation.core.schemes import scheme
 from detonation.data import Data, Streamed
+from detonation.train.loop.checks import mark_of_data
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted
 from detonation.train.output.directory import Unwritable, remedy_of
@@ -26,6 +24,9 @@ _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
 """Settings that `compare_settings` does not report, because another line reports the change or only
 a new run reads the setting.
 """
+
+_MARKED = 3
+"""Number of examples of which a checkpoint has a hash."""
 
 # the run prints these messages itself
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
@@ -45,7 +46,7 @@ def save_async(
         "config": to_table(session.config),
         "setting": dict(outermost.arguments),
         "followed": followed,
-        "data": _data_mark(session.data),
+        "data": mark_of_data(session.data, _MARKED),
     }
     divided = session.world_size == session.world.parts  # each rank reads one part of the stream
     if divided and isinstance(session.data.train, Streamed):
@@ -175,21 +176,9 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
             raise ValueError(f"{path} was written with {text}: resume with the same")
 
 
-def _data_mark(data: Data) -> list[object]:
-    """Number of training examples, and a hash of three of them. For a stream, the number of its
-    held-out examples.
-    """
-    examples = data.train
-    if isinstance(examples, Streamed):
-        examples = data.validation
-    count = len(examples)
-    three = examples[torch.tensor([0, count // 2, count - 1])]
-    return [count, digest(three[key] for key in sorted(three))[:16]]
-
-
 def _other_data(saved: object, data: Data) -> list[str]:
     """A line if the data differ from those of the checkpoint."""
-    now = _data_mark(data)
+    now = mark_of_data(data, _MARKED)
     if saved is None or saved == now:
         return []
     was = saved

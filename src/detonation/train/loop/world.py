@@ -20,6 +20,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
 from detonation.core.link import Communicator, TextExchange
 from detonation.core.replicator import CommStream
+from detonation.train.loop.checks import load_data, mark_of_data
 from detonation.train.recipe.schema import Config, TrainConfig
 from detonation.train.recipe.tables import settings_of, to_table
 
@@ -198,12 +199,13 @@ class ElasticRanks:
         return self._axis.texts()
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """Like `Ranks.stopped_by`, but SIGTERM ends only the replicas that received it, if enough
-        remain.
+        """Like `Ranks.stopped_by`, but SIGTERM and SIGHUP end only the replicas that received them,
+        if enough remain.
         """
-        terminated = torch.tensor(numbers).view(-1, self._ranks) == signal.SIGTERM
+        of_replicas = torch.tensor(numbers).view(-1, self._ranks)
+        terminated = (of_replicas == signal.SIGTERM) | (of_replicas == signal.SIGHUP)
         remaining = int((~terminated.any(1)).sum())
-        others = {*numbers} - {0, signal.SIGTERM}
+        others = {*numbers} - {0, signal.SIGTERM, signal.SIGHUP}
         if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
         # A signal to all replicas may reach some of them one step earlier,
@@ -275,7 +277,8 @@ def require_same_settings(membership: Membership, config: Config) -> None:
     for key in _differing(first, own):
         here = f"{key} is {own.get(key)!r} here"
         there = f"{first.get(key)!r} in the run"
-        raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
+        remedy = _REMEDY.get(key, "all replicas train by the same recipe and --set")
+        raise ValueError(f"{here}, {there}: {remedy}")
 
 
 def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str, Any]) -> None:
@@ -290,13 +293,19 @@ def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str
         for key in _differing(first, own):
             here = f"{key} is {own.get(key)!r} on rank {rank}"
             there = f"{first.get(key)!r} on rank 0"
-            raise ValueError(f"{here}, {there}: give all ranks the same recipe and command line")
+            remedy = _REMEDY.get(key, "give all ranks the same recipe and command line")
+            raise ValueError(f"{here}, {there}: {remedy}")
 
 
 def _alike(config: Config) -> dict[str, Any]:
-    """The settings that must be equal on all replicas, after a round trip through JSON."""
+    """The settings that must be equal on all replicas, after a round trip through JSON, and a mark
+    of the data: machines may have other files under one name.
+    """
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
-    return {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
+    alike = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
+    if ":" not in config.data.name:  # a function of the user may read other examples on each rank
+        alike[_DATA] = mark_of_data(load_data(config.data))
+    return alike
 
 
 def _differing(first: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
@@ -304,6 +313,8 @@ def _differing(first: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 
 _SETTINGS = "settings"
+_DATA = "data (examples and hash)"
+_REMEDY = {_DATA: "copy the same data to all machines"}
 _ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.", "mesh.link")
 _OWN = {
     "train.log_every",

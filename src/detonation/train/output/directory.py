@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -203,7 +203,14 @@ def check_free(
 
 
 def _require_directory(path: Path) -> None:
-    """Raises `ValueError` if `path` is a file, or a link without a target."""
+    """Raises `ValueError` if `path` is a file, a link without a target, or no possible name."""
+    try:
+        path.exists()
+    except OSError as error:
+        raise ValueError(
+            f"the run directory {str(path)!r} cannot be opened: {error.strerror}; choose another"
+            " --out"
+        ) from error
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
     if path.is_symlink() and not path.exists():
@@ -404,9 +411,9 @@ def _take(file: IO[str], path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
-        owner = json.loads(file.read() or "{}")
         who = "another process"
-        if "pid" in owner:
+        with suppress(ValueError, LookupError, TypeError):  # the process may write it just now
+            owner = json.loads(file.read())
             who = f"process {owner['pid']} since {owner['since']}"
         raise InUse(
             f"run directory {path} is in use by {who}: wait for it, or choose another --out"

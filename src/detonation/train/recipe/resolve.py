@@ -124,7 +124,8 @@ class Request:
     join: str | None = None
     to_stderr: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises `ValueError` if flags are out of range or conflict. The other ranks are told."""
         if self.stop_after is not None:
             require(self.stop_after >= 1, "--stop-after", self.stop_after, "at least 1")
         if self.resume and self.out is None:
@@ -194,6 +195,12 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         )
     if replicas is None:
         replicas = place.world_size // shards
+    for name, count in (("replicas", replicas), ("shards", shards)):
+        if count > place.world_size:
+            raise ValueError(
+                f"{count} {name} need as many processes, but the launcher started"
+                f" {place.world_size}: start more, or ask for fewer"
+            )
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
         remedy = (

@@ -2,12 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from detonation.cluster.processes.failure import describe, is_network_error
-from detonation.cluster.processes.refusal import Preparation, refuse_start
-from detonation.cluster.quorum.store import meeting_store
+from detonation.cluster.processes.refusal import Preparation
+from detonation.cluster.quorum.store import refuse_replica
 from detonation.cluster.survive.agreement import ReplicaLost
 from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -17,8 +16,6 @@ from detonation.train.loop.world import ElasticRanks
 from detonation.train.output import directory
 from detonation.train.recipe.schema import Table
 from detonation.train.run.recorder import Recorder
-
-_TELL_S = 3.0
 
 
 class SetUpError(ValueError):
@@ -71,7 +68,7 @@ class SetUp:
         if self._start is not None:
             self._start.refuse(reason)
         elif self._replica is not None and self._meet:
-            refuse_start(partial(meeting_store, self._meet, _TELL_S), self._replica, reason)
+            refuse_replica(self._meet, self._replica, reason)
 
 
 class Losses:

@@ -4,6 +4,8 @@ import contextlib
 import secrets
 from pathlib import Path
 
+import torch.distributed as dist
+
 from detonation.cluster.processes.signals import Stop
 from detonation.train.choice.adapt import set_message_timeouts
 from detonation.train.choice.decide import Chosen, adapter_of
@@ -17,7 +19,12 @@ from detonation.train.run.elastic_run import Losses, SetUp
 from detonation.train.run.joining import RunTask
 from detonation.train.run.log_check import checked_log
 from detonation.train.run.recorder import Recorder
-from detonation.train.run.run_directory import kept_records, resumed_state, run_directory
+from detonation.train.run.run_directory import (
+    kept_records,
+    require_earlier,
+    resumed_state,
+    run_directory,
+)
 from detonation.train.run.training import train_until_end
 
 
@@ -65,10 +72,22 @@ def train_in_directory(
             directory.begin_run(path, to_table(session.config), plan)
         with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
             recorder.show([*resumed, *more])
+            _say_replica(session, task, path, done)
             recorder.warn(damage)
             return train_until_end(
                 session, path, recorder, run, done, task.request.stop_after, stop, adapter, losses
             )
+
+
+def _say_replica(session: Session, task: RunTask, path: Path, done: int) -> None:
+    """Prints where a replica with a terminal of its own begins: only replica 0 prints its steps."""
+    own = session.optimizer.coordinates
+    if task.request.replica is None or own.replica == 0 or dist.get_rank() != 0:
+        return
+    Screen(False, task.request.to_stderr).line(
+        f"replica {own.replica} of {own.replicas} trains from step {done + 1} on, in {path};"
+        " replica 0 prints the steps"
+    )
 
 
 def _require_steps(steps: int, done: int) -> None:
@@ -96,6 +115,7 @@ def train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp
     """
     done = session.optimizer.step_count
     path = task.request.out or Path()
+    require_earlier(path, done)
     losses = Losses(session, set_up)
     set_message_timeouts(session)
     screen = Screen(session.optimizer.coordinates.shard != 0, task.request.to_stderr)

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from detonation.checkpoint.files.retention import saved_checkpoints
+from detonation.checkpoint.files.retention import saved_checkpoints, step_of
 from detonation.checkpoint.gather import Volumes, survey
 from detonation.checkpoint.newest import Loaded
 from detonation.cluster.network.measure import Everyone
@@ -75,6 +75,18 @@ def _hold_on_node(held: contextlib.ExitStack, path: Path, resume: bool) -> str:
     except ValueError as error:
         return f"{error} (on {platform.node()})"
     return ""
+
+
+def require_earlier(path: Path, done: int) -> None:
+    """Raises `ValueError` if `path` has a checkpoint after step `done`, at which this replica has
+    joined: of two runs in one directory, `--resume` would continue the wrong one.
+    """
+    later = [one for one in saved_checkpoints(path / directory.CHECKPOINTS) if step_of(one) > done]
+    if later:
+        raise ValueError(
+            f"{path} holds {later[0].name}, and the run is at step {done}: it is of another run;"
+            " choose another --out"
+        )
 
 
 def kept_records(

@@ -90,6 +90,7 @@ def _run(
 
 
 def _require_out(request: Request) -> None:
+    request.check()
     if restartable(os.environ) and request.out is None:
         raise ValueError(
             "a run that its launcher may start again needs --out: the run directory to continue"

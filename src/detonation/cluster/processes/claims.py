@@ -1,0 +1,98 @@
+"""The number of a replica belongs to one process, and all replicas agree how many they are.
+
+Replicas that are separate worlds get their numbers from users, who may give one number twice or
+different counts. While a rank waits in the store in which the replicas meet, it claims its number
+there, and writes its claim again and again. So claims that change are those of live processes, and
+keys of earlier starts do not matter.
+"""
+
+import json
+import os
+import platform
+import secrets
+import time
+
+from torch.distributed.distributed_c10d import Store
+
+from detonation.cluster.processes.refusal import RefusedStart, note_refusal
+
+_LOOK_S = 0.25
+_SIZE = "detonation/counts"
+
+
+def this_process() -> str:
+    """Names this process for people on other machines."""
+    return f"process {os.getpid()} on {platform.node()}"
+
+
+class Claim:
+    """The claim of `rank`, which belongs to `replica` of `replicas` with `shards` ranks each.
+
+    Its methods raise `RefusedStart` on a rank whose claim conflicts with another one, after they
+    have noted the reason for the ranks that wait.
+    """
+
+    def __init__(self, store: Store, replica: int, replicas: int, shards: int, rank: int) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # one for each thread
+        self._replica = replica
+        self._size = f"{replicas} replicas x {shards} shards"
+        self._key = _key(rank)
+        self._own = [secrets.token_hex(4), this_process(), self._size]
+        self._first = self._read(_key(0))
+        self._count = 0
+        self._looked = 0.0
+        self.look()
+
+    def look(self) -> None:
+        """Renews the claim, and compares it with those of other processes. Call it repeatedly."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        found = self._read(self._key)
+        self._store.set(self._key, json.dumps([*self._own, self._count]))
+        if self._count:  # the first claim replaces that of an earlier start
+            self._require_own(found)
+        self._count += 1
+        first = self._read(_key(0))
+        if first != self._first and first:
+            self._require_size(first[2])
+
+    def offer(self, axis: Store) -> None:
+        """On the first rank: writes the counts that all others must have."""
+        axis.set(_SIZE, self._size)
+
+    def hold(self, axis: Store) -> None:
+        """Claims the number in `axis`, the store of this start alone."""
+        claim = json.dumps(self._own)
+        self._require_own(json.loads(axis.compare_set(self._key, "", claim)))
+        self._require_size(axis.compare_set(_SIZE, "", self._size).decode())
+
+    def _read(self, key: str) -> list[str]:
+        """The claim at `key`; empty if there is none."""
+        claim: list[str] = json.loads(self._store.compare_set(key, "", "").decode() or "[]")
+        return claim
+
+    def _require_own(self, claim: list[str]) -> None:
+        if claim[0] == self._own[0]:
+            return
+        self._refuse(
+            f"{claim[1]} and {self._own[1]} are both replica {self._replica}: give each replica"
+            " its own --replica"
+        )
+
+    def _require_size(self, size: str) -> None:
+        if size == self._size:
+            return
+        self._refuse(
+            f"replica {self._replica} counts {self._size}, replica 0 counts {size}: give all the"
+            " same --replicas and --shards"
+        )
+
+    def _refuse(self, reason: str) -> None:
+        note_refusal(self._store, self._replica, reason, waiting=True)
+        raise RefusedStart(reason)
+
+
+def _key(rank: int) -> str:
+    return f"detonation/claim/{rank}"
