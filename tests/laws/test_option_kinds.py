@@ -140,3 +140,13 @@ def test_an_option_of_another_kind_is_refused_by_its_name_and_value():
             base = torch.optim.SGD(model.parameters(), lr=0.1)
             with pytest.raises(TypeError, match=f"{name} is {re.escape(repr(value))}, must be a?"):
                 dt.replicate(base, model, LoopbackCommunicator(), dt.full(), **{name: value})
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.float32, np.int64])
+def test_an_option_of_a_scheme_that_is_no_plain_number_is_refused_with_the_call_that_makes_it_one(
+    kind,
+):
+    with pytest.raises(
+        ValueError, match=r"^topk is .*3.*, must be .*: pass its \.item\(\), not a "
+    ):
+        dt.demo(topk=kind(3))
