@@ -123,3 +123,22 @@ def test_the_seconds_of_a_recovery_count_from_the_first_sign_of_the_loss(monkeyp
     clock.sleep(2.0)
     Recovers()._recover()
     assert logged == [5.0]
+
+
+def test_a_state_of_more_replicas_is_refused_with_what_may_differ():
+    """Owners keep what they have not answered, of rows that depend on the number of replicas."""
+
+    def trained(communicator):
+        model, optimizer = started_with(communicator, dt.Safety(), SCHEMES["demo-owner"])
+        model(batch(communicator.replica, 0, 32)).mean().backward()
+        optimizer.step()
+        return optimizer
+
+    saved = simulate_replicas(lambda communicator: trained(communicator).state_dict(), 3)
+    text = r"server_residual was saved with .*: other shards or replicas\?$"
+
+    def loaded(communicator):
+        with pytest.raises(ValueError, match=text):
+            trained(communicator).load_state_dict(saved[communicator.replica])
+
+    simulate_replicas(loaded, 2)
