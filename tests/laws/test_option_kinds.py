@@ -1,6 +1,8 @@
 """The law of options: an lr of any kind gives a follower the bits of training."""
 
 import re
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,3 +152,15 @@ def test_an_option_of_a_scheme_that_is_no_plain_number_is_refused_with_the_call_
         ValueError, match=r"^topk is .*3.*, must be .*: pass its \.item\(\), not a "
     ):
         dt.demo(topk=kind(3))
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/recipe-reference.md"
+LINES = re.findall(r'^- `name = "(\w+)"`: .* Keys: (.*)\.$', PAGE.read_text(), re.MULTILINE)
+DOCUMENTED = {name: keys for name, keys in LINES if name in dt.schemes.__all__}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_scheme_without_options_is_the_one_with_those_of_its_reference(name):
+    """An option that is left out has the value of the page, not another one."""
+    options = tomllib.loads("\n".join(re.findall(r"`(.*?)`", DOCUMENTED[name])))
+    assert options and dt.scheme(name, {}) == dt.scheme(name, options)
