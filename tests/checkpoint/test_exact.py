@@ -120,3 +120,38 @@ def test_a_rate_that_is_a_tensor_comes_back_before_its_scheduler(tmp_path):
     assert (
         before == worlds.run(scheduled, 2, 1, tmp_path, False) == [pytest.approx((5e-3, 1e-2))] * 2
     )
+
+
+def with_an_unused_layer_on_its_way(mesh, folder):
+    """Weights of a run that was saved with a message without a layer in flight, and of its resume."""
+    ends = []
+    for resumes in (False, True):
+        model, optimizer = two_layers(mesh)
+        for number in range(8):
+            if number == 4:
+                dt.save_checkpoint(folder, model, optimizer)
+            if number == 4 and resumes:
+                model, optimizer = two_layers(mesh)
+                dt.load_checkpoint(folder, model, optimizer)
+            hidden = model[0](batch(torch.distributed.get_rank(), number, 16))
+            if number % 4 != 3:
+                hidden = model[1](hidden)
+            hidden.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        ends.append(digest(model.parameters()))
+    return ends
+
+
+def two_layers(mesh):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    base = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    scheme = dt.demo(topk=4, chunk=16, delay=1)
+    return model, dt.replicate(base, model, mesh["replicate"], scheme)
+
+
+def test_law_10_what_nobody_used_is_left_alone_by_a_run_that_was_saved_meanwhile(tmp_path):
+    for plain, resumed in worlds.run(with_an_unused_layer_on_its_way, 2, 1, tmp_path):
+        assert plain == resumed

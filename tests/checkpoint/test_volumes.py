@@ -1,7 +1,11 @@
 """Nodes without a shared file system: each saves its own ranks, and nothing is lost."""
 
+import queue
 import re
 import shutil
+import threading
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -10,11 +14,13 @@ from test_exact import BASES, advance, everything, start
 import detonation as dt
 import worlds
 from covering import some
-from detonation.checkpoint import newest
+from detonation.checkpoint import gather, newest
 from detonation.checkpoint.files import disk, manifest
 from detonation.checkpoint.gather import Texts, Volumes, device_of, survey
 from detonation.checkpoint.verify import load_weights, verify
 from detonation.core.link.coordinates import Coordinates
+from limits import LIMIT_S
+from steps import together
 from zoo import Plain, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
@@ -45,6 +51,40 @@ def looks(mesh, folder, nodes):
 )
 def test_who_shares_a_directory_is_found_and_nothing_stays_of_it(tmp_path, nodes, leaders):
     assert worlds.run(looks, 2, 2, tmp_path, nodes) == [(Volumes(leaders), [])] * 4
+
+
+def test_a_rank_that_has_found_who_shares_its_directory_asks_the_file_system_no_more(
+    tmp_path, monkeypatch
+):
+    """On three nodes of which two share a directory with nobody: all look in turn, until each has found its own."""
+    looked = Counter()
+    look = gather._lowest_seen
+
+    def counted(directory, token, writers):
+        looked[directory.name] += 1
+        return look(directory, token, writers)
+
+    monkeypatch.setattr(gather, "_lowest_seen", counted)
+    told = [queue.Queue() for _ in range(3)]
+
+    class Exchange:
+        world_size = 3
+
+        def __init__(self, rank):
+            self.rank = rank
+
+        def gather(self, text):
+            for each in told:
+                each.put((self.rank, text))
+            barrier.wait(LIMIT_S)
+            found = dict(told[self.rank].get(timeout=LIMIT_S) for _ in range(3))
+            barrier.wait(LIMIT_S)
+            return [found[rank] for rank in range(3)]
+
+    barrier = threading.Barrier(3)
+    ends = together(*(partial(survey, tmp_path / f"node{n}", Exchange(n)) for n in range(3)))
+    assert {each.leaders for each in ends} == {(0, 1, 2)}
+    assert looked["node0"] == 1
 
 
 def one_cannot_make_its_directory(mesh, folder):

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import re
 import shutil
 import stat
 import threading
@@ -10,6 +11,7 @@ import weakref
 from pathlib import Path
 from unittest.mock import Mock
 
+import torch
 import torch.distributed as dist
 from test_exact import BASES, advance, everything, start
 
@@ -88,6 +90,30 @@ def after(point, act):
 
 def no_space():
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def what_a_full_disk_needs(mesh, folder):
+    """The bytes that the error names, and those of the files of a save that went well."""
+    model = torch.nn.Linear(1000, 500)
+    base = torch.optim.AdamW(model.parameters())
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    dt.save_checkpoint(folder / "good", model, optimizer)
+    disk.observer = lambda operation, path: no_space() if operation == "write" else None
+    try:
+        dt.save_checkpoint(folder / "full", model, optimizer)
+    except NotSaved as error:
+        need = re.search(r"need ([\d.]+) MB", str(error))
+    finally:
+        disk.observer = None
+    written = sum(path.stat().st_size for path in (folder / "good").rglob("*") if path.is_file())
+    return float(need[1]), written / 1e6
+
+
+def test_the_error_of_a_full_disk_names_the_bytes_of_the_files_of_all_ranks(tmp_path):
+    for needed, written in worlds.run(what_a_full_disk_needs, 2, 1, tmp_path):
+        assert abs(needed - written) <= 0.1
 
 
 @covered("how, first", ["killed", "disk full"], [1, 2])

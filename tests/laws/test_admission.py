@@ -318,6 +318,49 @@ def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_st
     )
 
 
+@pytest.mark.parametrize("name", ["demo", "demo-owner", "diloco"])
+def test_a_newcomer_comes_in_without_a_replica_that_is_lost_before_any_begins_its_first_step(
+    name, monkeypatch
+):
+    """All have agreed on the members, and agree once more while nobody has begun that step."""
+    axes, again, await_guest = {}, threading.Event(), AxisUser._await_guest
+
+    def awaited(user, step):
+        comes = user.expects(step)
+        await_guest(user, step)
+        if comes:
+            assert again.wait(LIMIT_S)
+
+    class Member(SurvivingCommunicator):
+        def _formed(self):
+            axes[self._membership.replica] = self
+            return super()._formed()
+
+    class Newcomer(SurvivingCommunicator):
+        def _formed(self):
+            if REPLICAS in axes:
+                again.set()
+                return super()._formed()
+            group, axes[REPLICAS] = super()._formed(), self
+            axes[0]._membership.stop()
+            note_gone(axes[0]._membership.store, 0)
+            group.abandon()
+            raise RuntimeError("a member was lost meanwhile")
+
+    monkeypatch.setattr(AxisUser, "_await_guest", awaited)
+    monkeypatch.setattr(elastic_axis, "SurvivingCommunicator", Newcomer)
+    store, scheme = HashStore(), TALKING[name]
+
+    def first():
+        with pytest.raises(ReplicaLost):
+            member(store, 0, scheme, kind=Member)
+
+    stays, comes, _ = together(
+        lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
+    )
+    assert stays == comes and stays[-1] == REPLICAS
+
+
 def test_a_newcomer_knows_of_a_replica_that_is_asked_to_leave_while_all_wait_for_it(monkeypatch):
     """That one leaves before the step after that of the newcomer, which hands over with the others."""
     axes, enter_step, await_guest = {}, AxisUser.enter_step, AxisUser._await_guest

@@ -1,6 +1,8 @@
 """The law of options: an lr of any kind gives a follower the bits of training."""
 
 import re
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,3 +142,25 @@ def test_an_option_of_another_kind_is_refused_by_its_name_and_value():
             base = torch.optim.SGD(model.parameters(), lr=0.1)
             with pytest.raises(TypeError, match=f"{name} is {re.escape(repr(value))}, must be a?"):
                 dt.replicate(base, model, LoopbackCommunicator(), dt.full(), **{name: value})
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.float32, np.int64])
+def test_an_option_of_a_scheme_that_is_no_plain_number_is_refused_with_the_call_that_makes_it_one(
+    kind,
+):
+    with pytest.raises(
+        ValueError, match=r"^topk is .*3.*, must be .*: pass its \.item\(\), not a "
+    ):
+        dt.demo(topk=kind(3))
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/recipe-reference.md"
+LINES = re.findall(r'^- `name = "(\w+)"`: .* Keys: (.*)\.$', PAGE.read_text(), re.MULTILINE)
+DOCUMENTED = {name: keys for name, keys in LINES if name in dt.schemes.__all__}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_scheme_without_options_is_the_one_with_those_of_its_reference(name):
+    """An option that is left out has the value of the page, not another one."""
+    options = tomllib.loads("\n".join(re.findall(r"`(.*?)`", DOCUMENTED[name])))
+    assert options and dt.scheme(name, {}) == dt.scheme(name, options)

@@ -1,16 +1,20 @@
 """Weights that no step trains, in worlds of ranks: frozen, or written, also of a shard wire."""
 
 import gc
+import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import detonation as dt
 import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.wire.collectives import WEIGHT_MOVES
 from worlds import caught
 from zoo import SCHEMES, Plain, batch, built
 
@@ -162,6 +166,54 @@ def wire_of_assigned(mesh):
 def test_law_15_a_shard_wire_names_a_write_to_a_weight_that_was_assigned():
     for same, (kind, text) in worlds.run(wire_of_assigned, 1, 2):
         assert same and kind == "RuntimeError" and "0.weight" in text
+
+
+def written_after_steps(mesh, bits, scheme, how):
+    """How far the weights of a forward pass are from those that were written, and what was logged.
+
+    An average takes the weights' place after a step, as for an evaluation.
+    """
+    logged = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("detonation").addHandler(handler)
+    WEIGHT_MOVES.warned = False
+    model = nn.Sequential(nn.Linear(16, 64, bias=False))
+    dt.shard(model, mesh, wire=dt.shard_wire(bits, bits, nodes=2))
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.scheme(scheme, {}))
+    average = AveragedModel(nn.Sequential(nn.Linear(16, 64, bias=False)))
+    dt.shard(average.module, mesh)
+    for step in range(4):
+        model(batch(dist.get_rank(), step, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    weight = model[0].weight
+    with torch.no_grad():
+        if how != "nothing":
+            weight.copy_(average.module[0].weight)
+        if how == "resync":
+            dt.resync_weights(model)
+        used = model(torch.eye(16))
+    model.reshard()
+    logging.getLogger("detonation").removeHandler(handler)
+    return (used.t() - weight.full_tensor()).abs().max().item(), logged
+
+
+@pytest.mark.parametrize("scheme", ["none", "diloco", "sparta"])
+def test_law_15_a_shard_wire_names_what_was_written_after_a_step_and_sends_it_exactly_if_asked_to(
+    scheme,
+):
+    """Without a write it says nothing, whatever the scheme itself writes after the base optimizer."""
+    run = partial(worlds.run, written_after_steps, 1, 2)
+    for apart, logged in run("4bit", scheme, "write"):
+        assert apart > 0
+        (text,) = logged
+        assert "0.weight" in text and "after an optimizer step" in text and "resync" in text
+    assert run("4bit", scheme, "resync") == [(0.0, [])] * 2
+    assert run("fp32", scheme, "write") == [(0.0, [])] * 2
+    assert [logged for _, logged in run("4bit", scheme, "nothing")] == [[], []]
 
 
 def buffer_after(mesh, own):

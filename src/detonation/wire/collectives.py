@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -307,11 +308,16 @@ class WeightMoves:
     A tensor's own version counter would miss a change on a rank whose shard is empty.
     """
 
-    count = 0
+    def __init__(self) -> None:
+        self.count = 0
+        self.gathers = WeakSet["DifferenceGather"]()
+        self.warned = False  # True after a warning about other writes
 
     def __call__(self) -> None:
         """Counts a change; all ranks call it."""
         self.count += 1
+        for gather in self.gathers:
+            gather.note_step()
 
 
 WEIGHT_MOVES = WeightMoves()
@@ -380,6 +386,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self._seen = -1
         self._was_trained = False  # True if training was on at the last gather
         self._warned = False
+        WEIGHT_MOVES.gathers.add(self)
         watch_optimizers()
 
     def __call__(
@@ -416,6 +423,11 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         gathered = reference.new_empty(size, *reference.shape)
         _all_gather_single(gathered.view(-1), reference.view(-1), group=self._local)
         output_tensor.view(len(reference), size, -1).copy_(gathered.transpose(0, 1))
+
+    def note_step(self) -> None:
+        """Notes that weights in training have the values of an optimizer step."""
+        if self._is_trained():
+            self.weights.note()
 
     def forget(self) -> None:
         """Makes the next exchange exact, because the weights were replaced."""
@@ -454,6 +466,14 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         if self._codec is None or exactly:
             reference.copy_(self._exact(own))
             return
+        if not WEIGHT_MOVES.warned and (written := self.weights.found()):
+            WEIGHT_MOVES.warned = True
+            _log.warning(
+                "weights were changed after an optimizer step: %s; other ranks get them rounded "
+                "like the step. Call detonation.resync_weights(model) on all ranks after changing "
+                "them to send them exactly",
+                first_names(written),
+            )
         # weights recover after nonfinite ones; the reference must, too
         reference.nan_to_num_(0.0, 0.0, 0.0)
         difference = own.float() - reference[self._link.replica].float()
