@@ -104,7 +104,9 @@ def _require_fit(local: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> No
     for key, tensor in local.items():
         if tensor.shape != saved[key].shape:
             shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"
-            raise ValueError(f"{key} was saved with shape {shapes}: other shards or replicas?")
+            raise ValueError(
+                f"{key} was saved with shape {shapes}: another model, or other shards or replicas?"
+            )
 
 
 def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) -> None:
