@@ -92,6 +92,7 @@ class Command:
         gc.freeze()  # to look for garbage in what the parent holds would copy all of its memory
         try:
             os.setsid()
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite may run under nohup
             self._enter()
             if not self._pictures:
                 figures.Chart.image = _empty
