@@ -425,7 +425,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         output_tensor.view(len(reference), size, -1).copy_(gathered.transpose(0, 1))
 
     def note_step(self) -> None:
-        """Notes that weights in training have the values of an optimizer step."""
+        """Records that an optimizer step has just written the weights, if they are trained."""
         if self._is_trained():
             self.weights.note()
 

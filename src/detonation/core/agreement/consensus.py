@@ -369,7 +369,7 @@ class StopConsensus:
         return gravest
 
     def _raise_asked(self) -> None:
-        """Raises for the reason of an earlier step, if the ranks have exchanged one."""
+        """Raises the most serious error of an earlier step, if the ranks have exchanged one."""
         asked = self._asked
         self._asked = None
         if asked:

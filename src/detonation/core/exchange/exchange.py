@@ -235,7 +235,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # no state: a sum has no norm per replica
+    def state(self) -> dict[str, Tensor]:  # a sum has no norm per replica to remember
         return {}
 
 

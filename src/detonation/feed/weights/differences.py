@@ -91,7 +91,7 @@ def _changes_in(new: Tensor, old: Tensor, buffer: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
-    """Adds `deltas` to the patterns of `tensor` at `positions`, which must be distinct."""
+    """Adds `deltas` to the bit patterns of `tensor` at `positions`, which must be distinct."""
     # any shape, [changed] int64, [changed] int16
     patterns = patterns_of(tensor)
     patterns[positions.to(patterns.device)] += deltas.to(patterns.device)
