@@ -51,8 +51,8 @@ def rendezvous_store(
     folder: Path | None = None,
     timeout_s: float | None = None,
 ) -> Store:
-    """Opens the store of all ranks: a file in `folder`, else a server at MASTER_ADDR:MASTER_PORT. If
-    the environment lacks these two, they are set from `position`.
+    """Opens the store of all ranks: a file in `folder`, else a server at MASTER_ADDR:MASTER_PORT.
+    If the environment lacks these two, they are set from `position`.
 
     torchrun's agent hosts the server, on all interfaces of its machine. Otherwise rank 0 hosts it
     on a single address (see `_listen`). Each attempt to start has its own prefix of keys in the
