@@ -132,11 +132,10 @@ class Elastic:
         else:
             coefficients = layout.zeros(torch.device("cpu"))
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
-        pieces = [
-            TensorPart(box, part.dtype, part.__getitem__)
-            for box, part in zip(boxes.values(), parts, strict=True)
-        ]
-        return dict(zip(boxes, pieces, strict=True))
+        return {
+            name: TensorPart(box, part.dtype, part.__getitem__)
+            for (name, box), part in zip(boxes.items(), parts, strict=True)
+        }
 
 
 def memory_sources(replica: int, before: int, now: int) -> range:

@@ -111,11 +111,13 @@ class Closeness(StepGate):
         if link.replica != 0:
             sent.zero_()
         total = link.all_reduce(sent)()
+        present = total[-1] == 1
         parts = torch.split(total[:-1], [each.nbytes for each in mine])
         mended = {}
         for (name, part), own, theirs in zip(cut.items(), mine, parts, strict=True):
             tensor = tensors[name]
-            new = torch.where(total[-1] == 1, theirs.clone().view(own.dtype), own.to(device))
+            agreed = theirs.clone().view(own.dtype)
+            new = torch.where(present, agreed, own.to(device))
             if replicator.stepped and tensor.is_contiguous():
                 tensor.view(-1)[part] = new
             else:
@@ -226,7 +228,8 @@ def projections(tensor: Tensor) -> Tensor:
         for factor in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
             mixed = mixed * factor
             mixed = mixed.bitwise_xor_(mixed >> 31)
-        signs = (mixed.unsqueeze(0) >> bits.unsqueeze(1)).bitwise_and_(1).mul_(2).sub_(1)
+        shifted = mixed.unsqueeze(0) >> bits.unsqueeze(1)
+        signs = shifted.bitwise_and_(1).mul_(2).sub_(1)
         total += signs.double() @ part
     return total.cpu()
 
@@ -281,10 +284,12 @@ def _difference(
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 
     def close(a: int, b: int) -> bool:  # nonfinite numbers are not close unless they are equal
+        if repr(sums[a]) == repr(sums[b]):
+            return True
         norm = min(norms[a], norms[b])
         movement = max(rows[a][_SIGNS], rows[b][_SIGNS])
         most = tolerance(norm, movement, eps)
-        return repr(sums[a]) == repr(sums[b]) or distance(sums[a], sums[b]) <= most < math.inf
+        return distance(sums[a], sums[b]) <= most < math.inf
 
     if all(close(0, each) for each in range(1, len(rows))):
         return None

@@ -283,7 +283,9 @@ def buckets(
     pairs = [(x, y) for x, y in zip(across, loss, strict=True) if x > 0 or not log]
     width = max(1, len(pairs) // _BUCKETS)
     groups = [pairs[i : i + width] for i in range(0, len(pairs), width)]
-    return [g[-1][0] for g in groups], [sum(y for _, y in g) / len(g) for g in groups]
+    ends = [group[-1][0] for group in groups]
+    means = [sum(y for _, y in group) / len(group) for group in groups]
+    return ends, means
 
 
 def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:

@@ -73,7 +73,7 @@ class StopConsensus:
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
-        self, names: Sequence[str], link: Link, gradients: bool, level: int = 0
+        self, names: Sequence[str], link: Link, gradients: bool, level: int
     ) -> FaultCounts:
         """Adds a level's link, and returns the link's fault counts.
 

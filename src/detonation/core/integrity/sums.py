@@ -215,4 +215,5 @@ def _status(digits: Sequence[float], mark: int, high: int) -> int:
         return -1
     if top - mark not in range(high):
         return -1
-    return sum(int(digit) << 8 * i for i, digit in enumerate((*low, top - mark)))
+    octets = *low, top - mark
+    return sum(int(digit) << 8 * i for i, digit in enumerate(octets))

@@ -64,7 +64,8 @@ class PaddingRows:
         released = False
         self._asks = False
         for link, rows in self._rows.items():
-            anywhere = link.collect(self._seen[link].view(-1)).any(0).view(-1, 2).tolist()
+            seen = link.collect(self._seen[link].view(-1))
+            anywhere = seen.any(0).view(-1, 2).tolist()
             for (replicator, name), (has_gradient, moves) in zip(rows, anywhere, strict=True):
                 self._asks |= not has_gradient
                 if moves and padding_row(replicator.parameters[name]) is not None:

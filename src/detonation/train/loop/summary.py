@@ -223,7 +223,8 @@ def full_sync_by_level(session: Session) -> list[FullSync]:
     # with `balance`, a record counts the replicas that ran its step
     if isinstance(session.world, ElasticRanks) and not session.config.train.balance:
         trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
-        weights = session.world.over_shards(4 * sum(local(each).numel() for each in trained))
+        numel = sum(local(each).numel() for each in trained)
+        weights = session.world.over_shards(4 * numel)
         members = math.prod(level.replicas for level in session.config.levels[:-1])
         found[-1] = FullSync(dense[-1], weights, session.config.mesh.replicas, members)
     return found
