@@ -139,7 +139,8 @@ class Closeness(StepGate):
         options = options or {}
         floats = _floats(tensors)
         others = {name: each for name, each in tensors.items() if name not in floats}
-        found = differences(link, others, device, {**options, **dict.fromkeys(floats, "")})
+        names = dict.fromkeys(floats, "")
+        found = differences(link, others, device, {**options, **names})
         if not floats or any(each.name not in {*others, *options} for each in found):
             return found
         words: list[float] = []
@@ -148,11 +149,13 @@ class Closeness(StepGate):
             words += [*mine, self._movement(link, name, mine)]
         sent = torch.tensor(words, dtype=torch.float64, device="cpu").view(torch.int64)
         table = link.collect(sent.to(device), apart=True).cpu().view(torch.float64)
-        rows = table.view(link.replicas * link.local_ranks, len(floats), _SIGNS + 1).tolist()
+        ranks = link.replicas * link.local_ranks
+        rows = table.view(ranks, len(floats), _SIGNS + 1).tolist()
         for number, (name, tensor) in enumerate(floats.items()):
             of_all = [row[number] for row in rows]
             self._apart = max(self._apart, farthest([row[:_SIGNS] for row in of_all]))
-            difference = _difference(name, of_all, torch.finfo(tensor.dtype).eps, link.local_ranks)
+            eps = torch.finfo(tensor.dtype).eps
+            difference = _difference(name, of_all, eps, link.local_ranks)
             if difference:
                 found.append(difference)
         return found

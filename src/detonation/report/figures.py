@@ -157,7 +157,9 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     unit, per = next((pair for pair in _TIMES if longest >= 5 * pair[1]), _TIMES[-1])
     steps = [(run, key, run.series("step")) for run, key in shown]
     sent = [(run, key, run.bytes_so_far()) for run, key in senders]
-    seconds = [(run, key, [second / per for second in run.seconds_so_far()]) for run, key in shown]
+    seconds = []
+    for run, key in shown:
+        seconds.append((run, key, [second / per for second in run.seconds_so_far()]))
     time = f"{unit} in steps"
     loss = [_curves("loss-steps", "Loss against steps", _LOSS, steps, "steps")]
     if senders:

@@ -222,8 +222,11 @@ class ReplicaFiles:
 
     def __init__(self, files: Sequence[ShardReader]) -> None:
         self.keys = sorted({key for file in files for key in file.keys})
-        self.boxes = {key: box for file in reversed(files) for key, box in file.boxes.items()}
-        self.values = {key: value for file in reversed(files) for key, value in file.values.items()}
+        self.boxes: dict[str, Box] = {}
+        self.values: dict[str, Any] = {}
+        for file in reversed(files):
+            self.boxes |= file.boxes
+            self.values |= file.values
         self.wrapped = {key for file in files for key in file.wrapped}
         self.on_host = {key for file in files for key in file.on_host}
 

@@ -29,7 +29,9 @@ class PaddingRows:
         self._base = base
         self._released = released
         self._rows: dict[Link, list[tuple[Replicator, str]]] = {}
-        for each in (each for each in replicators if each.holds_padding):
+        for each in replicators:
+            if not each.holds_padding:
+                continue
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))

@@ -52,14 +52,16 @@ def counted(session: Session, before: Counts) -> Counts:
     names = [name for name, _ in session.model.named_parameters()]
     skipped = session.optimizer.stats.skipped_by_parameter
     refused = session.optimizer.stats.refused
-    mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
+    counts = [skipped.get(name, 0) for name in names]
+    mine = torch.tensor([*counts, refused], device=session.device)
     gathered = torch.tensor(session.world.all_gather(mine)())
     replicas = torch.split_with_sizes(gathered, session.world.sizes)
     if len({*session.world.sizes}) > 1:  # replicas of other sizes shard parameters differently
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
     # the maximum over replicas, because only an owner sees certain faults
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
-    together = Counter(before.skipped) + Counter(dict(zip(names, here, strict=True)))
+    now = Counter(dict(zip(names, here, strict=True)))
+    together = Counter(before.skipped) + now
     return Counts(dict(together.most_common()), before.refused + refused)
 
 
