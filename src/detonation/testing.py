@@ -302,7 +302,8 @@ def _replicas_agree(
         for step in range(steps):
             before = optimizer.stats.bytes_sent
             generator = torch.Generator().manual_seed(100 * step + communicator.replica)
-            model(torch.randn(4, 31, generator=generator).to(device)).square().mean().backward()
+            examples = torch.randn(4, 31, generator=generator).to(device)
+            model(examples).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             sent.append(optimizer.stats.bytes_sent - before)
@@ -311,7 +312,8 @@ def _replicas_agree(
         twin.load_state_dict(model.state_dict())
         other = replicate(twin_base, twin, communicator, scheme)
         other.load_state_dict(optimizer.state_dict())
-        exact = all(torch.equal(tensor, state[key]) for key, tensor in other.local_state().items())
+        resumed = other.local_state()
+        exact = all(torch.equal(tensor, state[key]) for key, tensor in resumed.items())
         optimizer.synchronize()
         return digest(model.parameters()), sent, exact
 
@@ -333,9 +335,8 @@ def _replicas_agree(
     if decides_on_device(device):
         sends = scheme.aligned()
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
-    if (
-        scheme.signal == "gradients"
-    ):  # no replica uses one parameter, which shows where the first messages arrive
+    if scheme.signal == "gradients":
+        # no replica uses one parameter, which shows where the first messages arrive
         bits = ring_bytes("all-gather", -(-len(shapes) // 8), replicas)
         delay = scheme.round.delay
         known = [n + bits * (delay <= step <= 2 * delay) for step, n in enumerate(known)]

@@ -96,12 +96,9 @@ class Elastic:
     def memory(self, key: str, box: Box) -> Tensor:
         """Part `box` of this replica's share of the memories."""
         sources = memory_sources(self._own.replica, self._before, self._own.replicas)
-        if not sources:
-            return torch.zeros(box.shape)
-        total = sum(
-            (self._saved.part(replica, key, box).double() for replica in sources),
-            torch.zeros(()).double(),
-        )
+        total = torch.zeros(box.shape, dtype=torch.float64)
+        for replica in sources:
+            total += self._saved.part(replica, key, box)
         return (total * (self._own.replicas / self._before)).float()
 
     def server_residual(
@@ -110,13 +107,12 @@ class Elastic:
         """Server residuals of the parameters in `boxes`; None if the saved world had no owners."""
         if all(key not in file.keys for file in self._saved.shards(0)):
             return None
-        shards = [
-            self._server_residual_of_shard(key, channel, s)
-            for s in range(self._saved.manifest.shards)
-        ]
-        return [
-            assemble([parts[name] for parts in shards], box, key) for name, box in boxes.items()
-        ]
+        numbers = range(self._saved.manifest.shards)
+        shards = [self._server_residual_of_shard(key, channel, number) for number in numbers]
+        found = []
+        for name, box in boxes.items():
+            found.append(assemble([parts[name] for parts in shards], box, key))
+        return found
 
     def _server_residual_of_shard(
         self, key: str, channel: Channel, shard: int
@@ -132,11 +128,10 @@ class Elastic:
         else:
             coefficients = layout.zeros(torch.device("cpu"))
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
-        pieces = [
-            TensorPart(box, part.dtype, part.__getitem__)
-            for box, part in zip(boxes.values(), parts, strict=True)
-        ]
-        return dict(zip(boxes, pieces, strict=True))
+        return {
+            name: TensorPart(box, part.dtype, part.__getitem__)
+            for (name, box), part in zip(boxes.items(), parts, strict=True)
+        }
 
 
 def memory_sources(replica: int, before: int, now: int) -> range:
@@ -191,7 +186,8 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
     """
     names = {k.removeprefix(_RESIDUAL) for k in saved.file(0, 0).keys if k.startswith(_RESIDUAL)}
     state = {}
-    for unit in (unit for unit in shard_units(model) if unit.reduce is not None):
+    units = [unit for unit in shard_units(model) if unit.reduce is not None]
+    for unit in units:
         for name, parameter in unit.parameters.items():
             # True without a second mesh dimension, which would be tensor parallelism
             one_axis = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1

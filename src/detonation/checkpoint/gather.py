@@ -152,8 +152,8 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
             problem = ""
             if rank in writers:
                 problem = _written(_probe(directory, token, rank))
-            if first := next((text for text in gather(problem) if text), ""):
-                raise OSError(0, first)
+            for found in filter(None, gather(problem)):
+                raise OSError(0, found)
             seen = leaders[rank]
             if seen < 0:
                 seen = _lowest_seen(directory, token, [0, *writers])

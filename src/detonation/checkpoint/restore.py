@@ -498,7 +498,8 @@ def _merge_server_residual(
         for name, piece in zip(boxes, residual, strict=True):
             merged[f"{_MEMORY}.{name}"] += piece
         return ""
-    norm = sum(float(piece.double().square().sum()) for piece in residual) ** 0.5
+    squares = [float(piece.double().square().sum()) for piece in residual]
+    norm = sum(squares) ** 0.5
     return (
         f"; dropped: the server residual of the owners, norm {norm:.3g}, has no place in this world"
     )

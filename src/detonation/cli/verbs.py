@@ -306,7 +306,10 @@ def _verify(verb: of.Verify) -> dict[str, Any]:
     for one in checked:
         say(verb, one.line())
     keys = ("good", "faults", "differences", "elsewhere", "apart")
-    found = [{"path": str(one.path), **{key: getattr(one, key) for key in keys}} for one in checked]
+    found = []
+    for one in checked:
+        values = {key: getattr(one, key) for key in keys}
+        found.append({"path": str(one.path), **values})
     saved = max((one.step for one in checked if not one.faults), default=0)
     logs, faults = checked_log(verb.directory, saved)
     for line in [*(log.line() for log in logs), *faults]:

@@ -428,7 +428,9 @@ def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = N
     """
     if parameters is None:
         parameters = local_parameters(model)
-    both = bytes.fromhex(digest(parameters.values()) + digest(persistent_buffers(model).values()))
+    of_parameters = digest(parameters.values())
+    of_buffers = digest(persistent_buffers(model).values())
+    both = bytes.fromhex(of_parameters + of_buffers)
     return torch.tensor(list(both), dtype=torch.uint8)
 
 

@@ -61,13 +61,14 @@ class UnevenAxis(Communicator):
         for owners that do not include it.
         """
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
-        parts: dict[Owners, Pieces] = {
-            ranks: {} for ranks in sorted({ranks for run in runs.values() for ranks in run})
-        }
-        for ranks in (ranks for ranks in parts if self._rank in ranks):
-            parts[ranks] = {
-                name: self._piece(p, ranks, runs[name]) for name, p in parameters.items()
-            }
+        everyone = {ranks for run in runs.values() for ranks in run}
+        parts: dict[Owners, Pieces] = {}
+        for ranks in sorted(everyone):
+            parts[ranks] = {}
+            if self._rank not in ranks:
+                continue
+            for name, parameter in parameters.items():
+                parts[ranks][name] = self._piece(parameter, ranks, runs[name])
         return parts
 
     def divide(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, DeviceMesh, Pieces]]:
@@ -77,45 +78,51 @@ class UnevenAxis(Communicator):
         Raises `ValueError` on all ranks if one does not shard a parameter by its first dimension
         over its node, or has no rows at all, and `Mismatch` if shapes differ.
         """
-        if problem := next(
-            filter(None, send_to_all(self._world, self._problem(parameters), self._device)), ""
-        ):
+        problems = send_to_all(self._world, self._problem(parameters), self._device)
+        for problem in filter(None, problems):
             raise ValueError(problem)
         shapes = {f"{name} (shape)": str(tuple(p.shape)) for name, p in parameters.items()}
         require_same(self._world, None, shapes, self._device, {})
         parts = self.cut(parameters)
-        if idle := {rank for node in self._nodes for rank in node} - {
-            rank for ranks in parts for rank in ranks
-        }:
+        owners = {rank for ranks in parts for rank in ranks}
+        idle = {rank for node in self._nodes for rank in node} - owners
+        if idle:
             raise ValueError(
                 f"rank {min(idle)} has no row of any trained parameter: start fewer ranks on its"
                 " node"
             )
         timeout = self._shard.get_group()._get_backend(self._device).options._timeout
-        for ranks in (ranks for ranks in parts if ranks not in self._groups):
+        for ranks in parts:
+            if ranks in self._groups:
+                continue
             group = dist.new_group(list(ranks), timeout, self._backend, self._options)
             self._groups[ranks] = None
             if self._rank in ranks:
                 self._groups[ranks] = DeviceMesh.from_group(group, self._device.type)
         numbers = {ranks: number for number, ranks in enumerate(self._groups)}
-        return [
-            (numbers[r], on, part)
-            for r, part in parts.items()
-            if (on := self._groups[r]) is not None
-        ]
+        found = []
+        for ranks, part in parts.items():
+            on = self._groups[ranks]
+            if on is not None:
+                found.append((numbers[ranks], on, part))
+        return found
 
     def broadcast(self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
         """Copies weights and buffers of the first replica to all others, in place. For whole
         tensors, its first rank sends.
         """
         sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-        for tensor in (*(p for name, p in parameters.items() if name not in sharded), *buffers):
+        whole = [p for name, p in parameters.items() if name not in sharded]
+        for tensor in (*whole, *buffers):
             dist.broadcast(tensor, 0)
         if not sharded:
             return
         for _, on, pieces in self.divide(sharded):
-            for piece in (piece for piece in pieces.values() if piece.numel()):
-                dist.broadcast(piece, dist.get_global_rank(on.get_group(), 0), on.get_group())
+            group = on.get_group()
+            first = dist.get_global_rank(group, 0)
+            for piece in pieces.values():
+                if piece.numel():
+                    dist.broadcast(piece, first, group)
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
         """Pieces of all owners, for `Clip`, in the same order on all ranks. Pieces of other ranks
@@ -123,9 +130,10 @@ class UnevenAxis(Communicator):
         """
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
-        every = {
-            f"{ranks} {name}": part.get(name, empty) for ranks, part in parts for name in parameters
-        }
+        every = {}
+        for ranks, part in parts:
+            for name in parameters:
+                every[f"{ranks} {name}"] = part.get(name, empty)
         return [([communicator_of(self._shard)], every)]
 
     def refuse(
@@ -140,23 +148,26 @@ class UnevenAxis(Communicator):
         gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
         late = [scheme.name for scheme in gradients if scheme.round.delay]
         kinds = {(local(p).device, p.dtype) for group in base.param_groups for p in group["params"]}
-        kinds = {(device, dtype) for device, dtype in kinds if gradients and device.type != "meta"}
-        odd = [str(dtype) for device, dtype in kinds if rounds_by_place(base, dtype, device)]
-        for what, remedy in {
-            f"{type(base).__name__} of {', '.join(odd)}": (
-                odd and "its bits depend on the cut; take SignSGD, or AdamW"
-            ),
-            "intra_node": intra_node is not None and "shard the model inside each node",
-            "balance=True": balance and "let slow nodes process less per step",
-            "levels on several axes": (
-                any(axis is not self for axis, _ in levels) and "take one axis"
-            ),
-            f"{', '.join(late)} with a delay": late and "take delay=0",
-        }.items():
-            if remedy:
-                raise ValueError(
-                    f"{self._sizes} cannot have {what}: {remedy}, or start equally many on each"
-                )
+        odd = []
+        for device, dtype in kinds:
+            if gradients and device.type != "meta" and rounds_by_place(base, dtype, device):
+                odd.append(str(dtype))
+        if odd:
+            what = f"{type(base).__name__} of {', '.join(odd)}"
+            raise self._refusal(what, "its bits depend on the cut; take SignSGD, or AdamW")
+        if intra_node is not None:
+            raise self._refusal("intra_node", "shard the model inside each node")
+        if balance:
+            raise self._refusal("balance=True", "let slow nodes process less per step")
+        if any(axis is not self for axis, _ in levels):
+            raise self._refusal("levels on several axes", "take one axis")
+        if late:
+            raise self._refusal(f"{', '.join(late)} with a delay", "take delay=0")
+
+    def _refusal(self, what: str, remedy: str) -> ValueError:
+        return ValueError(
+            f"{self._sizes} cannot have {what}: {remedy}, or start equally many on each"
+        )
 
     def refuse_log(self) -> None:
         raise ValueError(

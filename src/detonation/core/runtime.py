@@ -44,7 +44,7 @@ def fp32_products() -> str:
 def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
     allowed = [each.fp32_precision for each in _products().values()]
     legacy = "highest"
-    with suppress(RuntimeError):  # a caller that uses only torch's new settings needs no old one
+    with suppress(RuntimeError):  # raised if the caller has set only torch's newer precisions
         legacy = torch.get_float32_matmul_precision()
         # if old and new settings differ, torch raises whenever one is read
         torch.set_float32_matmul_precision("highest")

@@ -158,7 +158,8 @@ def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
     head = _permutation(count, seed, epoch)[offset : offset + size]
     if len(head) == size:
         return head
-    return torch.cat([head, _permutation(count, seed, epoch + 1)[: size - len(head)]])
+    tail = _permutation(count, seed, epoch + 1)[: size - len(head)]
+    return torch.cat([head, tail])
 
 
 @lru_cache(maxsize=4)

@@ -113,6 +113,12 @@ class Images:
         return {**batch, "pixel_values": values}
 
 
+def _over_pixels(images: Any) -> Tensor:
+    """The sum of each channel over int32 images: first over the images, then over their pixels."""
+    over_images = images.sum(0, dtype="int32")
+    return torch.from_numpy(over_images).double().sum((0, 1))
+
+
 def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel, in units of bytes.
 
@@ -123,7 +129,8 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     images = split.images
     if isinstance(images, Pictures):  # decoding all of them would need minutes
         count = len(images)
-        sample = torch.arange(min(count, 1000)) * count // min(count, 1000)
+        size = min(count, 1000)
+        sample = torch.arange(size) * count // size
         images = images[sample.numpy()]
     pixels = len(images) * images.shape[1] * images.shape[2]
     total = torch.zeros(images.shape[3], dtype=torch.float64)
@@ -131,8 +138,8 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     # All images as int32 would not fit in memory. The sum of 1000 squared bytes is below 2**31.
     for start in range(0, len(images), 1000):
         part = images[start : start + 1000].astype("int32")
-        total += torch.from_numpy(part.sum(0, dtype="int32")).double().sum((0, 1))
-        squares += torch.from_numpy((part * part).sum(0, dtype="int32")).double().sum((0, 1))
+        total += _over_pixels(part)
+        squares += _over_pixels(part * part)
     mean = total / pixels
     std = (squares / pixels - mean**2).clamp(min=0).sqrt()
     return mean.float(), torch.where(std > 0, std, 1.0).float()  # avoids division by zero

@@ -154,7 +154,8 @@ def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
         ) from error
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        why = next((line for line in lines if "rror" in line or line.startswith("E:")), lines[-1])
+        errors = [line for line in lines if "rror" in line or line.startswith("E:")]
+        why = [*errors, lines[-1]][0]
         raise ValueError(f"{what}: {tool} failed with {why!r}; {hint}")
 
 
@@ -238,7 +239,8 @@ def _bible(raw: Path, ready: Path) -> None:
     The order is that of the Spanish Bible. The two Bibles number a part of the verses differently
     (NRSVA and KJV), so a small number of pairs are neighbouring verses instead of translations.
     """
-    modules = needs("pysword.modules", "data").SwordModules(str(raw / "usr" / "share" / "sword"))
+    folder = raw / "usr" / "share" / "sword"
+    modules = needs("pysword.modules", "data").SwordModules(str(folder))
     clean = needs("pysword.cleaner", "data").OSISCleaner().clean
     bibles = {conf.get("lang"): key for key, conf in modules.parse_modules().items()}
     if not {"en", "es"} <= bibles.keys():

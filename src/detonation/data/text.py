@@ -119,7 +119,8 @@ def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
     end = len(text) // (10 * length) * 10 * length
     tens = text[:end].view(-1, 10, length)
     # the remainder, shorter than ten pieces, goes to training
-    return torch.cat([tens[:, :9].reshape(-1), text[end:]]), tens[:, 9].reshape(-1)
+    train = torch.cat([tens[:, :9].reshape(-1), text[end:]])
+    return train, tens[:, 9].reshape(-1)
 
 
 def _label(source: str) -> str:

@@ -192,7 +192,8 @@ class Follower(AbstractContextManager["Follower"]):
 
     def _stream(self, shard: int) -> Stream:
         tensors = *self.model.parameters(), *self.model.buffers()
-        most_bytes = LARGEST_STATE * sum(local(tensor).nbytes for tensor in tensors) + (64 << 20)
+        nbytes = sum(local(tensor).nbytes for tensor in tensors)
+        most_bytes = LARGEST_STATE * nbytes + (64 << 20)
         if len(self._addresses) == 1:
             host = self._addresses[0][0]
             port = self._addresses[0][1] + shard

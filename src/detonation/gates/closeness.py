@@ -111,11 +111,13 @@ class Closeness(StepGate):
         if link.replica != 0:
             sent.zero_()
         total = link.all_reduce(sent)()
+        present = total[-1] == 1
         parts = torch.split(total[:-1], [each.nbytes for each in mine])
         mended = {}
         for (name, part), own, theirs in zip(cut.items(), mine, parts, strict=True):
             tensor = tensors[name]
-            new = torch.where(total[-1] == 1, theirs.clone().view(own.dtype), own.to(device))
+            agreed = theirs.clone().view(own.dtype)
+            new = torch.where(present, agreed, own.to(device))
             if replicator.stepped and tensor.is_contiguous():
                 tensor.view(-1)[part] = new
             else:
@@ -137,7 +139,8 @@ class Closeness(StepGate):
         options = options or {}
         floats = _floats(tensors)
         others = {name: each for name, each in tensors.items() if name not in floats}
-        found = differences(link, others, device, {**options, **dict.fromkeys(floats, "")})
+        names = dict.fromkeys(floats, "")
+        found = differences(link, others, device, {**options, **names})
         if not floats or any(each.name not in {*others, *options} for each in found):
             return found
         words: list[float] = []
@@ -146,11 +149,13 @@ class Closeness(StepGate):
             words += [*mine, self._movement(link, name, mine)]
         sent = torch.tensor(words, dtype=torch.float64, device="cpu").view(torch.int64)
         table = link.collect(sent.to(device), apart=True).cpu().view(torch.float64)
-        rows = table.view(link.replicas * link.local_ranks, len(floats), _SIGNS + 1).tolist()
+        ranks = link.replicas * link.local_ranks
+        rows = table.view(ranks, len(floats), _SIGNS + 1).tolist()
         for number, (name, tensor) in enumerate(floats.items()):
             of_all = [row[number] for row in rows]
             self._apart = max(self._apart, farthest([row[:_SIGNS] for row in of_all]))
-            difference = _difference(name, of_all, torch.finfo(tensor.dtype).eps, link.local_ranks)
+            eps = torch.finfo(tensor.dtype).eps
+            difference = _difference(name, of_all, eps, link.local_ranks)
             if difference:
                 found.append(difference)
         return found
@@ -226,7 +231,8 @@ def projections(tensor: Tensor) -> Tensor:
         for factor in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
             mixed = mixed * factor
             mixed = mixed.bitwise_xor_(mixed >> 31)
-        signs = (mixed.unsqueeze(0) >> bits.unsqueeze(1)).bitwise_and_(1).mul_(2).sub_(1)
+        shifted = mixed.unsqueeze(0) >> bits.unsqueeze(1)
+        signs = shifted.bitwise_and_(1).mul_(2).sub_(1)
         total += signs.double() @ part
     return total.cpu()
 
@@ -281,10 +287,12 @@ def _difference(
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 
     def close(a: int, b: int) -> bool:  # nonfinite numbers are not close unless they are equal
+        if repr(sums[a]) == repr(sums[b]):
+            return True
         norm = min(norms[a], norms[b])
         movement = max(rows[a][_SIGNS], rows[b][_SIGNS])
         most = tolerance(norm, movement, eps)
-        return repr(sums[a]) == repr(sums[b]) or distance(sums[a], sums[b]) <= most < math.inf
+        return distance(sums[a], sums[b]) <= most < math.inf
 
     if all(close(0, each) for each in range(1, len(rows))):
         return None

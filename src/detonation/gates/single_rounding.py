@@ -150,7 +150,8 @@ def _norm(name: str, own: Tensor, order: float = 2, dim: Any = None, **rest: Any
     if order != 2 or dim is not None or rest or not own.numel():
         return NotImplemented
     numbers, scale = _whole(own, (_INT64 - own.numel().bit_length()) // 2)
-    return own.new_tensor(math.sqrt(int(numbers.long().square_().sum())) * scale)
+    squares = int(numbers.long().square_().sum())
+    return own.new_tensor(math.sqrt(squares) * scale)
 
 
 _RULES: dict[str, Callable[..., Any]] = {

@@ -344,7 +344,8 @@ class StepRecorder(StepObserver, ABC):
             old: dict[str, Any] = {}
             if number < len(before):
                 old = before[number]
-            changed.append({k: v for k, v in now.items() if k not in old or old[k] != v})
+            new = {key: value for key, value in now.items() if key not in old or old[key] != value}
+            changed.append(new)
         return changed
 
 

@@ -470,7 +470,8 @@ def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:
     A record has the names where they changed. Old logs have none.
     """
     here = {name.rpartition(".")[2] for name in hooks_before(optimizer.base)}
-    lacks = [name for name in end.table().get("hooks", ()) if name.rpartition(".")[2] not in here]
+    recorded = end.table().get("hooks", ())
+    lacks = [name for name in recorded if name.rpartition(".")[2] not in here]
     if lacks:
         raise ValueError(
             f"training ran hooks before step {end.step} of its base optimizer, which may change"
@@ -490,4 +491,5 @@ def _write_again(record: LogRecord, optimizer: Replicated) -> None:
         )
     if record.content:  # a shard may be empty
         octets = torch.frombuffer(bytearray(record.content), dtype=torch.uint8)
-        own[0].copy_(octets.view(own[0].dtype).view(own[0].shape))
+        values = octets.view(own[0].dtype)
+        own[0].copy_(values.view(own[0].shape))

@@ -340,7 +340,8 @@ def _overlapped_wait_s(parts: Sequence[tuple[float, float]], compute_s: float) -
     sent = ready = 0.0
     for share, seconds in parts:
         ready += share
-        sent = max(sent, compute_s * (1 - BACKWARD * (1 - ready))) + seconds
+        begin = compute_s * (1 - BACKWARD * (1 - ready))
+        sent = max(sent, begin) + seconds
     return round(sent - compute_s, 12)
 
 

@@ -253,12 +253,14 @@ def relative(
     if len(seeds) < 3:
         return statistics.fmean(differences) / mean, None, len(seeds)
     middle, half = spread(differences)
-    return middle / mean, ((middle - half) / mean, (middle + half) / mean), len(seeds)
+    interval = (middle - half) / mean, (middle + half) / mean
+    return middle / mean, interval, len(seeds)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """Mean, and half width of its 95 % interval."""
-    half = STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    count = len(values)
+    half = STUDENT[count - 2] * statistics.stdev(values) / math.sqrt(count)
     return statistics.fmean(values), half
 
 
@@ -286,7 +288,9 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     doublings = loss.doublings(goal.replicas)
     longer = max(0.0, math.log10(length))
     shorter = max(0.0, -math.log10(length))
-    wider = PER_DECADE * abs(math.log10(size)) + PER_DOUBLING * abs(doublings) + PER_LONGER * longer
+    wider = PER_DECADE * abs(math.log10(size))
+    wider += PER_DOUBLING * abs(doublings)
+    wider += PER_LONGER * longer
     if loss.arguments.get("every", 1) != 1:
         wider += PER_FEWER_ROUNDS * math.log2(loss.replicas) * shorter
     lead = 0.5 ** (longer / HALVING)

@@ -116,8 +116,10 @@ def options(
         price = prices[spelled(one)]
         if price:
             ranked.append(Option(price, optimizer, estimate(one, optimizer, goal)))
-    soonest = min(filter(None, (option.seconds(goal) for option in ranked)), default=math.inf)
-    return sorted(ranked, key=lambda option: _order(option, goal, budget, (1 + budget) * soonest))
+    times = (option.seconds(goal) for option in ranked)
+    soonest = min(filter(None, times), default=math.inf)
+    latest = (1 + budget) * soonest
+    return sorted(ranked, key=lambda option: _order(option, goal, budget, latest))
 
 
 def _has_rounds(scheme: Scheme, steps: int) -> bool:

@@ -157,7 +157,9 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     unit, per = next((pair for pair in _TIMES if longest >= 5 * pair[1]), _TIMES[-1])
     steps = [(run, key, run.series("step")) for run, key in shown]
     sent = [(run, key, run.bytes_so_far()) for run, key in senders]
-    seconds = [(run, key, [second / per for second in run.seconds_so_far()]) for run, key in shown]
+    seconds = []
+    for run, key in shown:
+        seconds.append((run, key, [second / per for second in run.seconds_so_far()]))
     time = f"{unit} in steps"
     loss = [_curves("loss-steps", "Loss against steps", _LOSS, steps, "steps")]
     if senders:
@@ -283,7 +285,9 @@ def buckets(
     pairs = [(x, y) for x, y in zip(across, loss, strict=True) if x > 0 or not log]
     width = max(1, len(pairs) // _BUCKETS)
     groups = [pairs[i : i + width] for i in range(0, len(pairs), width)]
-    return [g[-1][0] for g in groups], [sum(y for _, y in g) / len(g) for g in groups]
+    ends = [group[-1][0] for group in groups]
+    means = [sum(y for _, y in group) / len(group) for group in groups]
+    return ends, means
 
 
 def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:

@@ -281,7 +281,8 @@ def _waits(summary: dict[str, Any]) -> str:
     if not waits or not waits.get("lasted_s", 1.0):  # there was no step since the last start
         return ""
     slowest = waits["slowest"]
-    mean = sum(row[slowest] for row in waits["seconds"]) / max(1, len(waits["seconds"]) - 1)
+    seconds = waits["seconds"]
+    mean = sum(row[slowest] for row in seconds) / max(1, len(seconds) - 1)
     network = sum(waits["network_s"]) / len(waits["network_s"])
     # a summary contains only the waits since the last start
     lasted_s = waits.get("lasted_s", summary["seconds"])
@@ -307,7 +308,7 @@ def _level(level: dict[str, Any]) -> str:
     return f"{size_text(level['bytes_sent_per_step'])} per step{less}: {_scheme(level)}"
 
 
-def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False) -> None:
+def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool) -> None:
     """Prints the reason, the best rows, the flags for the first row, and notes.
 
     Args:

@@ -46,7 +46,7 @@ def loss_text(loss: float | None) -> str:
     return "diverged"
 
 
-def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> str:
+def equality(summary: Mapping[str, Any], yes: str = "yes") -> str:
     """Describes whether the replicas of a run were equal, or how far they were apart.
 
     >>> equality({"replicas_equal": True})
@@ -58,7 +58,7 @@ def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> st
         return yes
     if "replicas_apart" in summary:
         return f"close, {summary['replicas_apart']:.1e} of a norm apart"
-    return no
+    return "no"
 
 
 def less_text(value: float | None) -> str:

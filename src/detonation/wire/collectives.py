@@ -62,12 +62,10 @@ class BlockIntegers:
         scales = (largest / self.largest).to(torch.bfloat16)
         # A scale of 0, or a nonfinite one, makes some quotients nonfinite.
         # The mask keeps them inside their block.
-        per_step = (
-            scales.float().clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_().unsqueeze(-1)
-        )
-        codes = (
-            (blocks * per_step).round_().clamp_(-self.largest, self.largest).add_(self.largest + 1)
-        )
+        normal = scales.float().clamp_(min=torch.finfo(torch.float32).tiny)
+        per_step = normal.reciprocal_().unsqueeze(-1)
+        codes = (blocks * per_step).round_().clamp_(-self.largest, self.largest)
+        codes.add_(self.largest + 1)
         whole = codes.to(torch.uint8).bitwise_and_((1 << self.width) - 1).flatten(-2)
         if places is not None and marked is not None:
             whole[..., places] = whole[..., places].masked_fill(marked, 0)
@@ -177,10 +175,12 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         residual = self._residual_for(count, sums.device)
         before = residual.clone() if self.lacks else residual
         # slices, because indexing with a list copies to the device and blocks the host
-        signal = torch.cat([sums[:here], sums[here + 1 :]]).float().add_(residual)  # [nodes - 1, n]
+        others = torch.cat([sums[:here], sums[here + 1 :]])
+        signal = others.float().add_(residual)  # [nodes - 1, n]
         encoded = self._codec.encode(signal, places, unused)
         for_itself = encoded.new_zeros(1, encoded.shape[1])
-        arriving = self._link.all_to_all(torch.cat([encoded[:here], for_itself, encoded[here:]]))
+        sent = torch.cat([encoded[:here], for_itself, encoded[here:]])
+        arriving = self._link.all_to_all(sent)
         signal.sub_(self._codec.decode(encoded, count, places))
         # Receivers refuse nonfinite gradients; here they only leave the residual unchanged.
         torch.where(signal.isfinite().all(), signal, residual, out=residual)
@@ -194,8 +194,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
                 total.add_(self._codec.decode(rows[node], count, places))
         self.unused = set()
         if self.lacks and places is not None and unused is not None:
-            others = torch.cat([rows[:here], rows[here + 1 :]])
-            everywhere = self._codec.marked(others, count, places).all(0) & unused
+            received = torch.cat([rows[:here], rows[here + 1 :]])
+            everywhere = self._codec.marked(received, count, places).all(0) & unused
             self._leave(everywhere.tolist(), before, total)
         output_tensor.copy_(total)
 
@@ -425,7 +425,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         output_tensor.view(len(reference), size, -1).copy_(gathered.transpose(0, 1))
 
     def note_step(self) -> None:
-        """Notes that weights in training have the values of an optimizer step."""
+        """Records that an optimizer step has just written the weights, if they are trained."""
         if self._is_trained():
             self.weights.note()
 

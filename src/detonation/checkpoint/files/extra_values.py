@@ -174,7 +174,11 @@ def _is_special(value: Any) -> bool:
 
 
 def _largest(extra: Mapping[str, Any]) -> str:
-    return max(extra, key=lambda name: len(json.dumps(_Encoder().value(extra[name], ""))))
+    def length(name: str) -> int:
+        encoded = _Encoder().value(extra[name], "")
+        return len(json.dumps(encoded))
+
+    return max(extra, key=length)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Box:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Box":
-        """Box of the local part of `tensor`; a plain tensor is whole."""
+        """The local part of `tensor`; a plain tensor is its own only part."""
         shape = tuple(tensor.shape)
         start = (0,) * tensor.ndim
         if isinstance(tensor, Piece):
@@ -39,8 +39,9 @@ class Box:
 
     @classmethod
     def of_shard(cls, tensor: Tensor, shard: int, shards: int) -> "Box":
-        """Box of the part of rank `shard`, if FSDP2 splits the first dimension over `shards`
-        ranks."""
+        """The part of `tensor` that rank `shard` holds, if FSDP2 splits its first dimension over
+        `shards` ranks.
+        """
         first, *rest = tensor.shape
         each = -(-first // shards)
         size = max(0, min(each, first - shard * each))
@@ -48,7 +49,7 @@ class Box:
 
     @classmethod
     def from_json(cls, value: Any) -> "Box":
-        """The box that a shard file stores as [whole, offset, shape].
+        """The part that a shard file describes as [whole, offset, shape].
 
         Raises `CorruptCheckpoint`.
         """
@@ -221,8 +222,11 @@ class ReplicaFiles:
 
     def __init__(self, files: Sequence[ShardReader]) -> None:
         self.keys = sorted({key for file in files for key in file.keys})
-        self.boxes = {key: box for file in reversed(files) for key, box in file.boxes.items()}
-        self.values = {key: value for file in reversed(files) for key, value in file.values.items()}
+        self.boxes: dict[str, Box] = {}
+        self.values: dict[str, Any] = {}
+        for file in reversed(files):
+            self.boxes |= file.boxes
+            self.values |= file.values
         self.wrapped = {key for file in files for key in file.wrapped}
         self.on_host = {key for file in files for key in file.on_host}
 

@@ -133,10 +133,10 @@ def probe_axis(
             "all-gather": lambda n: link.all_gather(zeros(n)),
             "all-to-all": lambda n: link.all_to_all(zeros(axis.size(), n // axis.size())),
         }
+        share_s = budget_s / (len(starts) + 1)
         for name, start in starts.items():
-            operations[name] = fit_line(
-                _samples(link, start, everyone, budget_s / (len(starts) + 1), bool(operations))
-            )
+            samples = _samples(link, start, everyone, share_s, bool(operations))
+            operations[name] = fit_line(samples)
         operations = of_one_link(operations)
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
             silence = _silence(starts["all-gather"], everyone)

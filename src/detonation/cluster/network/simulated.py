@@ -62,7 +62,7 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
     for thread in threads:
         thread.start()
     try:
-        scheduler.begin()  # inside try: all threads have started before a Ctrl-C arrives here
+        scheduler.begin()  # inside try, because a Ctrl-C here must end the started threads
         wait_for_all()
     except BaseException as error:  # after Ctrl-C each replica ends at its next wait
         scheduler.fail(error)

@@ -278,7 +278,7 @@ class Heartbeat:
                 self._board.close(self._world_size - 1)
 
     def _beat(self) -> None:
-        """Writes this rank's counter, and reads its neighbour's counter and the notice."""
+        """Counts up for this rank, and reads the next rank's count and the notice of a failure."""
         count = 1
         neighbour = [(self._rank + 1) % self._world_size]
         while not self._stopped.wait(BEAT_S):

@@ -51,12 +51,12 @@ def rendezvous_store(
     folder: Path | None = None,
     timeout_s: float | None = None,
 ) -> Store:
-    """Opens the store of all ranks: a file in `folder`, else MASTER_ADDR:MASTER_PORT of the
-    environment, which are set to those of `position` if they are missing.
+    """Opens the store of all ranks: a file in `folder`, else a server at MASTER_ADDR:MASTER_PORT.
+    If the environment lacks these two, they are set from `position`.
 
-    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it
-    on a single address (see `_listen`). Keys that an earlier attempt left in the agent's store have
-    another prefix.
+    torchrun's agent hosts the server, on all interfaces of its machine. Otherwise rank 0 hosts it
+    on a single address (see `_listen`). Each attempt to start has its own prefix of keys in the
+    agent's store.
 
     timeout_s: Seconds in which the ranks must meet; None for 300.
 

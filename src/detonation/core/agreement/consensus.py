@@ -73,7 +73,7 @@ class StopConsensus:
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
-        self, names: Sequence[str], link: Link, gradients: bool, level: int = 0
+        self, names: Sequence[str], link: Link, gradients: bool, level: int
     ) -> FaultCounts:
         """Adds a level's link, and returns the link's fault counts.
 
@@ -369,7 +369,7 @@ class StopConsensus:
         return gravest
 
     def _raise_asked(self) -> None:
-        """Raises for the reason of an earlier step, if the ranks have exchanged one."""
+        """Raises the most serious error of an earlier step, if the ranks have exchanged one."""
         asked = self._asked
         self._asked = None
         if asked:

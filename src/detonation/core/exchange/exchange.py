@@ -102,9 +102,8 @@ class Exchange(ABC):
 def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
     """`zeros_are_negative` for the message of a replica, or of an owner of rows, at `step`."""
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
-    proportional = (
-        scheme.signal == "parameters"
-    )  # True for an outer SGD; False for gradients, whose signs the base optimizer may use
+    # True for an outer SGD; False for gradients, whose signs the base optimizer may use
+    proportional = scheme.signal == "parameters"
     return zeros_are_negative(
         sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote)
     )
@@ -235,7 +234,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # no state: a sum has no norm per replica
+    def state(self) -> dict[str, Tensor]:  # a sum has no norm per replica to remember
         return {}
 
 

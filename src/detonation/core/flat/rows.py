@@ -146,7 +146,7 @@ class RowOwners:
         return self.owned * self.replicas - self.rows
 
     def deal(self, lines: Tensor, padding: Tensor | None = None) -> Tensor:
-        """The rows of `lines` grouped by owner, in order.
+        """Groups the rows of `lines` by owner; each owner's rows keep their order.
 
         Shapes: lines `[rows, n]`, padding `[n]` (None: zeros) -> `[replicas, owned, n]`.
         """

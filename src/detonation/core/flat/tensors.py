@@ -251,9 +251,7 @@ def _separated(parameter: Tensor) -> Tensor:
     return local(gradient)
 
 
-def gradients_to_fill(
-    parameters: Mapping[str, Tensor], unused: Collection[int] = ()
-) -> list[Tensor]:
+def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int]) -> list[Tensor]:
     """The local gradient of each parameter, as a tensor to write into. A missing gradient is
     created as zeros.
 

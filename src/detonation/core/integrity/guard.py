@@ -1,4 +1,6 @@
-"""The guard: seals a replica's messages, and decides which received messages are used."""
+"""The guard: seals a replica's messages with a header and checksum, and decides which received
+messages are used.
+"""
 
 import struct
 from collections.abc import Collection, Sequence

@@ -103,8 +103,8 @@ class SumGuard:
         Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
         """
         if self._on_device:
-            norms = torch.stack([torch.linalg.vector_norm(each, torch.inf) for each in values])
-            finite = norms.isfinite().all().view(1)
+            largest = [torch.linalg.vector_norm(each, torch.inf) for each in values]
+            finite = torch.stack(largest).isfinite().all().view(1)
             numbers = torch.cat([finite.to(torch.float32), digits.to(torch.float32)])
             report = partial(self._report_sum, step, absent)
             self._counts.report_later(step + self._delay, runtime.Readback(numbers), report)
@@ -215,4 +215,5 @@ def _status(digits: Sequence[float], mark: int, high: int) -> int:
         return -1
     if top - mark not in range(high):
         return -1
-    return sum(int(digit) << 8 * i for i, digit in enumerate((*low, top - mark)))
+    octets = *low, top - mark
+    return sum(int(digit) << 8 * i for i, digit in enumerate(octets))

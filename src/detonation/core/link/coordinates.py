@@ -33,7 +33,7 @@ class Coordinates:
 def coordinates_of(
     levels: Sequence[Level],
     parameters: Iterable[Tensor],
-    intra_node: DeviceMesh | None = None,
+    intra_node: DeviceMesh | None,
 ) -> Coordinates:
     """This rank's coordinates: its replica from the axes of `levels`, its shard from the mesh of
     the parameters.

@@ -54,7 +54,8 @@ def send_to_all(communicator: Communicator, value: Any, device: torch.device) ->
         return [bytes(row.tolist()) for row in present_rows(communicator, rows)]
 
     mine = json.dumps(value).encode()
-    longest = max(int.from_bytes(size, "big") for size in gathered(len(mine).to_bytes(8, "big")))
+    sizes = gathered(len(mine).to_bytes(8, "big"))
+    longest = max(int.from_bytes(size, "big") for size in sizes)
     return [json.loads(text) for text in gathered(mine.ljust(longest))]
 
 

@@ -195,7 +195,9 @@ class _Group:
         for step, owner in zip(steps, owners, strict=True):
             self._owned[owner].append(step)
         self._mine = self._owned[self._rank]
-        sent = [[_to_bytes(local(each.step.before())) for each in its] for its in self._owned]
+        sent = []
+        for its in self._owned:
+            sent.append([_to_bytes(local(each.step.before())) for each in its])
         sizes = [[each.nbytes(rank) for each in self._mine] for rank in range(len(self._owned))]
         self._send(sent, sizes)
 

@@ -96,7 +96,7 @@ def agree_on_parameters(
     remedy = f"Before step {step} freeze, unfreeze and add the same parameters on all ranks"
     device = consensus.runtime.device
     with mismatch_on_all(links_of_shards(before.values()), device):
-        for link in {id(each.link): each.link for each in replicators}.values():
+        for link in dict.fromkeys(each.link for each in replicators):
             link.require_same(trained, device, {}, remedy)
     for replicator in replicators:
         replicator.make_portable(step)
@@ -140,9 +140,7 @@ def lost_before(levels: Sequence[Level], step: int) -> bool:
     """Begins `step`. Returns True, without beginning it, if replicas were lost and `renumber` must
     run first.
     """
-    return any(
-        isinstance(axis, RenumberedCommunicator) and axis.enter_step(step) for axis, _ in levels
-    )
+    return any(axis.enter_step(step) for axis in renumbered_axes(levels))
 
 
 def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:
@@ -198,7 +196,7 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
             link = between[-1]
         _hand_over_residual(channel, link, leaving)
     # returns after all replicas have received the memory
-    for link in {id(each.link): each.link for each in replicators}.values():
+    for link in dict.fromkeys(each.link for each in replicators):
         device = replicators[0].channel.runtime.device
         link.collect(torch.zeros(1, dtype=torch.int64, device=device))
 
@@ -236,7 +234,7 @@ def renumber(
     grown = False
     for each in replicators:
         each.local_state()
-    for axis in (axis for axis, _ in levels if isinstance(axis, RenumberedCommunicator)):
+    for axis in renumbered_axes(levels):
         leaving = axis.leaving(step)
         if leaving:
             hand_over_memory(replicators, leaving)

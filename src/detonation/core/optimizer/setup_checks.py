@@ -254,7 +254,8 @@ def check_layout(
         if axis.ndim > 1:
             names = f"{axis.ndim} dimensions {axis.mesh_dim_names}"
             raise ValueError(f'the axis has {names}: pass one, mesh["replicate"]')
-    others = {rank for axis in axes for rank in axis.mesh.flatten().tolist()} - {dist.get_rank()}
+    ranks = {rank for axis in axes for rank in axis.mesh.flatten().tolist()}
+    others = ranks - {dist.get_rank()}
     for module in model.modules():
         _check_wrapper(module, others, intra_node)
     for name, parameter in parameters.items():

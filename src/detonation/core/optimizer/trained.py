@@ -112,7 +112,7 @@ class TrainedParameters:
             )
 
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
-        """Records that the layouts hold `parameters` from now on."""
+        """Records that the message layouts now contain the trained `parameters`."""
         self.laid_out = parameters
         mine = {id(p) for p in parameters.values()}
         self._kinds = [*map(_KIND, parameters.values())]

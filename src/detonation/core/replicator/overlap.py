@@ -100,10 +100,10 @@ class Overlap:
         self._everything = frozenset(range(len(self._names)))
         # numbers of the parameters whose gradients are computed
         self._arrived: set[int] = set()
-        # stamp of each gradient when its first piece was sent
+        # each gradient's version when its first piece was sent, see `GradientStamp`
         self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
-        # names of the parameters whose gradients were sent, by the memory that these are views of
+        # data pointer of a storage: names of the sent gradients that are views of it
         self._views: dict[int, list[str]] = {}
         if stream:
             stream.wait_for_current()

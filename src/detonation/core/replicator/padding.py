@@ -29,7 +29,9 @@ class PaddingRows:
         self._base = base
         self._released = released
         self._rows: dict[Link, list[tuple[Replicator, str]]] = {}
-        for each in (each for each in replicators if each.holds_padding):
+        for each in replicators:
+            if not each.holds_padding:
+                continue
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))
@@ -64,7 +66,8 @@ class PaddingRows:
         released = False
         self._asks = False
         for link, rows in self._rows.items():
-            anywhere = link.collect(self._seen[link].view(-1)).any(0).view(-1, 2).tolist()
+            seen = link.collect(self._seen[link].view(-1))
+            anywhere = seen.any(0).view(-1, 2).tolist()
             for (replicator, name), (has_gradient, moves) in zip(rows, anywhere, strict=True):
                 self._asks |= not has_gradient
                 if moves and padding_row(replicator.parameters[name]) is not None:

@@ -132,7 +132,8 @@ class ParameterReplicator(Replicator):
         parts = map(self.layout.parts, (before, shift, self._anchor.flat))
         for weight, was, by, anchor in zip(locals_of(self.parameters), *parts, strict=True):
             moved = weight + by  # the replica keeps its own movement of this round
-            alone = (weight == was.to(weight.dtype)) | moved.isfinite().logical_not()
+            unmoved = weight == was.to(weight.dtype)
+            alone = unmoved | moved.isfinite().logical_not()
             weight.copy_(torch.where(alone, anchor, moved))
 
     def local_state(self, alone: bool = False) -> LocalState:
@@ -361,5 +362,8 @@ class HoldingReplicator(ParameterReplicator):
             if (row := padding_row(parameter)) is not None:
                 mark[row] = 1.0
         marked = self.layout.flatten(marks, self.channel.runtime.device)
-        buckets = [pipeline.bucket for pipeline in self.channel.pipelines]
-        return {bucket.first: marked[bucket.rows].view(-1).nonzero().view(-1) for bucket in buckets}
+        found = {}
+        for pipeline in self.channel.pipelines:
+            bucket = pipeline.bucket
+            found[bucket.first] = marked[bucket.rows].view(-1).nonzero().view(-1)
+        return found

@@ -102,7 +102,7 @@ def sending_order(buckets: Sequence[Bucket]) -> list[Bucket]:
     return sorted(buckets, key=lambda each: (not each.first, each.late, -each.first))
 
 
-def block_rows(scheme: Scheme, rows: int, few: bool = False) -> int:
+def block_rows(scheme: Scheme, rows: int, few: bool) -> int:
     """Approximate number of rows of a bucket.
 
     Args:

@@ -161,7 +161,7 @@ def message_bytes(
 
 
 def mean_bytes(
-    scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False
+    scheme: Scheme, layout: Layout, replicas: int, local_ranks: int, bare: bool = False
 ) -> float:
     """Bytes per step that one rank sends, averaged over a round."""
     parts = scheme.divide(layout)

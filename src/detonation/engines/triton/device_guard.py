@@ -1,4 +1,6 @@
-"""A guard whose messages are sealed and inspected by kernels, in a few launches per collective."""
+"""A guard whose kernels add status and checksum to messages and inspect them, in a few launches
+per collective.
+"""
 
 from collections.abc import Collection, Sequence
 from functools import cached_property, partial

@@ -60,7 +60,7 @@ OwnerRows = tuple[int, int, int, int, int, int]
 class StatusInspector(SignalInspector):
     """Inspects a bucket in one launch, which writes one line of a table.
 
-    one: a status of the engine for the whole flat.
+    one: any status of the engine. Each line of the table has its length.
     """
 
     def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:

@@ -73,9 +73,11 @@ def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     found = [(torch.empty(0, dtype=torch.int64, device=new.device), new.new_empty(0))]
     buffer = new.new_zeros(min(CHUNK, -(-len(new) // 4) * 4))
     for at in range(0, len(new), CHUNK):
-        positions, deltas = _changes_in(new[at : at + CHUNK], old[at : at + CHUNK], buffer)
-        found.append((positions + at, deltas))
-    return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])
+        end = at + CHUNK
+        inside, moved = _changes_in(new[at:end], old[at:end], buffer)
+        found.append((inside + at, moved))
+    positions, deltas = zip(*found, strict=True)
+    return torch.cat(positions), torch.cat(deltas)
 
 
 def _changes_in(new: Tensor, old: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ def _changes_in(new: Tensor, old: Tensor, buffer: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
-    """Adds `deltas` to the patterns of `tensor` at `positions`, which must be distinct."""
+    """Adds `deltas` to the bit patterns of `tensor` at `positions`, which must be distinct."""
     # any shape, [changed] int64, [changed] int16
     patterns = patterns_of(tensor)
     patterns[positions.to(patterns.device)] += deltas.to(patterns.device)

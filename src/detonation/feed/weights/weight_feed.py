@@ -161,7 +161,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         begin = starts(self._like)
         found = {}
         for name, kind in self._like.items():
-            found[name] = changes(patterns_of(_whole(tensors[name], kind.dtype)), self._held[name])
+            now = patterns_of(_whole(tensors[name], kind.dtype))
+            found[name] = changes(now, self._held[name])
         positions = torch.cat([changed.cpu() + begin[name] for name, (changed, _) in found.items()])
         deltas = torch.cat([moved.cpu() for _, moved in found.values()])
         about = {"after": self.step, "before": self._state, "count": len(positions)}

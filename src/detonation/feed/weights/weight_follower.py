@@ -250,7 +250,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         for name, new in tensors.items():
             own = self._tensors[name]
             if self._touched is not None:
-                self._note(name, changes(patterns_of(new).to(own.device), patterns_of(own))[0])
+                published = patterns_of(new).to(own.device)
+                positions, _ = changes(published, patterns_of(own))
+                self._note(name, positions)
             own.copy_(new)
         self._order = list(tensors)
         self._state = str(about.get("state"))

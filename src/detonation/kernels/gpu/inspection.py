@@ -203,8 +203,8 @@ class SumInspector:
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, added: int) -> None:
-        """Writes a status, and a number `added` to it, as `each` digits starting at `first`; zeros
-        elsewhere.
+        """Writes the numbers of a status and then the number `added` to `digits` from `first` on,
+        each in `each` digits. All other digits become zero.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """

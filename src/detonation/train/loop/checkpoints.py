@@ -33,7 +33,7 @@ logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
 def save_async(
-    session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None
+    session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
 ) -> None:
     """Starts saving. Collective.
 
@@ -64,7 +64,7 @@ def as_json(extra: Table) -> Table:
 
 
 def save_now(
-    session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None
+    session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
 ) -> Path:
     """Saves and waits until the checkpoint is complete. Raises `Unwritable` on all ranks if one of
     them cannot write.

@@ -135,7 +135,8 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
             "train.epochs of a stream are unknown, because its length is: set train.steps"
         )
     examples = train.batch_size * train.accumulate * sum(config.mesh.sizes)
-    return replace(train, steps=max(1, math.ceil(train.epochs * len(loaded.train) / examples)))
+    steps = math.ceil(train.epochs * len(loaded.train) / examples)
+    return replace(train, steps=max(1, steps))
 
 
 def check_sizes(config: Config) -> None:
@@ -302,7 +303,8 @@ def mark_of_data(data: Data, most: int = _MARKED) -> list[object]:
     if isinstance(examples, Streamed):
         examples = data.validation
     count = len(examples)
-    chosen = examples[(torch.arange(most) * count // (most - 1)).clamp(max=count - 1)]
+    positions = torch.arange(most) * count // (most - 1)
+    chosen = examples[positions.clamp(max=count - 1)]
     return [count, digest(chosen[key] for key in sorted(chosen))[:16]]
 
 

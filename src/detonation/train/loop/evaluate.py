@@ -73,12 +73,14 @@ def translate(session: Session) -> dict[str, float]:
         if mine:
             translations = [pairs.text(row) for row in ids.tolist()]
             labels = [[i for i in row if i >= 0] for row in batch["labels"].tolist()]
-            found = bleu.corpus_score(translations, [[pairs.text(row) for row in labels]])
+            references = [pairs.text(row) for row in labels]
+            found = bleu.corpus_score(translations, [references])
             counts += counts.new_tensor(
                 [*found.counts, *found.totals, found.sys_len, found.ref_len]
             )
     session.model.train()
-    total = torch.tensor(session.world.all_gather(counts)()).sum(0).tolist()
+    gathered = torch.tensor(session.world.all_gather(counts)())
+    total = gathered.sum(0).tolist()
     score = BLEU.compute_bleu(total[:4], total[4:8], total[8], total[9], smooth_method="exp")
     return {"val_bleu": float(score.score)}
 

@@ -52,14 +52,16 @@ def counted(session: Session, before: Counts) -> Counts:
     names = [name for name, _ in session.model.named_parameters()]
     skipped = session.optimizer.stats.skipped_by_parameter
     refused = session.optimizer.stats.refused
-    mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
+    counts = [skipped.get(name, 0) for name in names]
+    mine = torch.tensor([*counts, refused], device=session.device)
     gathered = torch.tensor(session.world.all_gather(mine)())
     replicas = torch.split_with_sizes(gathered, session.world.sizes)
     if len({*session.world.sizes}) > 1:  # replicas of other sizes shard parameters differently
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
     # the maximum over replicas, because only an owner sees certain faults
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
-    together = Counter(before.skipped) + Counter(dict(zip(names, here, strict=True)))
+    now = Counter(dict(zip(names, here, strict=True)))
+    together = Counter(before.skipped) + now
     return Counts(dict(together.most_common()), before.refused + refused)
 
 
@@ -223,7 +225,8 @@ def full_sync_by_level(session: Session) -> list[FullSync]:
     # with `balance`, a record counts the replicas that ran its step
     if isinstance(session.world, ElasticRanks) and not session.config.train.balance:
         trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
-        weights = session.world.over_shards(4 * sum(local(each).numel() for each in trained))
+        numel = sum(local(each).numel() for each in trained)
+        weights = session.world.over_shards(4 * numel)
         members = math.prod(level.replicas for level in session.config.levels[:-1])
         found[-1] = FullSync(dense[-1], weights, session.config.mesh.replicas, members)
     return found

@@ -309,7 +309,8 @@ def _alike(config: Config) -> dict[str, Any]:
 
 
 def _differing(first: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    return [key for key in sorted(first.keys() | own.keys()) if first.get(key) != own.get(key)]
+    keys = sorted(first.keys() | own.keys())
+    return [key for key in keys if first.get(key) != own.get(key)]
 
 
 _SETTINGS = "settings"

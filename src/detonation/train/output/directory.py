@@ -232,7 +232,7 @@ def _require_unlocked(path: Path) -> None:
 
 
 def _require_unfinished(path: Path, resume: bool, train: TrainConfig | None) -> None:
-    """Raises `ValueError` if the run in `path` is finished and `train` does not prolong it."""
+    """Raises `ValueError` if the run in `path` is finished, unless `train` asks for more steps."""
     finished = steps_finished(path)
     if not (path / SUMMARY).exists() or (resume and train and train.steps > finished):
         return

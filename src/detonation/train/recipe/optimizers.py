@@ -121,7 +121,8 @@ def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
             passed = sum(step >= milestone * steps for milestone in schedule.milestones)
             return schedule.gamma**passed
         after = max(schedule.warmup - 1, 0)
-        progress = min((step - after) / max(steps - 1 - after, 1), 1.0)
+        length = max(steps - 1 - after, 1)
+        progress = min((step - after) / length, 1.0)
         if schedule.name == "linear":
             share = 1 - progress
         else:

@@ -188,7 +188,7 @@ class Recording:
     publishes.
     """
 
-    def __init__(self, session: Session, path: Path, run: str = "") -> None:
+    def __init__(self, session: Session, path: Path, run: str) -> None:
         self._session = session
         train = session.config.train
         self.log = UpdateLog(path / directory.UPDATES)

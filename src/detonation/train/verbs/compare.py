@@ -29,9 +29,7 @@ _COMMA = re.compile(r",(?![^\[{]*[\]}])")
 """A comma between values, but not inside a list or a table."""
 
 
-def compare_runs(
-    request: Request, schemes: Sequence[str], varied: Sequence[str] = ()
-) -> list[Table]:
+def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]) -> list[Table]:
     """Trains a recipe with each scheme and each combination of settings; returns the summaries.
 
     Each run has its own directory in `request.out`, named after its scheme and settings. Finished

@@ -127,7 +127,8 @@ def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path)
         name = key.removeprefix(_MODEL)
         if key in boxes:
             shape = boxes[key].whole
-            found[name] = source.agreed(key, Box(shape, (0,) * len(shape), shape)).contiguous()
+            whole = Box(shape, (0,) * len(shape), shape)
+            found[name] = source.agreed(key, whole).contiguous()
             numel += found[name].numel()
         else:  # a buffer
             found[name] = source.agreed(key, None).contiguous()
