@@ -23,9 +23,10 @@ def start(tmp_path):
     """Starts `detonation train` on the tiny recipe into tmp_path / "run"; ends what still runs afterwards."""
     started = []
 
-    def started_with(*arguments):
+    def started_with(*arguments, enter=lambda: None):
         recipe = write_recipe(tmp_path / "tiny.toml")
-        started.append(Command(tmp_path, "train", recipe, "--out", tmp_path / "run", *arguments))
+        words = ("train", recipe, "--out", tmp_path / "run", *arguments)
+        started.append(Command(tmp_path, *words, enter=enter))
         return started[-1]
 
     yield started_with
@@ -201,11 +202,7 @@ def test_a_launcher_that_passes_a_signal_on_late_sends_no_second_request(monkeyp
 
 def test_a_terminal_that_closes_does_not_end_a_run_under_nohup(start):
     """Neither the command nor its ranks."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        command = start(*LONG)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    command = start(*LONG, enter=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     command.wait_for_step(1)
     for pid in (command.pid, *command.ranks):
         os.kill(pid, signal.SIGHUP)
