@@ -162,9 +162,9 @@ def _closes(connection):
 
 
 def _is_silent(connection):
-    connection.recv(1 << 16)
-    while connection.recv(1 << 16):  # until the other side gives up
-        pass
+    with contextlib.suppress(ConnectionResetError), connection:
+        while connection.recv(1 << 16):  # until the other side gives up
+            pass
 
 
 def _speaks_http(connection):
