@@ -1,10 +1,12 @@
 """Faults of set-up in an elastic run: they end all replicas with exit code 2 and one line, and are
 never survived."""
 
+import contextlib
 import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,8 @@ import pytest
 
 from commands import Command, free_port, write_recipe
 from detonation.cluster.init import join_world
-from detonation.cluster.processes import waiting
+from detonation.cluster.processes import rendezvous, waiting
+from detonation.cluster.survive import port
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
 TEXT = Path(__file__).parents[2] / "docs" / "training.md"
@@ -118,6 +121,23 @@ def test_numbers_that_do_not_fit_end_both_at_once(tmp_path, start, fault):
         assert said in line and "\nstep " not in command.stdout
 
 
+def test_a_replica_that_starts_while_its_run_trains_is_told_of_join(tmp_path, start, monkeypatch):
+    """The run goes on."""
+    monkeypatch.setattr(port, "RUNNING_S", 1.0)
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    start("meet", "meet", address)
+    way = ("train", recipe, "--elastic", "--meet", address, "--replicas", 2, "--steps", 100_000)
+    first = start("first", *way, "--replica", 0)
+    start("second", *way, "--replica", 1, out="other")
+    first.wait_for_step(1)
+    for replica in (1, 0):
+        late = start(f"late{replica}", *way, "--replica", replica, out=f"out{replica}")
+        assert late.wait() == 2
+        (line,) = late.errors.splitlines()
+        assert line.startswith("error: a run trains at this store already") and "--join" in line
+    first.wait_for_step(first.stdout.count("\nstep ") + 3)
+
+
 def test_an_address_at_which_no_store_can_be_is_refused_with_the_remedy(tmp_path, start, taken):
     recipe = write_recipe(tmp_path / "tiny.toml")
     for address, reason in ((taken, "Address already in use"), ("192.0.2.9:2000", "Cannot assign")):
@@ -135,6 +155,46 @@ def test_an_address_at_which_no_store_can_be_is_refused_with_the_remedy(tmp_path
     assert (everywhere.wait(), nowhere.wait()) == (2, 2)
     assert "names all interfaces: give the address of one" in everywhere.errors
     assert "no host has that name" in nowhere.errors
+
+
+def _closes(connection):
+    connection.close()
+
+
+def _is_silent(connection):
+    with contextlib.suppress(ConnectionResetError), connection:
+        while connection.recv(1 << 16):  # until the other side gives up
+            pass
+
+
+def _speaks_http(connection):
+    connection.recv(1 << 16)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+    connection.close()
+
+
+@pytest.mark.parametrize("answer", [_closes, _is_silent, _speaks_http])
+def test_a_program_that_is_no_store_is_told_from_one(tmp_path, start, monkeypatch, answer):
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        way = ("--elastic", "--meet", address, "--replicas", 2, "--replica", 0)
+        commands = [
+            start("meet", "train", recipe, *way),
+            start("join", "train", recipe, "--join", address),
+        ]
+        said = f"error: the program that listens at {address} is no store: give the address of "
+        for command in commands:
+            assert command.wait() == 2
+            assert command.errors == f"{said}detonation meet\n"
 
 
 def test_a_host_without_a_name_is_refused_at_once(tmp_path, start):

@@ -11,7 +11,7 @@ from covering import covered, some
 from detonation import interrupts
 from detonation.checkpoint.files import manifest, retention
 from detonation.cluster import launch
-from detonation.cluster.processes.signals import Stop, end_now, stoppable
+from detonation.cluster.processes.signals import Stop, die_with_parent, end_now, stoppable
 from detonation.cluster.survive.elastic_axis import serve_meeting
 from detonation.train.output import metrics
 
@@ -180,6 +180,24 @@ def test_told_twice_or_interrupted_it_ends_at_once_and_another_can_go_on(start, 
         == 2
     )
     assert start("--resume", "--set", "train.steps=3").wait() == 0
+
+
+def test_a_launcher_that_passes_a_signal_on_late_sends_no_second_request(monkeypatch):
+    """It is busy, and all processes of its group have the signal already; a third one ends them."""
+    monkeypatch.setattr("detonation.cluster.processes.signals.SAME_REQUEST_S", 0)
+    receiver, sender = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if not child:
+        die_with_parent(parent)
+        with stoppable() as stop:
+            for _ in range(3):
+                stop.receive(signal.SIGHUP)
+                os.write(sender, b"1")
+        os._exit(0)
+    os.close(sender)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGHUP
+    assert os.read(receiver, 3) == b"11"
+    os.close(receiver)
 
 
 def test_a_terminal_that_closes_does_not_end_a_run_under_nohup(start):

@@ -8,10 +8,13 @@ import json
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed import DistError
@@ -33,11 +36,15 @@ from detonation.cluster.position import LaunchPosition, joined_address, require_
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.waiting import Awaited, says_meanwhile
 
+_T = TypeVar("_T")
+
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
 """Variables from which torch's network libraries read the interface to listen on."""
 _RENDEZVOUS_TIMEOUT_S = 300.0
 _CONNECT_S = 2.0
+_ANSWER_S = 30.0
+"""Seconds in which a program that accepts connections must answer as a store."""
 _READ_S = 10.0
 _MOST_WAYS = 4
 _WORLD = "detonation/world"
@@ -90,7 +97,7 @@ def rendezvous_store(
             host_of_store = describe_store_host(os.environ)
             with says_meanwhile(f"rank {rank} of {world_size}", host_of_store):
                 connecting = rendezvous("env://", rank, world_size, timeout=timeout)
-                store: Store = next(iter(connecting))[0]
+                store: Store = _within(timeout_s, lambda: next(iter(connecting))[0])
             if not _agent_hosts_store(os.environ):
                 _require_same_world(store, rank, world_size)
                 store.set(_key("came", rank), "")
@@ -140,11 +147,32 @@ def reached_store(host: str, port: int, limit_s: float = _RENDEZVOUS_TIMEOUT_S) 
             ) from error
     try:
         with says_meanwhile("this replica", f"an answer from {where}"):
-            return TCPStore(host, port, timeout=timedelta(seconds=limit_s))
-    except DistError as error:
+            answer_s = min(limit_s, _ANSWER_S)
+            timeout = timedelta(seconds=answer_s)
+            store = _within(answer_s, lambda: TCPStore(host, port, timeout=timeout))
+    except (DistError, TimeoutError) as error:
         raise ValueError(
             f"the program that listens at {where} is no store: give the address of detonation meet"
         ) from error
+    store.set_timeout(timedelta(seconds=limit_s))
+    return store
+
+
+def _within(limit_s: float, connect: Callable[[], _T]) -> _T:
+    """Calls `connect` in another thread. Raises `TimeoutError` after `limit_s`.
+
+    torch's own limit does not end the wait for a program that accepts a connection and is silent.
+    """
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(connect())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="connecting", daemon=True).start()
+    return answer.result(limit_s)
 
 
 def _cannot_connect(host: str, port: int) -> str:

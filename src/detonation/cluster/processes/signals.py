@@ -19,12 +19,17 @@ processes already received.
 
 
 class Stop:
-    """Number of the signal that asked this process to stop; 0 if there was none."""
+    """Number of the signal that asked this process to stop; 0 if there was none.
 
-    def __init__(self) -> None:
+    has_launcher: A signal to the process group may arrive twice: directly, and later from the
+    launcher, however busy that is.
+    """
+
+    def __init__(self, has_launcher: bool = False) -> None:
         self.number = 0
         self._since = 0.0
         self._at_once = False
+        self._awaits_copy = has_launcher
 
     def __bool__(self) -> bool:
         return self.number != 0
@@ -33,13 +38,16 @@ class Stop:
         """Records the first request. Ends the process at once on a second request or on Ctrl-C."""
         if number not in SIGNALS:
             return
-        now = time.monotonic()
-        again = self and now - self._since > SAME_REQUEST_S
-        if number == signal.SIGINT or again or self._at_once:
+        if number == signal.SIGINT or self._at_once:
             end(number)
+        now = time.monotonic()
         if not self:
             self._since = now
             self.number = number
+            return
+        if now - self._since > SAME_REQUEST_S and not self._awaits_copy:
+            end(number)
+        self._awaits_copy = False
 
     def repeats(self, number: int) -> bool:
         """True if this signal repeats the first request: `timeout` signals the command, and then
@@ -62,6 +70,7 @@ class Stop:
 
 
 _stop: Stop | None = None
+_has_launcher = False
 
 
 @contextmanager
@@ -76,7 +85,7 @@ def stoppable() -> Iterator[Stop]:
     if _stop is not None:
         yield _stop
         return
-    _stop = Stop()
+    _stop = Stop(_has_launcher)
     try:
         with watched(_stop.receive):
             yield _stop
@@ -93,10 +102,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes the kernel end this process as soon as its parent process `parent` ends.
+    """Makes the kernel end this process as soon as its launcher, the process `parent`, ends.
 
     Linux only.
     """
+    global _has_launcher
+    _has_launcher = True
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent ended before the call above

@@ -166,7 +166,7 @@ class Running:
         self._base: Store = base.clone()  # type: ignore[attr-defined]  # one for each thread
         self._beats: list[bytes] = []
         self._asked = -math.inf
-        self._still = time.monotonic()
+        self._began = self._changed = -math.inf
 
     def look(self) -> None:
         """Raises `RefusedStart` if other processes have trained there for `RUNNING_S`."""
@@ -175,10 +175,15 @@ class Running:
             return
         self._asked = now
         beats = self._beats_of_others()
-        if not self._beats or {*beats} <= {*self._beats}:
-            self._still = now
+        changed = bool(self._beats) and not {*beats} <= {*self._beats}
         self._beats = beats
-        if now - self._still > RUNNING_S:
+        if not changed:
+            return
+        pause_s = 4 * max([_PRESENT_S, *map(pace_of, beats)])
+        if now - self._changed > pause_s:  # another run, or one that was stopped
+            self._began = now
+        self._changed = now
+        if now - self._began > RUNNING_S:
             raise RefusedStart(
                 "a run trains at this store already: a replica joins it with --join, and a new run"
                 " needs another store, or starts after its end"
