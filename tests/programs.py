@@ -132,6 +132,7 @@ class Replica:
     optimizers: list[Any] = field(default_factory=list)
     given: dict[int, Tensor] = field(default_factory=dict)
     marks: dict[int, Any] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)
     dies: bool = False
 
     def __post_init__(self) -> None:
@@ -245,10 +246,15 @@ class Replica:
         for optimizer in self.optimizers:
             optimizer.reconfigure(self.scheme)
 
-    def anew(self, number: int) -> None:
-        """Drops an optimizer and makes another one, as for another phase of training."""
+    def anew(self, number: int, holder: int) -> None:
+        """Drops an optimizer and makes another one, as for another phase of training.
+
+        Replica `holder` still holds the old one, as a local variable or a cycle of references does.
+        """
         number %= len(self.optimizers)
         self.synchronize()
+        if self.number == holder:
+            self.held.append(self.optimizers[number])
         self.optimizers[number] = None
         gc.collect()
         self.optimizers[number] = self._made(self.parts[number])

@@ -2,6 +2,7 @@
 was resumed anywhere is the run that was not."""
 
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -302,3 +303,37 @@ def test_levels_with_other_delays_change_what_is_trained_at_the_same_step(late, 
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.step_count == 8
+
+
+def test_a_phase_of_training_that_is_over_hides_no_frozen_weights():
+    """Its optimizer is in a reference cycle, which ends later on other ranks."""
+    model = built(Plain)
+    first, *others = model.parameters()
+    gc.disable()
+    try:
+        old = dt.replicate(
+            torch.optim.SGD([first], lr=0.1), model, LoopbackCommunicator(2), dt.full()
+        )
+        cycle = [old]
+        cycle.append(cycle)
+        del old, cycle
+        first.requires_grad_(False)
+        new = dt.replicate(
+            torch.optim.SGD(others, lr=0.1), model, LoopbackCommunicator(2), dt.full()
+        )
+        assert [*map(id, new.frozen.values())] == [id(first)]
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_that_a_later_one_replaces_hides_no_frozen_weights():
+    """A rank may still hold the old one."""
+    model = built(Plain)
+    first, *others = model.parameters()
+    old = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, LoopbackCommunicator(2), dt.full()
+    )
+    first.requires_grad_(False)
+    new = dt.replicate(torch.optim.SGD(others, lr=0.1), model, LoopbackCommunicator(2), dt.full())
+    assert [*map(id, new.frozen.values())] == [id(first)]
+    del old

@@ -10,6 +10,7 @@ from test_follow import TOKEN, held
 from test_survive import survivors
 
 import detonation as dt
+from detonation.checkpoint.snapshot import take_snapshot
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.exchange.two_stage import TwoStage
@@ -330,6 +331,23 @@ def test_law_9_a_run_resumes_exactly_where_parameters_were_unused(name):
     for at in (3, 6):
         found = simulate_replicas(lambda c, n=at: resumed(c, GRADIENT[name], n), REPLICAS)
         assert found == [True] * REPLICAS
+
+
+def in_flight(communicator, takes):
+    model, optimizer = started(communicator, dt.demo(topk=2, chunk=8, delay=1))
+    advance(model, optimizer, communicator.replica, range(2))  # in the second nobody uses "c"
+    if takes:
+        return take_snapshot(model, optimizer).tensors["replica.0.update0.c.weight"]
+    return dt.replica_state(optimizer)["0.update0.c.weight"]
+
+
+def test_law_9_a_snapshot_notes_what_nobody_used_in_steps_in_flight():
+    taken, wanted = (
+        simulate_replicas(lambda c, takes=takes: in_flight(c, takes), REPLICAS)[0]
+        for takes in (True, False)
+    )
+    assert wanted.isinf().any()
+    assert torch.equal(taken, wanted)
 
 
 def logged(communicator, scheme, folder):

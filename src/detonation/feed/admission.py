@@ -111,7 +111,7 @@ class Admission:
 
     def _open(self, guest: int) -> None:
         gc.collect()  # frees dropped optimizers that reference cycles keep alive
-        if len(self._axis.users.present) > 1:
+        if sum(not user.turns.over for user in self._axis.users.present) > 1:
             raise ValueError(
                 "several optimizers use the axis, but a newcomer can receive the state of one only"
             )

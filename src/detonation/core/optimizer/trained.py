@@ -2,6 +2,7 @@
 changed since the last layout.
 """
 
+import gc
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
@@ -75,18 +76,33 @@ class TrainedParameters:
         A parameter of another replicated optimizer may be frozen temporarily, as by Lightning's
         `toggle_optimizer`; a parameter of a plain optimizer may differ between replicas.
         """
-        trained = {
-            id(p)
-            for each in _TRAINED.keyrefs()
-            if (one := each()) is not None and one is not self
-            for p in one.everyone
-        }
-        return {
+        found = {
             name: parameter
             for name, parameter in local_parameters(self.model).items()
-            if not (parameter.requires_grad or id(parameter) in trained or name in self.laid_out)
+            if not (parameter.requires_grad or name in self.laid_out)
             and parameter.device.type != "meta"
         }
+        ids = {id(p) for p in found.values()}
+        trained = self._trained_elsewhere()
+        if ids & trained:
+            gc.collect()  # frees dropped optimizers that reference cycles keep on some ranks
+            trained = self._trained_elsewhere()
+        return {name: p for name, p in found.items() if id(p) not in trained}
+
+    def _trained_elsewhere(self) -> set[int]:
+        """The ids of parameters of other optimizers, without those that a later one replaces.
+
+        Some ranks may still hold an optimizer that others dropped. A later optimizer that has one
+        of its parameters replaces it on all ranks.
+        """
+        found = dict[TrainedParameters, set[int]]()
+        for each in _TRAINED.keyrefs():  # in the order in which they were made
+            if (one := each()) is not None:
+                ids = {id(p) for p in one.everyone}
+                found = {other: had for other, had in found.items() if had.isdisjoint(ids)}
+                found[one] = ids
+        found.pop(self, None)
+        return set[int]().union(*found.values())
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
         """The parameters of the optimizer with these `names`, frozen or not, in model order."""
