@@ -1,6 +1,7 @@
 """The law of admission: a replica that comes in while others train is one of them from an agreed step on."""
 
 import copy
+import gc
 import threading
 import time
 from datetime import timedelta
@@ -178,6 +179,36 @@ def test_a_newcomer_hears_why_the_run_cannot_let_it_in(monkeypatch):
         optimizer.step()
         door.after_step()
     assert said[0].startswith("the run cannot let replica 1 in: ") and "token" in said[0]
+    axis.close()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_all_wait_for_a_collection_of_garbage_only_for_an_optimizer_that_was_dropped(
+    dropped, monkeypatch
+):
+    """All wait for the replica that lets a newcomer in, and its heap may be large."""
+    store = HashStore()
+    model = copy.deepcopy(MODEL)
+    axis = dt.elastic(replica=0, replicas=1, store=store)
+    collect = gc.collect
+    gc.disable()
+    try:
+        optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
+        if dropped:
+            optimizer.base.cycle = optimizer
+        optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
+        door = dt.Admission(model, optimizer, token=TOKEN)
+        collections = []
+        monkeypatch.setattr(gc, "collect", lambda: collections.append(collect()))
+        guest = dt.Guest(store)
+        while axis.host.guest is None:
+            time.sleep(0.01)
+        door.after_step()
+        assert guest.addresses(LIMIT_S)
+        assert len(collections) == dropped
+    finally:
+        gc.enable()
+    guest.membership.stop()
     axis.close()
 
 

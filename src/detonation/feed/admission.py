@@ -110,7 +110,8 @@ class Admission:
                 self._axis.host.refuse(guest, str(error))
 
     def _open(self, guest: int) -> None:
-        gc.collect()  # frees dropped optimizers that reference cycles keep alive
+        if len(self._axis.users.present) > 1:
+            gc.collect()  # frees dropped optimizers that reference cycles keep alive
         if len(self._axis.users.present) > 1:
             raise ValueError(
                 "several optimizers use the axis, but a newcomer can receive the state of one only"
