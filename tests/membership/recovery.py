@@ -148,13 +148,19 @@ def reads(case, world, rank):
         epoch=agreement.epoch, members=tuple(agreement.members), busy="forms", sent=()
     )
     if agreement.awaited >= 0:
-        rank = rank._replace(guest=None, awaits=-1)
+        rank = rank._replace(guest=None, awaits=-1, ahead=())
     world, rank = notes(case, world, rank, agreement)
     return f"{who} reads that {agreement.members} go on", rank_with(world, rank)
 
 
 def forms(case, world, rank):
-    """A group forms if all its members come to form it; else they agree again."""
+    """A group forms if all its members come to form it; else they agree again. One that was formed
+    ahead is there, whoever has died since."""
+    agreement = agreed(world, rank.epoch)
+    if agreement.formed:
+        if agreement.reports[rank.number].ahead != agreement.members:
+            raise Broken(f"replica {rank.number} has not formed the group that others use")
+        return [(f"replica {rank.number} has a group", formed(case, world, rank))]
     others = [world.ranks[member] for member in rank.members]
     found = []
     if all(each.epoch >= rank.epoch for each in others):
@@ -245,7 +251,10 @@ def notes(case, world, rank, agreement):
     departing |= decisions.new_departures(agreement, departing, 1, case.least)
     rank = rank._replace(departing=frozen(departing))
     if agreement.guest >= 0 and agreement.guest != (rank.guest or (0, -1))[1]:
-        rank = rank._replace(guest=decisions.new_entry(agreement, world.door))
+        rank = rank._replace(
+            guest=decisions.new_entry(agreement, world.door),
+            ahead=(*agreement.members, agreement.guest),
+        )
         world = world._replace(admitted=True)
     if not departing:
         rank = rank._replace(held=())

@@ -232,6 +232,6 @@ def _follow(
             raise ReplicaLost(f"{late} for replica {guest.number} within {timeout_s:g} s{lost}")
         guest.let_in()
         follower.turn_to(guest.addresses(0))
-        follower.update(wait_s=0.05)
+        follower.update(wait_s=0.01)
         if follower.trouble and not has_come():  # a training that has ended announces it itself
             guest.hosts.require()

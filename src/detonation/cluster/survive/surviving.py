@@ -30,6 +30,7 @@ from detonation.cluster.survive.groups import (
     NOBODY,
     Flight,
     Group,
+    GroupAhead,
     NumberedCollective,
     NumberedKind,
     SurvivedLoss,
@@ -79,7 +80,9 @@ class SurvivingCommunicator(AxisEnd):
         entry: GuestEntry | None = None,
         let_in: Sequence[Agreement] = (),
         link: NodeLink | None = None,
+        ahead: GroupAhead | None = None,
     ) -> None:
+        self._ahead = ahead  # of the next guest, or of this one
         self._membership = membership
         self.timeout_s = timeout_s
         self._link = link
@@ -122,7 +125,7 @@ class SurvivingCommunicator(AxisEnd):
         self._changed = membership.changed
         self._recovering = self._broken = self._closed = False
         try:
-            self._group = self._formed()
+            self._group = self._formed_ahead(let_in[-1:]) or self._formed()
         except RuntimeError:
             if let_in:
                 raise
@@ -440,7 +443,7 @@ class SurvivingCommunicator(AxisEnd):
             self._note(agreement)
             self._group.abandon()
             try:
-                self._group = self._formed()
+                self._group = self._formed_ahead([agreement]) or self._formed()
             # another replica is lost; the others learn of it from the next agreement
             except RuntimeError as error:
                 why = f": {error}".partition("\n")[0]
@@ -474,6 +477,8 @@ class SurvivingCommunicator(AxisEnd):
         if agreement.guest >= 0 and agreement.guest != (self.guest or (0, -1))[1]:
             door = self.host.door_of(agreement.guest)
             self._expect(*new_entry(agreement, door))
+            self._ahead, line = group_ahead(membership, agreement, self.timeout_s)
+            self._listen(line)
             membership.store.set(axis_key("admit", agreement.guest), "1")
         if not self.departing:
             self.users.let_go()
@@ -509,24 +514,23 @@ class SurvivingCommunicator(AxisEnd):
             told_departures(self.departing),
             self.guest,
             alive,
+            ahead=self._ahead.formed if self._ahead else [],
         )
+
+    def _formed_ahead(self, agreements: Sequence[Agreement]) -> Group | None:
+        """The group that all have formed before the last of `agreements`, if there is one."""
+        ahead = self._ahead
+        if self.guest is None:  # it joins now, or never
+            self._ahead = None
+        if ahead and agreements and agreements[-1].formed:
+            return ahead.take()
+        return None
 
     def _formed(self) -> Group:
         membership = self._membership
-        rank = membership.members.index(membership.replica)
-        own = membership.store.clone()  # type: ignore[attr-defined]
-        store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", own)
-        way = membership.ways.to(
-            member * membership.shards + membership.shard for member in membership.members
-        )
-        address = ""
-        line = ""
-        if way is not None:
-            address = way.address
-            line = membership.ways.line(way)
+        name = str(membership.epoch)
+        make, line = _group_maker(membership, membership.members, name, self.timeout_s)
         self._listen(line)
-        limit_s = self.timeout_s + OVER_S
-        make = partial(Group, store, rank, len(membership.members), limit_s, address)
         in_vain = membership.some_left
         if membership.epoch:
             in_vain = membership.breaks_up
@@ -571,3 +575,33 @@ class SurvivingCommunicator(AxisEnd):
         if each.result is None:
             self._conclude(each, held, report.absent[str(each.number)])
         return True
+
+
+def group_ahead(
+    membership: Membership, agreement: Agreement, timeout_s: float
+) -> tuple[GroupAhead, str]:
+    """Begins to form the group in which the guest of `agreement` will be; returns where this rank
+    listens, too.
+
+    It is for one agreement. If the members change before the guest's step, it is of no use.
+    """
+    members = [*agreement.members, agreement.guest]
+    make, line = _group_maker(membership, members, f"{agreement.epoch}/ahead", timeout_s)
+    return GroupAhead(members, make), line
+
+
+def _group_maker(
+    membership: Membership, members: Sequence[int], name: str, timeout_s: float
+) -> tuple[Callable[[], Group], str]:
+    """Forms the group `name` of `members` when called; and where this rank listens for it."""
+    shard = membership.shard
+    own = membership.store.clone()  # type: ignore[attr-defined]
+    store = PrefixStore(f"{name}/shard{shard}", own)
+    way = membership.ways.to(member * membership.shards + shard for member in members)
+    address = ""
+    line = ""
+    if way is not None:
+        address = way.address
+        line = membership.ways.line(way)
+    rank = members.index(membership.replica)
+    return partial(Group, store, rank, len(members), timeout_s + OVER_S, address), line
