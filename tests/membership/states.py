@@ -73,7 +73,8 @@ class Rank(NamedTuple):
     recovery does: "", `reported`, `forms`, `copies`. sent: the operations in its present group.
     chain: number of the history of all results that it has used. let_in: epochs, while a guest forms
     its first group. begins, enters: positions up to which it has begun, or entered, its program.
-    ahead: members of the group that it has formed for the step of the guest.
+    agreed: epochs of the present
+    recovery. ahead: members of the group that it has formed for the step of the guest.
     """
 
     number: int
@@ -104,6 +105,7 @@ class Rank(NamedTuple):
     begins: int = 0
     enters: int = 0
     ahead: tuple[int, ...] = ()
+    agreed: tuple[int, ...] = ()
 
     @property
     def settled(self):

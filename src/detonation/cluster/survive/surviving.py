@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,6 +41,7 @@ from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.turns import (
     AxisUsers,
     Departure,
+    changes_of,
     new_departures,
     new_entry,
     told_departures,
@@ -118,9 +118,7 @@ class SurvivingCommunicator(AxisEnd):
                 if report.coming and report.coming[1] not in self.layout:
                     self._expect(*report.coming)
             self._note(agreement)
-        self.pending = [
-            after for before, after in pairwise(let_in) if after.members != before.members
-        ]
+        self.pending = changes_of(self.layout, let_in)
         # guards all state of this class, and is notified of each change
         self._changed = membership.changed
         self._recovering = self._broken = self._closed = False
@@ -421,21 +419,22 @@ class SurvivingCommunicator(AxisEnd):
         before = list(membership.members)
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
-        agreement = self._regroup()
-        if before != membership.members:
-            with self._changed:  # locked, because a new optimizer must also get the new members
-                for end in (self, *self.users.present):
-                    end.pending.append(agreement)
-        self._log_change(before, agreement, time.monotonic() - noticed)
+        agreements = self._regroup()
+        with self._changed:  # locked, because a new optimizer must also get the new members
+            for end in (self, *self.users.present):
+                end.pending += changes_of(before, agreements)
+        self._log_change(before, agreements[-1], time.monotonic() - noticed)
 
-    def _regroup(self) -> Agreement:
+    def _regroup(self) -> list[Agreement]:
         """Agrees on members and forms a process group; repeats both if another replica is lost in
-        between.
+        between. Returns all agreements.
         """
         membership = self._membership
         why = ""
+        agreements = []
         for _ in range(MOST_TRIES):
             agreement = membership.agree(self._report())
+            agreements.append(agreement)
             if agreement.awaited >= 0:
                 self.guest = None
                 self.awaits = -1
@@ -450,7 +449,7 @@ class SurvivingCommunicator(AxisEnd):
                 membership.doubt()
                 continue
             if self._catch_up(agreement):
-                return agreement
+                return agreements
         raise ReplicaLost(f"the replicas {membership.members} could not form a process group{why}")
 
     def _log_change(self, before: Sequence[int], agreement: Agreement, seconds: float) -> None:
