@@ -1,6 +1,7 @@
 """The law of admission: a replica that comes in while others train is one of them from an agreed step on."""
 
 import copy
+import gc
 import threading
 import time
 from datetime import timedelta
@@ -21,6 +22,7 @@ from detonation.cluster.survive.agreement import (
     next_axis_store,
     note_gone,
 )
+from detonation.cluster.survive.groups import GroupAhead
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
@@ -181,6 +183,36 @@ def test_a_newcomer_hears_why_the_run_cannot_let_it_in(monkeypatch):
     axis.close()
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_all_wait_for_a_collection_of_garbage_only_for_an_optimizer_that_was_dropped(
+    dropped, monkeypatch
+):
+    """All wait for the replica that lets a newcomer in, and its heap may be large."""
+    store = HashStore()
+    model = copy.deepcopy(MODEL)
+    axis = dt.elastic(replica=0, replicas=1, store=store)
+    collect = gc.collect
+    gc.disable()
+    try:
+        optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
+        if dropped:
+            optimizer.base.cycle = optimizer
+        optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
+        door = dt.Admission(model, optimizer, token=TOKEN)
+        collections = []
+        monkeypatch.setattr(gc, "collect", lambda: collections.append(collect()))
+        guest = dt.Guest(store)
+        while axis.host.guest is None:
+            time.sleep(0.01)
+        door.after_step()
+        assert guest.addresses(LIMIT_S)
+        assert len(collections) == dropped
+    finally:
+        gc.enable()
+    guest.membership.stop()
+    axis.close()
+
+
 def test_a_newcomer_where_nobody_has_met_says_for_whom_it_waits(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "MEET_LINE_S", 0.0)
     store = HashStore()
@@ -215,6 +247,35 @@ def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance)
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
 
 
+def test_a_newcomer_enters_in_a_group_that_all_have_formed_before_its_step(monkeypatch):
+    """So nobody waits for connections at that step. A rank counts as late here until all have begun."""
+    begun, taken = [], []
+    begin, take, await_guest = GroupAhead.__init__, GroupAhead.take, AxisUser._await_guest
+
+    def begins(ahead, *arguments):
+        begin(ahead, *arguments)
+        begun.append(ahead)
+
+    def formed(ahead):
+        ahead._group.result(LIMIT_S)
+        return ahead._members
+
+    def awaited(user, step):
+        while user.expects(step) and len(begun) <= REPLICAS:
+            time.sleep(0.01)
+        await_guest(user, step)
+
+    monkeypatch.setattr(GroupAhead, "__init__", begins)
+    monkeypatch.setattr(GroupAhead, "formed", property(formed))
+    monkeypatch.setattr(GroupAhead, "take", lambda ahead: taken.append(ahead) or take(ahead))
+    monkeypatch.setattr(AxisUser, "_await_guest", awaited)
+    store, scheme = HashStore(), TALKING["demo"]
+    members = [partial(member, store, replica, scheme) for replica in range(REPLICAS)]
+    ends = together(*members, lambda: newcomer(store, scheme))
+    assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
+    assert len(taken) == REPLICAS + 1 and {*taken} == {*begun}
+
+
 def test_a_newcomer_trains_what_the_others_train(monkeypatch):
     """Whatever its own model has frozen: another parameter, and none of theirs."""
     models = [copy.deepcopy(MODEL) for _ in range(2)]
@@ -242,7 +303,8 @@ def test_a_newcomer_trains_what_the_others_train(monkeypatch):
     assert trained == [parameter.requires_grad for parameter in models[0].parameters()]
 
 
-def test_all_know_the_step_of_a_newcomer_where_some_have_to_agree_twice():
+def test_all_know_the_step_of_a_newcomer_where_some_have_to_agree_twice(monkeypatch):
+    monkeypatch.setattr(GroupAhead, "formed", [])
     store, scheme = HashStore(), TALKING["demo"]
     kinds = SurvivingCommunicator, Clumsy
     members = [
@@ -269,6 +331,7 @@ def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_st
     The others have started a collective of that step, or not yet.
     """
     axes, again = {}, threading.Event()
+    monkeypatch.setattr(GroupAhead, "formed", [])
 
     def kept(axis):
         return [*axis._kept.values()]
@@ -324,6 +387,7 @@ def test_a_newcomer_comes_in_without_a_replica_that_is_lost_before_any_begins_it
 ):
     """All have agreed on the members, and agree once more while nobody has begun that step."""
     axes, again, await_guest = {}, threading.Event(), AxisUser._await_guest
+    monkeypatch.setattr(GroupAhead, "formed", [])
 
     def awaited(user, step):
         comes = user.expects(step)

@@ -89,10 +89,23 @@ def comes_in(case, world, guest):
     key = (latest + 1, guest.number)
     if key in dict(world.reports):
         return []
-    report = RankReport(ALL, [], {}, entry.step, guest.number)
-    mine = (key, json.dumps(vars(report)))
-    world = world._replace(reports=tuple(sorted((*world.reports, mine))))
-    return [(f"the guest reports for epoch {latest + 1}", world)]
+    # Whether a group was formed in time matters only if it was on all ranks: so only the guest's
+    # report differs.
+    found = []
+    for ahead in ([], members_ahead(world)):
+        report = RankReport(ALL, [], {}, entry.step, guest.number, ahead=ahead)
+        mine = (key, json.dumps(vars(report)))
+        text = f"the guest reports for epoch {latest + 1}, with a group of {ahead}"
+        after = world._replace(reports=tuple(sorted((*world.reports, mine))))
+        found.append((text, after))
+    return found
+
+
+def members_ahead(world):
+    """Of the group that the guest forms before its step: of those that agreed on its coming."""
+    admitted = [agreed(world, epoch) for epoch in range(1, len(world.records))]
+    members = next(each.members for each in admitted if each.guest == FIRST)
+    return [*members, FIRST]
 
 
 def joins(case, world, guest, agreement, at):

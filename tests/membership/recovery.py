@@ -1,7 +1,7 @@
 """Moves of a rank's recovery, as `Membership` and `SurvivingCommunicator` make them."""
 
 import json
-from itertools import chain, combinations, pairwise, product
+from itertools import chain, combinations, product
 
 from moves import can_end, concluded, exchange, launched, work_of
 from states import (
@@ -10,6 +10,7 @@ from states import (
     Broken,
     User,
     agreed,
+    agreements,
     departures,
     frozen,
     present,
@@ -86,7 +87,7 @@ def subsets(items):
 def reported(world, rank, text=""):
     kept = tuple(each._replace(flying=False) for each in rank.kept)
     if not rank.busy:
-        rank = rank._replace(before=rank.members)
+        rank = rank._replace(before=rank.members, agreed=())
     rank = rank._replace(kept=kept, held=tuple(present(rank)), busy="reported")
     key = (rank.epoch + 1, rank.number)
     mine = (key, text or report_of(rank))
@@ -145,16 +146,26 @@ def reads(case, world, rank):
     if rank.let_in:
         return joins_again(world, rank, agreement)
     rank = rank._replace(
-        epoch=agreement.epoch, members=tuple(agreement.members), busy="forms", sent=()
+        epoch=agreement.epoch,
+        members=tuple(agreement.members),
+        busy="forms",
+        sent=(),
+        agreed=(*rank.agreed, agreement.epoch),
     )
     if agreement.awaited >= 0:
-        rank = rank._replace(guest=None, awaits=-1)
+        rank = rank._replace(guest=None, awaits=-1, ahead=())
     world, rank = notes(case, world, rank, agreement)
     return f"{who} reads that {agreement.members} go on", rank_with(world, rank)
 
 
 def forms(case, world, rank):
-    """A group forms if all its members come to form it; else they agree again."""
+    """A group forms if all its members come to form it; else they agree again. One that was formed
+    ahead is there, whoever has died since."""
+    agreement = agreed(world, rank.epoch)
+    if agreement.formed:
+        if agreement.reports[rank.number].ahead != agreement.members:
+            raise Broken(f"replica {rank.number} has not formed the group that others use")
+        return [(f"replica {rank.number} has a group", formed(case, world, rank))]
     others = [world.ranks[member] for member in rank.members]
     found = []
     if all(each.epoch >= rank.epoch for each in others):
@@ -197,17 +208,18 @@ def copied_on(case, world, rank):
         flying, rank = launched(message, rank)
         kept = tuple(flying if each.number == number else each for each in rank.kept)
         rank = rank._replace(kept=kept, copying=rank.copying[1:])
-    return rank_with(world, recovered(rank))
+    return rank_with(world, recovered(world, rank))
 
 
-def recovered(rank):
-    """As the end of `_recover`: every end of the axis has the agreement, if members changed."""
-    if rank.before != rank.members:
-        rank = rank._replace(pending=(*rank.pending, rank.epoch))
-        for number in present(rank):
-            pending = (*rank.users[number].pending, rank.epoch)
-            rank = user_with(rank, number, pending=pending)
-    return rank._replace(busy="")
+def recovered(world, rank):
+    """As the end of `_recover`: every end of the axis has the agreements that changed members."""
+    changes = decisions.changes_of(rank.before, agreements(world, rank.agreed))
+    epochs = tuple(each.epoch for each in changes)
+    rank = rank._replace(pending=(*rank.pending, *epochs))
+    for number in present(rank):
+        pending = (*rank.users[number].pending, *epochs)
+        rank = user_with(rank, number, pending=pending)
+    return rank._replace(busy="", agreed=())
 
 
 def copies(case, world, rank):
@@ -245,7 +257,10 @@ def notes(case, world, rank, agreement):
     departing |= decisions.new_departures(agreement, departing, 1, case.least)
     rank = rank._replace(departing=frozen(departing))
     if agreement.guest >= 0 and agreement.guest != (rank.guest or (0, -1))[1]:
-        rank = rank._replace(guest=decisions.new_entry(agreement, world.door))
+        rank = rank._replace(
+            guest=decisions.new_entry(agreement, world.door),
+            ahead=(*agreement.members, agreement.guest),
+        )
         world = world._replace(admitted=True)
     if not departing:
         rank = rank._replace(held=())
@@ -274,8 +289,7 @@ def settled_in(case, world, rank):
     let_in = [agreed(world, epoch) for epoch in rank.let_in]
     reports = [report for each in let_in for report in each.reports.values()]
     layout = tuple(let_in[0].members)
-    pairs = pairwise(let_in)
-    pending = tuple(after.epoch for one, after in pairs if after.members != one.members)
+    pending = tuple(each.epoch for each in decisions.changes_of(layout, let_in))
     users = [
         User(case.users[0], exists="no", over=True, built=False, memory=False)
         for _ in range(max(len(each.users) for each in reports))

@@ -73,6 +73,8 @@ class Rank(NamedTuple):
     recovery does: "", `reported`, `forms`, `copies`. sent: the operations in its present group.
     chain: number of the history of all results that it has used. let_in: epochs, while a guest forms
     its first group. begins, enters: positions up to which it has begun, or entered, its program.
+    agreed: epochs of the present
+    recovery. ahead: members of the group that it has formed for the step of the guest.
     """
 
     number: int
@@ -102,6 +104,8 @@ class Rank(NamedTuple):
     let_in: tuple[int, ...] = ()
     begins: int = 0
     enters: int = 0
+    ahead: tuple[int, ...] = ()
+    agreed: tuple[int, ...] = ()
 
     @property
     def settled(self):
@@ -240,6 +244,7 @@ def report_of(rank):
         told_departures(departures(rank)),
         rank.guest,
         present(rank),
+        ahead=[*rank.ahead],
     )
     return json.dumps(vars(report))
 

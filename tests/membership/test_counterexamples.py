@@ -48,6 +48,38 @@ def test_a_later_agreement_replaces_an_earlier_one_that_is_due_later():
     assert replicas(act)[2] == [1, 1, 1]
 
 
+def test_a_rank_that_agrees_twice_adopts_a_loss_before_the_turn_that_another_has_begun():
+    """Replica 2 is lost. 0 recovers, and begins a step without it; 1 has to agree once more then."""
+    ready, begun = threading.Event(), threading.Event()
+
+    def act(axis):
+        user = axis.for_one()
+        if axis.replica == 2:
+            assert ready.wait(LIMIT_S)
+            raise Died
+        if axis.replica == 1:
+            catch_up = axis._catch_up
+
+            def interrupted(agreement):
+                if agreement.epoch > 1:
+                    return catch_up(agreement)
+                assert begun.wait(LIMIT_S)
+                return False
+
+            axis._catch_up = interrupted
+            ready.set()
+        while not axis._membership.some_left():
+            time.sleep(0.01)
+        axis._membership.call()
+        await_members(axis, [0, 1])
+        assert user.enter_step(0)
+        user.adopt(0)
+        begun.set()
+        return user.size()
+
+    assert replicas(act)[:2] == [2, 2]
+
+
 def test_a_replica_that_is_done_still_gives_its_last_result_to_the_others():
     """Replica 0 has its last result and closes; 1 dies, and the connection of 2 breaks before it
     has that result."""

@@ -4,7 +4,7 @@ import pytest
 from model import Case, program_of, search
 
 from detonation.cluster.survive import turns
-from detonation.cluster.survive.agreement import GuestEntry, turn_of
+from detonation.cluster.survive.agreement import Agreement, GuestEntry, turn_of
 from detonation.core.integrity.fault_counts import FaultCounts
 
 BACK = (("step", "a"), ("back", 0), ("step", "a"), ("step", "a"))
@@ -68,6 +68,14 @@ def test_it_finds_an_agreement_that_brings_back_a_lost_replica(monkeypatch):
     monkeypatch.setattr(turns, "due_before", each_for_itself)
     program = program_of(2, "a")
     broken(Case(program, ("kill", "kill"), users="a"), "which was lost before any rank had begun")
+
+
+def test_it_finds_a_group_formed_ahead_that_a_newcomer_does_not_have(monkeypatch):
+    def is_on_some(agreement):
+        return any(each.ahead == agreement.members for each in agreement.reports.values())
+
+    monkeypatch.setattr(Agreement, "formed", property(is_on_some))
+    broken(Case(program_of(3, "a"), ("join",), users="a"), "has not formed the group")
 
 
 def test_it_finds_a_newcomer_with_the_state_of_an_earlier_visit(monkeypatch):

@@ -109,9 +109,13 @@ class Admission:
                 _log.warning("replica %d asks to join, but cannot: %s", guest, error)
                 self._axis.host.refuse(guest, str(error))
 
+    def _several_optimizers(self) -> bool:
+        return sum(not user.turns.over for user in self._axis.users.present) > 1
+
     def _open(self, guest: int) -> None:
-        gc.collect()  # frees dropped optimizers that reference cycles keep alive
-        if sum(not user.turns.over for user in self._axis.users.present) > 1:
+        if self._several_optimizers():
+            gc.collect()  # frees dropped optimizers that reference cycles keep alive
+        if self._several_optimizers():
             raise ValueError(
                 "several optimizers use the axis, but a newcomer can receive the state of one only"
             )
@@ -231,6 +235,6 @@ def _follow(
             raise ReplicaLost(f"{late} for replica {guest.number} within {timeout_s:g} s{lost}")
         guest.let_in()
         follower.turn_to(guest.addresses(0))
-        follower.update(wait_s=0.05)
+        follower.update(wait_s=0.01)
         if follower.trouble and not has_come():  # a training that has ended announces it itself
             guest.hosts.require()

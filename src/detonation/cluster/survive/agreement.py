@@ -71,6 +71,7 @@ class RankReport:
     before which it leaves, and the optimizers that were `gone` then. coming: the turn before which
     a replica joins, and that replica. alive: the existing optimizers. apart: replicas that this
     rank cannot reach. late: replicas that have not begun the exchange in which this rank waits.
+    ahead: members of the group that this rank has formed ahead of a guest's step.
     """
 
     floor: int
@@ -86,6 +87,7 @@ class RankReport:
     alive: list[int] = field(default_factory=list)
     apart: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
 
     def has(self, number: int) -> bool:
         """True if the rank finished the collective `number`."""
@@ -145,6 +147,11 @@ class Agreement:
         if len(guests) == 1:
             return guests.pop()
         return -1
+
+    @property
+    def formed(self) -> bool:
+        """True if all have formed the group of the members before they agreed on them."""
+        return all(report.ahead == self.members for report in self.reports.values())
 
     def asked(self, shards: int) -> set[int]:
         """Replicas that were asked to leave."""

@@ -44,9 +44,14 @@ from detonation.cluster.survive.agreement import (
     serve_one_axis,
     turn_of,
 )
+from detonation.cluster.survive.groups import GroupAhead
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.port import Presence, meet_at
-from detonation.cluster.survive.surviving import MOST_TRIES, SurvivingCommunicator
+from detonation.cluster.survive.surviving import (
+    MOST_TRIES,
+    SurvivingCommunicator,
+    group_ahead,
+)
 from detonation.link_speed import LinkSpeed
 
 _TIMEOUT = timedelta(seconds=300)
@@ -390,6 +395,7 @@ class Guest:
             self._shard = mesh["shard"].get_local_rank()
             self._shards = mesh["shard"].size()
         self._timeout_s = timeout_s
+        self._ahead: GroupAhead | None = None
         own = latest_axis_store(_reached(store))
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
@@ -490,7 +496,8 @@ class Guest:
 
         Raises `ReplicaLost` if the others do not let this replica in within `timeout_s`.
         """
-        report = RankReport(_ALL, [], {}, entry.step, self.number)
+        formed = self._ahead.formed if self._ahead else []
+        report = RankReport(_ALL, [], {}, entry.step, self.number, ahead=formed)
         deadline = time.monotonic() + timeout_s
         self._store.set(axis_key("at", self.number, self.membership.rank), "1")
         agreement = None
@@ -511,10 +518,10 @@ class Guest:
         for _ in range(MOST_TRIES):
             try:
                 return SurvivingCommunicator(
-                    self.membership, self._timeout_s, floor, entry, agreed, self._link
+                    self.membership, self._timeout_s, floor, entry, agreed, self._link, self._ahead
                 )
             except RuntimeError:  # another replica was lost in the meantime
-                agreement = self.membership.agree(replace(report, floor=floor, guest=-1))
+                agreement = self.membership.agree(replace(report, floor=floor, guest=-1, ahead=[]))
                 # the others may have begun the turn together with the lost replica
                 if turn_of(agreement.next_turns, entry.user) <= entry.turn:
                     agreed = []
@@ -534,6 +541,8 @@ class Guest:
             agreement = parse_agreement(epoch, self._store.get(f"{epoch}/record"))
             if self.number in agreement.members:
                 return agreement
+            if agreement.guest == self.number and self._ahead is None:
+                self._ahead, _ = group_ahead(self.membership, agreement, self._timeout_s)
             if agreement.awaited == self.number:
                 entry = self.entry()
                 at = "in vain"

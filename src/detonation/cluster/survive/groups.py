@@ -72,15 +72,7 @@ class Group:
 
         Raises `RuntimeError` if it fails, or as soon as `in_vain` returns True.
         """
-        future: Future[Group] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(make())
-            except Exception as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="group", daemon=True).start()
+        future = _begun(make, daemon=True)
         while not wait([future], _LOOK_S).done:
             if in_vain():
                 raise RuntimeError("a member was lost meanwhile")
@@ -122,6 +114,39 @@ class Group:
             self._works = [each for each in self._works if not each.is_completed()]
         self._works.append(work)
         return work
+
+
+class GroupAhead:
+    """A group that is formed by `make` while another one is in use."""
+
+    def __init__(self, members: list[int], make: Callable[[], Group]) -> None:
+        self._members = members
+        # a process that ends meanwhile waits for it, because it is inside the store
+        self._group = _begun(make, daemon=False)
+
+    @property
+    def formed(self) -> list[int]:
+        """The members of the group; empty until it is formed."""
+        if self._group.done() and self._group.exception() is None:
+            return self._members
+        return []
+
+    def take(self) -> Group:
+        return self._group.result()
+
+
+def _begun(make: Callable[[], Group], daemon: bool) -> Future[Group]:
+    """Calls `make` in another thread."""
+    future: Future[Group] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="group", daemon=daemon).start()
+    return future
 
 
 def _outlast(held: list[tuple[Any, list[dist.Work]]]) -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from detonation.cluster.survive.groups import (
     NOBODY,
     Flight,
     Group,
+    GroupAhead,
     NumberedCollective,
     NumberedKind,
     SurvivedLoss,
@@ -41,6 +41,7 @@ from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.turns import (
     AxisUsers,
     Departure,
+    changes_of,
     new_departures,
     new_entry,
     told_departures,
@@ -79,7 +80,9 @@ class SurvivingCommunicator(AxisEnd):
         entry: GuestEntry | None = None,
         let_in: Sequence[Agreement] = (),
         link: NodeLink | None = None,
+        ahead: GroupAhead | None = None,
     ) -> None:
+        self._ahead = ahead  # of the next guest, or of this one
         self._membership = membership
         self.timeout_s = timeout_s
         self._link = link
@@ -115,14 +118,12 @@ class SurvivingCommunicator(AxisEnd):
                 if report.coming and report.coming[1] not in self.layout:
                     self._expect(*report.coming)
             self._note(agreement)
-        self.pending = [
-            after for before, after in pairwise(let_in) if after.members != before.members
-        ]
+        self.pending = changes_of(self.layout, let_in)
         # guards all state of this class, and is notified of each change
         self._changed = membership.changed
         self._recovering = self._broken = self._closed = False
         try:
-            self._group = self._formed()
+            self._group = self._formed_ahead(let_in[-1:]) or self._formed()
         except RuntimeError:
             if let_in:
                 raise
@@ -418,21 +419,22 @@ class SurvivingCommunicator(AxisEnd):
         before = list(membership.members)
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
-        agreement = self._regroup()
-        if before != membership.members:
-            with self._changed:  # locked, because a new optimizer must also get the new members
-                for end in (self, *self.users.present):
-                    end.pending.append(agreement)
-        self._log_change(before, agreement, time.monotonic() - noticed)
+        agreements = self._regroup()
+        with self._changed:  # locked, because a new optimizer must also get the new members
+            for end in (self, *self.users.present):
+                end.pending += changes_of(before, agreements)
+        self._log_change(before, agreements[-1], time.monotonic() - noticed)
 
-    def _regroup(self) -> Agreement:
+    def _regroup(self) -> list[Agreement]:
         """Agrees on members and forms a process group; repeats both if another replica is lost in
-        between.
+        between. Returns all agreements.
         """
         membership = self._membership
         why = ""
+        agreements = []
         for _ in range(MOST_TRIES):
             agreement = membership.agree(self._report())
+            agreements.append(agreement)
             if agreement.awaited >= 0:
                 self.guest = None
                 self.awaits = -1
@@ -440,14 +442,14 @@ class SurvivingCommunicator(AxisEnd):
             self._note(agreement)
             self._group.abandon()
             try:
-                self._group = self._formed()
+                self._group = self._formed_ahead([agreement]) or self._formed()
             # another replica is lost; the others learn of it from the next agreement
             except RuntimeError as error:
                 why = f": {error}".partition("\n")[0]
                 membership.doubt()
                 continue
             if self._catch_up(agreement):
-                return agreement
+                return agreements
         raise ReplicaLost(f"the replicas {membership.members} could not form a process group{why}")
 
     def _log_change(self, before: Sequence[int], agreement: Agreement, seconds: float) -> None:
@@ -474,6 +476,8 @@ class SurvivingCommunicator(AxisEnd):
         if agreement.guest >= 0 and agreement.guest != (self.guest or (0, -1))[1]:
             door = self.host.door_of(agreement.guest)
             self._expect(*new_entry(agreement, door))
+            self._ahead, line = group_ahead(membership, agreement, self.timeout_s)
+            self._listen(line)
             membership.store.set(axis_key("admit", agreement.guest), "1")
         if not self.departing:
             self.users.let_go()
@@ -509,24 +513,23 @@ class SurvivingCommunicator(AxisEnd):
             told_departures(self.departing),
             self.guest,
             alive,
+            ahead=self._ahead.formed if self._ahead else [],
         )
+
+    def _formed_ahead(self, agreements: Sequence[Agreement]) -> Group | None:
+        """The group that all have formed before the last of `agreements`, if there is one."""
+        ahead = self._ahead
+        if self.guest is None:  # it joins now, or never
+            self._ahead = None
+        if ahead and agreements and agreements[-1].formed:
+            return ahead.take()
+        return None
 
     def _formed(self) -> Group:
         membership = self._membership
-        rank = membership.members.index(membership.replica)
-        own = membership.store.clone()  # type: ignore[attr-defined]
-        store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", own)
-        way = membership.ways.to(
-            member * membership.shards + membership.shard for member in membership.members
-        )
-        address = ""
-        line = ""
-        if way is not None:
-            address = way.address
-            line = membership.ways.line(way)
+        name = str(membership.epoch)
+        make, line = _group_maker(membership, membership.members, name, self.timeout_s)
         self._listen(line)
-        limit_s = self.timeout_s + OVER_S
-        make = partial(Group, store, rank, len(membership.members), limit_s, address)
         in_vain = membership.some_left
         if membership.epoch:
             in_vain = membership.breaks_up
@@ -571,3 +574,33 @@ class SurvivingCommunicator(AxisEnd):
         if each.result is None:
             self._conclude(each, held, report.absent[str(each.number)])
         return True
+
+
+def group_ahead(
+    membership: Membership, agreement: Agreement, timeout_s: float
+) -> tuple[GroupAhead, str]:
+    """Begins to form the group in which the guest of `agreement` will be; returns where this rank
+    listens, too.
+
+    It is for one agreement. If the members change before the guest's step, it is of no use.
+    """
+    members = [*agreement.members, agreement.guest]
+    make, line = _group_maker(membership, members, f"{agreement.epoch}/ahead", timeout_s)
+    return GroupAhead(members, make), line
+
+
+def _group_maker(
+    membership: Membership, members: Sequence[int], name: str, timeout_s: float
+) -> tuple[Callable[[], Group], str]:
+    """Forms the group `name` of `members` when called; and where this rank listens for it."""
+    shard = membership.shard
+    own = membership.store.clone()  # type: ignore[attr-defined]
+    store = PrefixStore(f"{name}/shard{shard}", own)
+    way = membership.ways.to(member * membership.shards + shard for member in members)
+    address = ""
+    line = ""
+    if way is not None:
+        address = way.address
+        line = membership.ways.line(way)
+    rank = members.index(membership.replica)
+    return partial(Group, store, rank, len(members), timeout_s + OVER_S, address), line

@@ -176,6 +176,20 @@ def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agree
     return [*pending[: max(due, default=0)]]
 
 
+def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[Agreement]:
+    """Those of successive `agreements` that change the `members`.
+
+    A rank that agreed several times in one recovery adopts each: others may have begun a turn after
+    an earlier one.
+    """
+    found = []
+    for each in agreements:
+        if each.members != [*members]:
+            found.append(each)
+        members = each.members
+    return found
+
+
 def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> list[int]:
     """Replicas that leave before `turn` of the optimizer `user`."""
     return [
