@@ -387,6 +387,7 @@ def table(results: dict[str, Any]) -> str:
         ends = "; ".join(
             f"{number} after {end['seconds']:.1f} s with {end['code']}: {end['line'][:160]}"
             for number, end in found["ends"].items()
+            if end["code"] != -signal.SIGKILL
         )
         lost = found.get("lost", "")
         lines.append(f"| {name} | {go_on} | {still} | {lost} | {ends or found.get('came', '')} |")
