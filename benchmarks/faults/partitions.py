@@ -1,4 +1,5 @@
-"""Partitions of an elastic run: what goes on, how soon, and how the other side ends. Needs root.
+"""Losses, departures, joins and partitions of an elastic run: what goes on, how soon, what is lost, and how the
+others end. Needs root.
 
     python -m benchmarks.faults.partitions --out partitions.json
 
@@ -16,11 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare.queue import made_by
 from benchmarks.faults.forks import Fork
 from benchmarks.lab import INTERFACE, NamespaceCluster, namespace_cluster
 
@@ -56,11 +59,17 @@ class Ending:
 
 @dataclass
 class Outcome:
-    """What came of a scenario. stepped_s: the longest pause between two steps."""
+    """What came of a scenario. stepped_s: the longest pause between two steps. lost: steps that the
+    metrics lack or have twice. came: what a newcomer says of its first step. made_by: torch, the
+    processor and the commit.
+    """
 
     goes_on: list[int]
     stepped_s: float | None
     ends: dict[int, Ending] = field(default_factory=dict)
+    lost: int = 0
+    came: str = ""
+    made_by: dict[str, str] = field(default_factory=made_by)
 
 
 class Command(Fork):
@@ -94,7 +103,7 @@ class Run:
     """A run in `cluster`: replica i in node i, the store in the last node.
 
     Of several stores, the last one is in the node of the last replica, the others in nodes of their
-    own.
+    own. After these comes the node of a newcomer.
     """
 
     def __init__(
@@ -118,6 +127,27 @@ class Run:
             self._command(node, str(node), *shared, "--replica", str(node))
             for node in range(replicas)
         ]
+
+    def join(self) -> None:
+        """A newcomer on a node of its own."""
+        words = ["train", "quick-lm", "--join", self.address, "--shards", "1", "--steps", "1000000"]
+        words += ["--interface", INTERFACE, "--out", str(self.folder / "newcomer")]
+        words += ["--set", *_SETTINGS]
+        number = len(self.processes)
+        node = len(self.cluster.names) - 1
+        self.processes.append(self._command(node, str(number), *words))
+
+    def lost(self) -> int:
+        """How many steps the metrics lack, or have twice."""
+        steps = [json.loads(line) for line in self.metrics.read_text().splitlines()[:-1]]
+        counts = Counter(row["step"] for row in steps if "loss" in row)
+        return sum(counts[step] != 1 for step in range(min(counts), max(counts) + 1))
+
+    def came(self) -> str:
+        """What the newcomer says of its first step."""
+        said = self.folder / f"{self.replicas}.txt"
+        lines = said.read_text(errors="replace").splitlines() if said.exists() else []
+        return next((line for line in lines if "came in after step" in line), "")
 
     def _command(self, node: int, name: str, *arguments: str) -> "Command":
         return Command(self.cluster, node, self.folder / f"{name}.txt", arguments)
@@ -215,6 +245,27 @@ def store_and_host(node: int) -> tuple[Act, Act]:
     return act, off(node)[1]
 
 
+def sent(number: int, *replicas: int) -> tuple[Act, Act]:
+    """Sends a signal to replicas."""
+
+    def act(run: Run) -> None:
+        for replica in replicas:
+            os.kill(run.processes[replica].pid, number)
+
+    return act, lambda run: None
+
+
+def together(*acts: tuple[Act, Act]) -> tuple[Act, Act]:
+    """Several, one after the other without a wait."""
+
+    def act(run: Run) -> None:
+        for each, _ in acts:
+            each(run)
+
+    return act, lambda run: None
+
+
+JOIN: tuple[Act, Act] = (lambda run: run.join(), lambda run: None)
 SLOWER: tuple[Act, Act] = (
     lambda run: run.cluster.shape(SLOW),
     lambda run: run.cluster.shape(FAST),
@@ -239,6 +290,15 @@ def _three(name: str, cut: tuple[Act, Act]) -> list[Scenario]:
 
 HALVES = [(0, 2), (0, 3), (1, 2), (1, 3)]
 SCENARIOS = [
+    Scenario("a replica is killed", sent(signal.SIGKILL, 1)),
+    Scenario("replica 0 is killed", sent(signal.SIGKILL, 0)),
+    Scenario("a replica is asked to leave", sent(signal.SIGTERM, 1)),
+    Scenario("a replica joins", JOIN),
+    Scenario(
+        "one of three stores and replica 1 are killed",
+        together(stores_end(1), sent(signal.SIGKILL, 1)),
+        stores=3,
+    ),
     *_three("0 cannot send to 1", one_way(0, 1)),
     *_three("0 and 1 cut off from each other", both_ways((0, 1))),
     *_three("1 cut off from the store", both_ways((1, -1))),
@@ -264,7 +324,7 @@ def measured(scenario: Scenario) -> Outcome:
     """Runs one scenario."""
     with (
         tempfile.TemporaryDirectory(prefix="partitions-") as folder,
-        namespace_cluster(scenario.replicas + max(1, scenario.stores - 1), FAST) as cluster,
+        namespace_cluster(scenario.replicas + max(1, scenario.stores - 1) + 1, FAST) as cluster,
     ):
         run = Run(cluster, Path(folder), scenario.replicas, scenario.stores)
         try:
@@ -306,9 +366,9 @@ def _watched(run: Run, scenario: Scenario) -> Outcome:
             break
         if ends and now > max(each.seconds for each in ends.values()) + 10:
             break
-    goes_on = [each for each in range(run.replicas) if each not in ends]
+    goes_on = [each for each in range(len(run.processes)) if each not in ends]
     stepped_s = round(longest, 1) if goes_on and before else None
-    return Outcome(goes_on, stepped_s, ends)
+    return Outcome(goes_on, stepped_s, ends, run.lost(), run.came())
 
 
 def _note_ends(run: Run, ends: dict[int, Ending], now: float) -> None:
@@ -319,20 +379,24 @@ def _note_ends(run: Run, ends: dict[int, Ending], now: float) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
-    lines = ["| what is cut | go on | they stand still | the others end |", "|---|---|---|---|"]
+    lines = ["| what happens | go on | they stand still | steps lost | the others end |"]
+    lines.append("|---|---|---|---|---|")
     for name, found in results.items():
         go_on = ", ".join(map(str, found["goes_on"])) or "none"
         still = "" if found["stepped_s"] is None else f"{found['stepped_s']:.1f} s"
         ends = "; ".join(
             f"{number} after {end['seconds']:.1f} s with {end['code']}: {end['line'][:160]}"
             for number, end in found["ends"].items()
+            if end["code"] != -signal.SIGKILL
         )
-        lines.append(f"| {name} | {go_on} | {still} | {ends} |")
+        lost = found.get("lost", "")
+        lines.append(f"| {name} | {go_on} | {still} | {lost} | {ends or found.get('came', '')} |")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["DETONATION_TOKEN"] = "a token for a benchmark"
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,6 +3,8 @@
     python -m benchmarks.faults.spot --trace FILE [--zone us-east-2b] [--events 100]
     python -m benchmarks.faults.spot --table
     python -m benchmarks.faults.spot --kills 1000 --machines 4    one of four is killed, again and again
+    python -m benchmarks.faults.spot --trace FILE --zone us-east-2b --stores 3 --machines 8 --events 40 \\
+        --undisturbed 5 --out benchmarks/results/spot-stores    the hosts of the stores go, too: some minutes
 
 A trace is a file of lines `zone,seconds,available`, one for each change, of 16 machines asked for. With fewer
 `--machines` a count becomes the same share of them, rounded up. Each machine is a process, killed or asked to leave
@@ -18,6 +20,10 @@ that was measured here; and a kinder one, which also saves before any change but
 Machines are forks of a process that has imported torch. So the seconds of an import, measured once, are added to each
 machine that comes and to each restart. A step stands still for `--pace-s`, as a host does whose accelerator computes.
 A second call continues after the events that the file of results has.
+
+With `--stores` that many of the machines with which a world begins keep a store, and go like the others; all end with
+most of them, and those that are there begin anew. All steps have the same number of examples, which the lines of the
+machines prove. `--undisturbed` runs, with other data each, tell which losses the same number of steps would have had.
 """
 
 import argparse
@@ -38,9 +44,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.compare.queue import made_by
+from benchmarks.faults.spot_machine import BATCH, SCHEMES, WARM
 from benchmarks.faults.spot_world import (
-    SCHEMES,
-    WARM,
     Conductor,
     Event,
     as_row,
@@ -94,6 +100,23 @@ def kills(machines: int, times: int) -> list[Event]:
     return [Event(60.0 * n, *pair, 60.0 * (n + 1)) for n, pair in enumerate(pairwise(counts))]
 
 
+def split(rows: Sequence[Row]) -> list[Row]:
+    """The rows, of which one where all began anew is two: all were killed, and some started.
+
+    >>> row = {"kind": "kill", "before": 3, "after": 2, "at": 60.0, "until": 90.0, "anew": True}
+    >>> [(each["kind"], each["before"], each["after"], each["until"]) for each in split([row])]
+    [('kill, all gone', 3, 0, 60.0), ('start', 0, 2, 90.0)]
+    """
+    found = []
+    for row in rows:
+        if not row.get("anew"):
+            found.append(row)
+            continue
+        found.append(row | {"kind": "kill, all gone", "after": 0, "until": row["at"]})
+        found.append(row | {"kind": "start", "before": 0})
+    return found
+
+
 def elastic_goodput(
     rows: Sequence[Row], import_s: float, checkpoint_s: float, logs: bool
 ) -> tuple[float, float]:
@@ -106,7 +129,7 @@ def elastic_goodput(
     there = idle = unsaved = 0.0
     ordinary_s = median_step_s(rows)
     world: list[tuple[float, float, int]] = []  # stretches since all began together
-    for row in rows:
+    for row in split(rows):
         before, after, at, until = row["before"], row["after"], row["at"], row["until"]
         whole, stalled = after * (until - at), max(row["stalled_s"], row["longest_s"])
         log_s = unsaved * row["replay_step_s"] / ordinary_s if logs else -row["replay_s"]
@@ -224,6 +247,62 @@ def violations(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def batches(rows: Sequence[Row]) -> str:
+    """How often the stores were lost, and in how many steps the batch was whole."""
+    whole, short = (sum(row[name] for row in rows) for name in ("whole", "short"))
+    before = [[0, 0], *[row["stores"] for row in rows]]
+    fewer = [
+        row
+        for row, (left, of) in zip(rows, before, strict=False)
+        if row["before"] and not row["anew"] and row["stores"][1] == of and row["stores"][0] < left
+    ]
+    anew = [row["until_s"] for row in rows if row["anew"]]
+    return (
+        f"Stores: {len(fewer)} times some were lost and the run went on with the others; "
+        f"{len(anew)} times most were, and all began anew in {spread(anew)} s. Each of the "
+        f"{BATCH} examples was computed once in {whole} of {whole + short} steps; in the others a "
+        "machine was killed."
+    )
+
+
+def interval(losses: Sequence[float]) -> tuple[float, float]:
+    """In which a further run lies with 95 %, if the `losses` are normally distributed.
+
+    >>> [round(each, 3) for each in interval([1.0, 1.1, 0.9, 1.0, 1.0])]
+    [0.785, 1.215]
+    """
+    number = len(losses)
+    quantile = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}[number]
+    reach = quantile * statistics.stdev(losses) * (1 + 1 / number) ** 0.5
+    return statistics.mean(losses) - reach, statistics.mean(losses) + reach
+
+
+def judged_loss(last: Row, args: argparse.Namespace) -> str:
+    """The last loss, and what undisturbed runs of as many steps come to; runs those that are missing."""
+    path = args.out / "undisturbed.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    steps, losses = last["step"], []
+    for seed in range(args.seed + 1, args.seed + 1 + args.undisturbed):
+        name = f"{last['scheme']}, {last['machines']} machines, {steps} steps, data {seed}"
+        if name not in known:
+            with (
+                tempfile.TemporaryDirectory(prefix="spot-") as folder,
+                Conductor(
+                    Path(folder), args.scheme, pace_s=0.0, limit_s=3600, seed=seed
+                ) as conductor,
+            ):
+                known[name] = conductor.undisturbed(last["machines"], steps)
+            path.write_text(json.dumps(known, indent=1))
+            print(f"undisturbed, {name}: {known[name]}", flush=True)
+        losses.append(known[name])
+    low, high = interval(losses)
+    within = "within" if low <= last["loss"] <= high else "outside"
+    return (
+        f"{last['zone']}: the loss after {steps} steps is {last['loss']:.5f}, {within} the 95 % interval {low:.5f} to "
+        f"{high:.5f} of a run that nothing disturbs ({len(losses)} such runs)."
+    )
+
+
 def table(rows: Sequence[Row], restart_s: float) -> str:
     """The results of some zones, with the same settings."""
     first = rows[0]
@@ -305,6 +384,8 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
         f"Sums of memories compared: {sum(row['checked'] for row in rows)}. Violations: {len(bad)}.",
         *bad,
     ]
+    if first.get("stores_at_most"):
+        lines.append(batches(rows))
     return "\n".join(lines)
 
 
@@ -317,7 +398,9 @@ def play(zone: str, todo: Sequence[Event], path: Path, args: argparse.Namespace)
     done = read(path)
     settings = {"zone": zone, "machines": args.machines, "notice": args.notice, "seed": args.seed}
     settings |= {"scheme": args.scheme, "checkpoint_s": args.checkpoint_s, "pace_s": args.pace_s}
-    if done and (other := {key: done[0][key] for key in settings if done[0][key] != settings[key]}):
+    settings |= {"stores_at_most": args.stores}
+    first = {"stores_at_most": 0} | done[0] if done else settings
+    if other := {key: first[key] for key in settings if first[key] != settings[key]}:
         raise SystemExit(f"{path} has results with {other}: give another --out")
     if len(done) >= len(todo):
         return
@@ -326,11 +409,19 @@ def play(zone: str, todo: Sequence[Event], path: Path, args: argparse.Namespace)
     settings["replay_step_s"] = (
         done[0]["replay_step_s"] if done else again(args.scheme, args.machines)
     )
+    settings |= made_by()
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="spot-") as folder,
         Conductor(
-            Path(folder), args.scheme, args.checkpoint_s, args.steps, args.pace_s, args.limit_s
+            Path(folder),
+            args.scheme,
+            args.checkpoint_s,
+            args.steps,
+            args.pace_s,
+            args.limit_s,
+            args.stores,
+            args.seed,
         ) as conductor,
         path.open("a", buffering=1) as file,
     ):
@@ -370,6 +461,12 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--pace-s", type=float, default=0.05, help="seconds of a step in which the host only waits"
     )
     parser.add_argument(
+        "--stores", type=int, default=0, help="machines that keep a store: an odd number, or 0"
+    )
+    parser.add_argument(
+        "--undisturbed", type=int, default=0, help="2 to 8 runs of the same steps without an event"
+    )
+    parser.add_argument(
         "--limit-s", type=float, default=120.0, help="an event that takes longer is broken"
     )
     parser.add_argument(
@@ -381,6 +478,10 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--table", action="store_true", help="only print what there is")
     args = parser.parse_args(words)
+    if args.stores and args.stores % 2 == 0:
+        parser.error(f"--stores is {args.stores}: take 0, or an odd number")
+    if args.undisturbed == 1 or not 0 <= args.undisturbed <= 8:
+        parser.error(f"--undisturbed is {args.undisturbed}: take 0, or 2 to 8")
     if args.trace is None and not args.table and not args.kills:
         parser.error("--trace is needed, a file of lines zone,seconds,available, or --kills")
     return args
@@ -397,12 +498,11 @@ def run(args: argparse.Namespace) -> None:
             todo = events(found[zone], args.machines, args.notice, args.seed)[: args.events]
             play(zone, todo, args.out / f"{zone}.jsonl", args)
     rows = [row for path in sorted(args.out.glob("*.jsonl")) for row in read(path)]
-    print(
-        table(
-            [row for row in rows if row["zone"] in (args.zone or {row["zone"]} - {"kills"})],
-            args.restart_s,
-        )
-    )
+    rows = [row for row in rows if row["zone"] in (args.zone or {row["zone"]} - {"kills"})]
+    print(table(rows, args.restart_s))
+    lasts = {row["zone"]: row for row in rows if row.get("step")}
+    for last in lasts.values() if args.undisturbed else ():
+        print(judged_loss(last, args))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Machines that come and go, as processes: replicas that train, and the conductor that starts and ends them.
 
-Each machine is one replica, forked from a process that has imported torch once. It takes steps of a tiny model all the
-time, and writes a line after each: the moment, the step, the number of replicas, and a digest of the weights. Where the
-number of replicas changes it also writes its memory before and after, which tells whether something was lost.
+Each machine is one replica, forked from a process that has imported torch once. It takes steps of a
+tiny model all the time, and writes a line after each (`spot_machine`). With `stores` some machines
+also keep a store, which ends with them. Once most stores of a world are lost, all its machines end,
+and those that are there begin anew, with other stores.
 
 Checkpoints and the log of updates are in one place, which outlives all machines: a world that starts from nothing loads
 the newest checkpoint, and takes the steps of the log after it again.
 """
 
-import contextlib
 import os
 import random
 import signal
@@ -18,26 +18,27 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from benchmarks.faults.forks import Fork
+from benchmarks.faults.spot_machine import (
+    BATCH,
+    POLL_S,
+    SCHEMES,
+    WARM,
+    forked,
+    keep_store,
+    made,
+    train,
+)
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.exchange.two_stage import TwoStage
-from detonation.core.flat.tensors import digest
-from detonation.errors import ReplicaLeft
 from detonation.log.continuity import log_files
-
-SCHEMES = {"demo": dt.demo(topk=4, chunk=16), "random_sign": dt.random_sign(rate=1 / 4)}
-TOKEN = b"a token for a benchmark"
-POLL_S = 0.01
 
 
 class Broken(RuntimeError):
@@ -70,7 +71,10 @@ class Outcome:
     that were there before, above an ordinary one. came_s: of each newcomer, until its first step. left_s: until the
     last that had a notice has ended. lost_steps: those that no message or log has, whose batches will be drawn again.
     saved_at: second of the trace at which the newest checkpoint was saved. replayed: steps that a start took from the
-    log, in at most replay_s. checked: changes of numbers over which the sum of memories was compared.
+    log, in at most replay_s. checked: changes of numbers over which the sum of memories was compared. stores: of the
+    world after it, those that are left, and all of its start. anew: all ended with most of the stores, and those that
+    are there began anew. whole, short: steps in which machines had each example once, and those that lack some because
+    a machine was killed in them. step, loss: of the last step.
     """
 
     kind: str
@@ -89,6 +93,12 @@ class Outcome:
     replayed: int = 0
     replay_s: float = 0.0
     checked: int = 0
+    stores: tuple[int, int] = (0, 0)
+    anew: bool = False
+    whole: int = 0
+    short: int = 0
+    step: int = 0
+    loss: float = 0.0
     unequal: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     broken: str = ""
@@ -96,83 +106,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Line:
-    """One step of a replica: when it ended, its number, the number of replicas, and the digest of the weights."""
+    """One step of a replica: when it ended, its number, the number of replicas, the digest of the weights, the examples
+    that the replica computed, and the loss after it.
+    """
 
     moment: float
     step: int
     replicas: int
     digest: str
-
-
-WARM = "import torch, detonation as dt; dt.SignSGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)"
-"""What a process imports before it trains; an optimizer of torch imports its compiler."""
-
-
-def made() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
-
-
-def train(
-    folder: Path, port: int, name: str, replica: int, replicas: int, scheme: str, pace_s: float
-) -> None:
-    """The loop of one machine: of `replicas` that begin together, or, with a negative `replica`, of a newcomer.
-
-    It stands still for `pace_s` in each step, as a host does whose accelerator computes.
-    """
-    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
-    model = made()
-    if replica < 0:
-        optimizer, axis = dt.admitted(model, dt.Guest(store), token=TOKEN, timeout_s=120.0)
-    else:
-        axis = dt.elastic(replica=replica, replicas=replicas, store=store)
-        base = dt.SignSGD(model.parameters(), lr=1e-3)
-        optimizer = dt.replicate(base, model, axis, SCHEMES[scheme])
-        loaded = dt.load_checkpoint(folder / "checkpoints", model, optimizer)
-        began, saved = time.monotonic(), loaded.step if loaded else 0
-        step = dt.replay(folder / "updates", optimizer) if (folder / "updates").exists() else 0
-        if step:
-            taken = f"{step - saved} {time.monotonic() - began}"
-            (folder / f"{name}.loaded").write_text(
-                f"{step} {digest(model.parameters())[:16]} {taken}"
-            )
-    log = dt.UpdateLog(folder / "updates")
-    optimizer.record(log)
-    door = dt.Admission(model, optimizer, token=TOKEN)
-    noticed: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: noticed.append(1))
-    watch_memory(optimizer, axis, folder, name)
-    asked = 0
-    with (
-        contextlib.suppress(ReplicaLeft),
-        (folder / f"{name}.steps").open("w", buffering=1) as lines,
-    ):
-        while True:
-            generator = torch.Generator().manual_seed(1000 * optimizer.step_count + axis.replica)
-            time.sleep(pace_s)
-            model(torch.rand(4, 32, generator=generator)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found = digest(model.parameters())[:16]
-            lines.write(f"{time.monotonic()} {optimizer.step_count} {axis.size()} {found}\n")
-            door.after_step()
-            wanted = int((folder / "save").read_text() or 0) if (folder / "save").exists() else 0
-            rows = axis.all_gather(torch.tensor([len(noticed), wanted]))().view(-1, 2)
-            if bool((rows[:, 0] > 0).all()):  # nobody is left to hand over to
-                dt.save_checkpoint(folder / "checkpoints", model, optimizer)
-                axis.close()
-                return
-            if (
-                noticed and asked == 1
-            ):  # where all have a notice, some hear of it a step before the others
-                axis.depart()
-            asked += bool(noticed)
-            if int(rows[:, 1].max()) > 0 and bool((rows[:, 1] > 0).all()):
-                path = dt.save_checkpoint(folder / "checkpoints", model, optimizer)
-                log.rotate(oldest=optimizer.step_count)
-                (folder / f"{name}.saved").write_text(f"{wanted} {path.name} {found}")
-                while (folder / "save").exists():  # the conductor removes it once all have saved
-                    time.sleep(POLL_S)
+    examples: range
+    loss: float
 
 
 def seconds_of_a_replayed_step(scheme: str, machines: int, steps: int = 300) -> float:
@@ -206,42 +149,6 @@ def seconds_of_a_replayed_step(scheme: str, machines: int, steps: int = 300) -> 
     return (taken[1] - taken[0]) / (steps - steps // 3)
 
 
-def watch_memory(optimizer: Any, axis: Any, folder: Path, name: str) -> None:
-    """Writes the memory of this replica before and after each change of their number."""
-    renumber = optimizer.renumber
-
-    def memory() -> np.ndarray:
-        channel = optimizer.build()[0].channel
-        flat, link = channel.memory.residual.clone(), channel.link
-        if isinstance(
-            channel.exchange, TwoStage
-        ):  # its part of the mean that owners have not sent is of all
-            owned = [
-                channel.exchange.residual * (replica == link.replica)
-                for replica in range(link.replicas)
-            ]
-            flat += link.replicas * channel.scheme.codec.basis.inverse(
-                channel.exchange.owners.collect(owned)
-            )
-        return np.array(flat.numpy())
-
-    def watched() -> None:
-        if not optimizer.is_built:
-            renumber()
-            return
-        before, was, step = memory(), axis.size(), optimizer.step_count
-        try:
-            renumber()
-        except ReplicaLeft:
-            np.save(folder / f"{step}-before-{was}-{name}.npy", before)
-            raise
-        if axis.size() != was:
-            np.save(folder / f"{step}-before-{was}-{name}.npy", before)
-            np.save(folder / f"{step}-after-{axis.size()}-{name}.npy", memory())
-
-    optimizer.renumber = watched
-
-
 def memory_law(folder: Path, lossless: bool) -> tuple[int, list[str]]:
     """How many changes of the number of replicas were compared, and those over which their mean memory changed.
 
@@ -271,11 +178,14 @@ def memory_law(folder: Path, lossless: bool) -> tuple[int, list[str]]:
 
 
 class Machine(Fork):
-    """One process that trains."""
+    """One process that trains, and, on a host of a store, the `store`, a process that ends with it."""
 
-    def __init__(self, name: str, folder: Path, act: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, folder: Path, act: Callable[[], None], store: Fork | None = None
+    ) -> None:
+        self.store = store
         self.name, self.file, self.lines = name, folder / f"{name}.steps", list[Line]()
-        self._error, self._read = folder / f"{name}.error", 0
+        self._error, self._read, self.noted = folder / f"{name}.error", 0, 0
         self.began = time.monotonic()
         self.pid = forked(act, self._error)
 
@@ -288,9 +198,18 @@ class Machine(Fork):
             text = text[: text.rfind(b"\n") + 1]
             self._read += len(text)
             for line in text.decode().splitlines():
-                moment, step, replicas, found = line.split()
-                self.lines.append(Line(float(moment), int(step), int(replicas), found))
+                moment, step, replicas, found, start, stop, loss = line.split()
+                part = range(int(start), int(stop))
+                self.lines.append(
+                    Line(float(moment), int(step), int(replicas), found, part, float(loss))
+                )
         return self.lines
+
+    def kill(self) -> None:
+        """Ends the machine with all that it runs."""
+        super().kill()
+        if self.store is not None:
+            self.store.kill()
 
     def has_ended(self) -> bool:
         return self.poll() is not None
@@ -299,35 +218,13 @@ class Machine(Fork):
         return self._error.read_text() if self._error.exists() else f"code {self.code}"
 
 
-def forked(act: Callable[[], None], error: Path) -> int:
-    """The id of a process that does `act` alone, and writes its error."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # of a terminal, which all get: the conductor ends this process
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        torch.set_num_threads(1)
-        act()
-        code = 0
-    except BaseException as problem:
-        error.write_text(repr(problem))
-    os._exit(code)
+class StoreFork(Fork):
+    """A process that keeps a store, and listens at `address`."""
 
-
-def keep_store(listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    kept = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    while kept is not None:
-        signal.pause()
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+            self.pid = forked(lambda: keep_store(listener), folder / "store.error")
 
 
 class Conductor:
@@ -339,6 +236,9 @@ class Conductor:
         settle: Steps between two events.
         pace_s: Seconds for which a machine stands still in each step.
         limit_s: An event that takes longer is counted as broken.
+        stores: The largest number of machines of a world that keep a store, an odd one; 0 for one store on a machine
+            that never goes. A world has as many as the machines that begin it allow.
+        seed: Draws the data.
     """
 
     def __init__(
@@ -349,6 +249,8 @@ class Conductor:
         settle: int = 3,
         pace_s: float = 0.05,
         limit_s: float = 120,
+        stores: int = 0,
+        seed: int = 0,
     ) -> None:
         exec(WARM, {})  # once, for all that are forked
         for name in (
@@ -365,8 +267,10 @@ class Conductor:
         self._folder, self._scheme, self._settle, self._limit_s = folder, scheme, settle, limit_s
         self._checkpoint_s = checkpoint_s
         self._alive: list[Machine] = []
-        self._store: int | None = None
-        self._port = self._count = self._worlds = 0
+        self._hosts, self._seed = stores, seed
+        self._stores: list[StoreFork] = []
+        self._parts: dict[int, list[range]] = {}
+        self._count = 0
         self._saved: tuple[int, str] | None = None
         self._saved_at: float | None = None
         self._seen: dict[int, str] = {}
@@ -395,11 +299,19 @@ class Conductor:
             lossless = event.kind in ("join", "notice", "start")
             outcome.checked, outcome.forgotten = memory_law(self._folder, lossless)
             outcome.unequal += self._compare()
+            self._judge_parts(outcome, self._alive)
         except Broken as error:
             outcome.broken = str(error)
             self._end()
         outcome.saved_at = self._saved_at
+        outcome.stores = sum(each.poll() is None for each in self._stores), len(self._stores)
         return outcome
+
+    def undisturbed(self, replicas: int, steps: int) -> float:
+        """The loss after `steps` steps of `replicas` of which none goes."""
+        self._start(replicas)
+        self._wait(lambda: self._alive[0].look()[-1].step >= steps, "take steps")
+        return next(line.loss for line in self._alive[0].lines if line.step == steps)
 
     def _change(self, event: Event, outcome: Outcome, rng: random.Random) -> None:
         stay, going = list(self._alive), list[Machine]()
@@ -428,9 +340,16 @@ class Conductor:
                 f"{machine.name}: {machine.error()}" for machine in going if machine.code
             ]:
                 raise Broken(f"asked to leave, {problems}")
+            for machine in going:
+                machine.kill()  # its store, too
+        outcome.unequal += [text for machine in going for text in self._note(machine)]
+        if event.after and going and self._most_stores_are_lost():
+            self._begin_anew(event, outcome, [*going, *stay], began)
+            return
         if not event.after:
             outcome.until_s = time.monotonic() - began
             outcome.lost_steps = self._all_gone(going, event)
+            self._judge_parts(outcome, going)
             return
         self._wait(
             lambda: all(self._first(machine, event.after) for machine in self._alive), event.kind
@@ -453,6 +372,28 @@ class Conductor:
             for before, after in pairwise(machine.lines)
         )
 
+    def _most_stores_are_lost(self) -> bool:
+        return 2 * sum(each.poll() is None for each in self._stores) < len(self._stores)
+
+    def _begin_anew(
+        self, event: Event, outcome: Outcome, known: Sequence[Machine], began: float
+    ) -> None:
+        """All that are left end, each by itself, and begin a world with other stores."""
+        left, self._alive = self._alive, []
+        self._wait(lambda: all(machine.has_ended() for machine in left), "end with the stores")
+        outcome.anew = True
+        outcome.lost_steps = self._all_gone(known, event, saves=False)
+        for machine in left:
+            if "ReplicaLost" not in machine.error():
+                raise Broken(f"{machine.name}, without a store: {machine.error()}")
+        self._judge_parts(outcome, left)
+        self._start(event.after)
+        outcome.unequal += self._compare_loaded(outcome)
+        self._wait(
+            lambda: all(self._first(machine, event.after) for machine in self._alive), event.kind
+        )
+        outcome.until_s = time.monotonic() - began
+
     @staticmethod
     def _first(machine: Machine, replicas: int) -> Line | None:
         """The step with which `machine` came to its present world of `replicas`."""
@@ -466,22 +407,25 @@ class Conductor:
     def _start(self, replicas: int) -> None:
         """A world with a store of its own, which goes on from the newest checkpoint."""
         self._end()
-        self._worlds += 1
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = listener.getsockname()[1]
-            self._store = forked(lambda: keep_store(listener), self._folder / "store.error")
+        hosts = min(self._hosts, replicas)
+        if hosts and hosts % 2 == 0:
+            hosts -= 1
+        self._stores = [StoreFork(self._folder) for _ in range(max(1, hosts))]
+        kept = [*self._stores[:hosts], *[None] * (replicas - hosts)]
         for replica in range(replicas):
-            self._alive.append(self._machine(replica, replicas))
+            self._alive.append(self._machine(replica, replicas, kept[replica]))
         self._wait(lambda: all(machine.look() for machine in self._alive), "start")
 
-    def _machine(self, replica: int, replicas: int) -> Machine:
+    def _machine(self, replica: int, replicas: int, store: Fork | None = None) -> Machine:
         self._count += 1
-        name, folder, port = f"machine{self._count}", self._folder, self._port
-        return Machine(
-            name,
-            folder,
-            lambda: train(folder, port, name, replica, replicas, self._scheme, self._pace_s),
-        )
+        name, folder = f"machine{self._count}", self._folder
+        addresses = ",".join(each.address for each in self._stores)
+
+        def act() -> None:
+            more = self._scheme, self._pace_s, self._seed
+            train(folder, addresses, name, replica, replicas, *more)
+
+        return Machine(name, folder, act, store)
 
     def _save(self) -> None:
         """All save between two of the next steps, and wait until all have."""
@@ -498,16 +442,20 @@ class Conductor:
         _, name, found = said.pop().split()
         self._saved = int(name.rpartition("-")[2]), found
 
-    def _all_gone(self, gone: Sequence[Machine], event: Event) -> int:
-        """The steps that are lost with the last machines, none after a notice; the next begin after the others."""
+    def _all_gone(self, gone: Sequence[Machine], event: Event, saves: bool = True) -> int:
+        """The steps that are lost with the last machines, none after a notice; the next begin after the others.
+
+        saves: After a notice they have saved a checkpoint.
+        """
+        saves = saves and event.noticed
         for machine in gone:
             self._note(machine)
         last = max(machine.lines[-1].step for machine in gone if machine.lines)
         manifests = (self._folder / "checkpoints").glob("step-*/manifest.json")
         saved = [int(path.parent.name.rpartition("-")[2]) for path in manifests]
         logged = [log.last for log in log_files(self._folder / "updates")]
-        step = max([0, *saved, *([] if event.noticed else logged)])
-        if event.noticed:
+        step = max([0, *saved, *([] if saves else logged)])
+        if saves:
             self._saved_at = event.at
         self._saved = step, self._seen.get(step, "")  # killed before it wrote a line of this step
         return max(0, last - step)
@@ -539,8 +487,28 @@ class Conductor:
             for line in machine.look()
             if self._seen.setdefault(line.step, line.digest) != line.digest
         ]
+        for line in machine.lines:
+            if line.step > machine.noted:
+                self._parts.setdefault(line.step, []).append(line.examples)
+                machine.noted = line.step
         machine.lines = machine.lines[-20:]
         return unequal
+
+    def _judge_parts(self, outcome: Outcome, machines: Sequence[Machine]) -> None:
+        """Whether each example of a step was computed once, for each step that all `machines` have taken."""
+        lasts = [machine.lines[-1] for machine in machines if machine.lines]
+        if not lasts:
+            return
+        last = min(lasts, key=lambda line: line.step)
+        taken, outcome.step, outcome.loss = last.step, last.step, last.loss
+        for step in sorted(each for each in self._parts if each <= taken):
+            had = sorted(example for part in self._parts.pop(step) for example in part)
+            if had == [*range(BATCH)]:
+                outcome.whole += 1
+            elif outcome.kind == "kill" and len({*had}) == len(had):
+                outcome.short += 1
+            else:
+                outcome.unequal.append(f"step {step} had the examples {had}")
 
     def _steps_on(self, steps: int) -> None:
         goals = {machine: machine.look()[-1].step + steps for machine in self._alive}
@@ -566,10 +534,9 @@ class Conductor:
         for machine in self._alive:
             machine.kill()
         self._alive = []
-        if self._store is not None:
-            os.kill(self._store, signal.SIGKILL)
-            os.waitpid(self._store, 0)
-        self._store, self._seen = None, {}
+        for store in self._stores:
+            store.kill()
+        self._stores, self._seen, self._parts = [], {}, {}
         for pattern in ("save", "*.saved", "*.npy"):
             for path in self._folder.glob(pattern):
                 path.unlink()

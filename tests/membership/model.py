@@ -9,7 +9,7 @@ the model (`states`, `moves`); the model itself only says in which order things 
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations_with_replacement
 
 from guests import awaits_guest, guest_moves, offers
@@ -235,6 +235,18 @@ def search(case, most=10_000_000, deep=False):
     return explored(case, first_world(case), successors, is_over, most, deep)
 
 
+PROPERTIES = (
+    "all survivors use the same results, from the same replicas",
+    "ranks that meet in a collective send the same one, in the same group",
+    "nobody misses a result that others dropped",
+    "what was agreed before any rank began a step holds in that step",
+    "a replica that leaves keeps no memory of any optimizer",
+    "a guest has used the results that the others have used",
+    "a rank that lives is never left out",
+    "each state has a way to an end",
+)
+
+
 def main():
     steps = 4
     most = 1_000_000
@@ -243,34 +255,58 @@ def main():
     if len(sys.argv) > 2:
         most = int(sys.argv[2])
     results = []
-    for case, name in cases(steps):
-        results.append(search(case, most))
-        print(f"{name:60} {results[-1]}", flush=True)
-    broken = sum(bool(each.broken) for each in results)
-    whole = sum(each.whole for each in results)
+    for faults_ in sets_of_faults(steps):
+        results.append(searched(faults_, steps, most))
+    broken = sum(bool(each.broken) for each, _ in results)
+    whole = [least for _, least in results]
+    print("\n".join(PROPERTIES))
     print(
-        f"{len(results)} sets of faults, {whole} searched whole: {broken} break a property;"
-        f" {sum(each.states for each in results):,} states,"
-        f" {sum(each.seconds for each in results):,.0f} s"
+        f"{len(results)} sets of faults: {broken} break a property;"
+        f" {sum(each.states for each, _ in results):,} states,"
+        f" {sum(each.seconds for each, _ in results):,.0f} s"
     )
+    for count in range(steps, -1, -1):
+        print(f"  whole for {count} steps: {whole.count(count)} sets")
     sys.exit(broken > 0)
 
 
-def cases(steps):
-    """All sets of up to two faults, each event of the program before each step."""
+def searched(faults_, steps, most):
+    """Searches programs of more and more steps, while all states can be visited.
+
+    Returns what the last search found, with the states and seconds of all, and the number of steps
+    of the longest program that was searched whole.
+    """
+    timed, happens = faults_
+    name = ", ".join([*timed, *[f"{event} before step {at}" for at, event in happens]])
+    states = 0
+    seconds = 0.0
+    whole = 0
+    for count in range(1 + max([0, *[at for at, _ in happens]]), steps + 1):
+        found = search(case_of(count, timed, happens), most)
+        states += found.states
+        seconds += found.seconds
+        print(f"{name or 'no fault':60} {count} steps {found}", flush=True)
+        if found.broken or not found.whole:
+            break
+        whole = count
+    return replace(found, states=states, seconds=seconds), whole
+
+
+def sets_of_faults(steps):
+    """All sets of up to two faults, as those at any time, and (step, event of the program)."""
     kinds = (*ANY_TIME, *IN_PROGRAM)
     for faults_ in chain([()], [(k,) for k in kinds], combinations_with_replacement(kinds, 2)):
-        yield from cases_of(steps, faults_)
+        timed = tuple(each for each in faults_ if each in ANY_TIME)
+        events = [each for each in faults_ if each in IN_PROGRAM]
+        for moments in combinations_with_replacement(range(1, steps), len(events)):
+            yield timed, tuple(zip(moments, events, strict=True))
 
 
-def cases_of(steps, faults_):
-    timed = tuple(each for each in faults_ if each in ANY_TIME)
-    events = [each for each in faults_ if each in IN_PROGRAM]
-    users = "a" if "join" in timed else "ab"
-    for moments in combinations_with_replacement(range(1, steps), len(events)):
-        happens = tuple(zip(moments, events, strict=True))
-        name = ", ".join([*timed, *[f"{event} before step {at}" for at, event in happens]])
-        yield Case(program_of(steps, users, happens), timed, users=users), name or "no fault"
+def case_of(steps, timed, happens):
+    users = "ab"
+    if "join" in timed:
+        users = "a"
+    return Case(program_of(steps, users, happens), timed, users=users)
 
 
 if __name__ == "__main__":

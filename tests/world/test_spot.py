@@ -2,10 +2,12 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 from benchmarks.faults import spot
-from benchmarks.faults.spot_world import Conductor, Event, ordinary
+from benchmarks.faults.spot_machine import BATCH
+from benchmarks.faults.spot_world import Conductor, Event, Line, Outcome, ordinary
 
 from limits import LIMIT_S
 
@@ -57,6 +59,37 @@ def test_machines_of_a_trace_come_and_go_and_what_stays_is_equal_and_complete(tm
     assert all(machine.has_ended() for machine in conductor._alive)
 
 
+@pytest.mark.long  # no branch of its own
+def test_stores_go_with_their_machines_and_each_step_keeps_its_examples(tmp_path):
+    """One of three stores may go; with the second all end, and who is there begins anew."""
+    trace = [Event(0, 0, 3, 600), Event(600, 3, 2, 900), Event(900, 2, 1, 1200)]
+    trace += [Event(1200, 1, 2, 1500), Event(1500, 2, 1, 1800, noticed=True)]
+    with Conductor(tmp_path, pace_s=0.0, limit_s=LIMIT_S, stores=3) as conductor:
+        found = [
+            conductor.handle(event, random.Random(number)) for number, event in enumerate(trace)
+        ]
+    assert not any(each.broken or each.unequal or each.forgotten for each in found), found
+    assert [each.stores for each in found[:4]] == [(3, 3), (2, 3), (1, 1), (1, 1)]
+    assert [each.anew for each in found[:4]] == [False, False, True, False]
+    assert all(each.whole for each in found) and found[0].short == found[3].short == 0
+    assert found[-1].step > found[1].step > found[0].step
+
+
+def test_examples_that_two_machines_or_none_computed_are_told(tmp_path):
+    conductor, outcome = Conductor(tmp_path), Outcome("join", 0, 1, 2, 60)
+    machine = SimpleNamespace(lines=[Line(0.0, 3, 2, "", range(0, 16), 0.5)])
+    conductor._parts = {
+        1: [range(0, 16), range(16, BATCH)],
+        2: [range(0, 16)],
+        3: [range(0, 20), range(16, BATCH)],
+        4: [range(0, 16)],
+    }
+    conductor._judge_parts(outcome, [machine])
+    assert outcome.whole == 1 and (outcome.step, outcome.loss) == (3, 0.5)
+    assert [text[:6] for text in outcome.unequal] == ["step 2", "step 3"]
+    assert list(conductor._parts) == [4]  # not all have taken it
+
+
 def row(kind, at, before, after, until, **measured):
     zeros = {
         "stalled_s": 0.0,
@@ -102,6 +135,15 @@ def test_goodput_is_what_a_hand_computes():
     )
     assert spot.restart_goodput(ROWS, 10.0, 600.0, saves=True) == pytest.approx(
         (THERE, THERE - restarts - lost["kill"] - lost["all"])
+    )
+
+
+def test_the_goodput_where_all_begin_anew_is_that_of_a_kill_of_all_and_a_start():
+    rows = [ROWS[0], row("kill", 900, 2, 1, 1500, until_s=4.0, lost_steps=1, anew=True)]
+    rows[1]["ordinary_s"] = 0.1
+    again = 150 / 0.1 * 0.02
+    assert spot.elastic_goodput(rows, 1.0, 600.0, logs=True) == pytest.approx(
+        (2400, 2400 - 2 * 5 - 2 * 0.1 * 2 - (4 + 1 + again))
     )
 
 
