@@ -101,7 +101,9 @@ class SortingNetwork:
                     low, high = high, low
                 self._comparisons.append((torch.minimum, one, other, low))
                 self._comparisons.append((torch.maximum, one, other, high))
-            self._now, self._next = self._next, self._now
+            done = self._next
+            self._next = self._now
+            self._now = done
             step //= 2
 
     def _drop_half(self, size: int) -> None:
@@ -110,7 +112,8 @@ class SortingNetwork:
         half = len(self._now) // 2
         kept = self._next[:half]
         self._comparisons.append((torch.maximum, one, other, kept.view_as(one)))
-        self._now, self._next = kept, self._now[:half]
+        self._next = self._now[:half]
+        self._now = kept
 
 
 @lru_cache(maxsize=8)
