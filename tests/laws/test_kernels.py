@@ -3,6 +3,7 @@
 The compiled ones need g++, as the project's tests do.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -376,3 +377,17 @@ def test_kernels_and_plain_torch_choose_the_same_coefficients(topk, chunk, rows,
         chunk - 1, -1, -1, dtype=torch.int32
     )
     assert torch.equal(found, keys.argsort(1, descending=True)[:, :topk].sort(1).values)
+
+
+def test_two_threads_of_plain_torch_select_at_once(monkeypatch):
+    """A sorting network keeps its numbers, so no two threads may share one."""
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
+    selection = TopK(20, 64)
+    generator = torch.Generator().manual_seed(0)
+    signals_of_threads = [torch.randn(5000, 64, generator=generator) for _ in range(4)]
+    alone = [selection.indices(numbers, 0, 0) for numbers in signals_of_threads]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            select = partial(selection.indices, step=0, seed=0)
+            together = list(threads.map(select, signals_of_threads))
+            assert all(map(torch.equal, alone, together))

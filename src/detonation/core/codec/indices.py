@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from detonation.core.compute import kernel_library
-from detonation.core.compute.bitpack import bit_counts, pack, packed_bytes, unpack
+from detonation.core.compute.bitpack import bit_counts, pack, packed_bytes, unit_dtype, unpack
+from detonation.core.flat.layout import CACHE_BLOCK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,9 +24,25 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
     *messages, rows, _ = indices.shape
     if indices.device.type == "cpu" and (kernel := kernel_library.load_library()):
         return kernel.mark(indices, chunk)
+    if indices.device.type == "cpu" and chunk in (8, 16, 32, 64):
+        return _words(indices.reshape(-1, indices.shape[-1]), chunk).view(*messages, -1)
     marked = torch.zeros(*messages, rows, chunk, dtype=torch.uint8, device=indices.device)
     marked.scatter_(-1, indices.to(torch.int64), 1)
     return pack(marked.view(*messages, rows * chunk), 1)
+
+
+def _words(indices: Tensor, chunk: int) -> Tensor:
+    """Each row's bitmap as one number."""  # [rows, k] integer -> [rows * chunk / 8] uint8
+    words = torch.empty(len(indices), dtype=unit_dtype(chunk // 8), device="cpu")
+    some = _cached_rows(chunk)
+    for part, found in zip(torch.split(indices, some), torch.split(words, some), strict=True):
+        found.copy_(torch.bitwise_left_shift(1, part.to(torch.int64)).sum(1))
+    return words.view(torch.uint8)
+
+
+def _cached_rows(chunk: int) -> int:
+    """Rows of `chunk` numbers of 8 bytes that fit into a cache."""
+    return max(1, CACHE_BLOCK // chunk)
 
 
 def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.dtype) -> Tensor:
@@ -37,6 +54,8 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         return kernel.marked(bitmap, rows, k, chunk).to(dtype)
     messages = bitmap.shape[:-1]
     counted = unpack(bitmap, rows * chunk, 1, torch.uint8).view(*messages, rows, chunk)
+    if bitmap.device.type == "cpu":
+        return _positions(counted.reshape(-1, chunk), dtype)[:, :k].reshape(*messages, rows, k)
     if chunk < 256:
         counted.cumsum_(-1)
     else:
@@ -48,6 +67,24 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
     del counted
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
     return torch.remainder(positions, chunk, out=found)
+
+
+def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The positions of the set bits of each row in rising order, then zeros. torch searches row by
+    row, so each bit writes its position at its rank instead.
+
+    Shapes: `[rows, chunk]` uint8 -> `[rows, chunk]` of `dtype`.
+    """
+    rows, chunk = bits.shape
+    found = torch.zeros(rows, chunk + 1, dtype=dtype, device="cpu")
+    every = torch.arange(chunk, dtype=dtype, device="cpu").expand(rows, chunk)
+    some = _cached_rows(chunk)
+    narrow_count = torch.uint8 if chunk < 256 else torch.int32
+    parts = (torch.split(each, some) for each in (bits, found, every))
+    for part, target, columns in zip(*parts, strict=True):
+        ranks = part.cumsum(1, dtype=narrow_count).mul_(part)  # 0 if the bit is not set
+        target.scatter_(1, ranks.to(torch.int64), columns)
+    return found[:, 1:]
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:

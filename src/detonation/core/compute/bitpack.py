@@ -93,7 +93,7 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
         words = words.bitwise_right_shift(shift).bitwise_and_(high).bitwise_or_(stays)
     if lane == 8:
         unit = math.gcd(width, 8)
-        units = words.view(_unit(unit)).view(-1, 8 // unit)[:, : width // unit]
+        units = words.view(unit_dtype(unit)).view(-1, 8 // unit)[:, : width // unit]
         return units.contiguous().view(-1).view(torch.uint8)
     first, second = torch.split(words.view(-1, 2), 1, 1)
     begins = first | second << 4 * width
@@ -133,7 +133,7 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
         unit = math.gcd(width, 8)
         if octets.storage_offset() % unit:
             octets = octets.clone()
-        units = octets.view(_unit(unit)).view(-1, width // unit)
+        units = octets.view(unit_dtype(unit)).view(-1, width // unit)
         words = torch.nn.functional.pad(units, (0, (8 - width) // unit)).view(torch.int64)
         del octets, units  # both may be copies
     else:
@@ -149,7 +149,7 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
     return words.view(wide).view(-1)
 
 
-def _unit(size: int) -> torch.dtype:
+def unit_dtype(size: int) -> torch.dtype:
     """The integer dtype of `size` bytes."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
 
@@ -196,7 +196,7 @@ def _octets(device: torch.device, width: int) -> Tensor:
         for stop, step in ((256, 1), (8, width))
     )
     parts = numbers.unsqueeze(1) >> shifts & (1 << width) - 1
-    return parts.to(torch.uint8).view(_unit(8 // width)).view(-1)
+    return parts.to(torch.uint8).view(unit_dtype(8 // width)).view(-1)
 
 
 @lru_cache(maxsize=8)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOPK_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
-_FEW = 8
 
 
 def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
@@ -24,30 +26,99 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """
     rows, chunk = coefficients.shape
-    falling = torch.arange(chunk - 1, -1, -1, dtype=torch.int32, device="cpu")
+    magnitude = 0x7FFFFFFF & -chunk
+    falling = torch.arange(chunk - 1, -1, -1, dtype=torch.int32, device="cpu").unsqueeze(1)
     found = torch.empty(rows, count, dtype=torch.int64, device="cpu")
     for part, indices in zip(
         torch.split(coefficients, some), torch.split(found, some), strict=True
     ):
-        magnitude = 0x7FFFFFFF & -chunk
-        if count > _FEW:
-            keys = part.contiguous().view(torch.int32) & magnitude
-            places = keys.bitwise_or_(falling).topk(count, dim=1, sorted=False).indices
-        else:
-            keys = part.t().contiguous().view(torch.int32) & magnitude
-            places = _largest(keys.bitwise_or_(falling.unsqueeze(1)), count)
-        indices.copy_(places.sort(1).values)
+        network = _network(threading.get_ident(), chunk, count, len(part), torch.int32)
+        keys = network.numbers
+        torch.bitwise_and(part.t().view(torch.int32), magnitude, out=keys).bitwise_or_(falling)
+        indices.copy_(_rising(network.largest(), chunk).t())
     return found
 
 
-def _largest(keys: Tensor, count: int) -> Tensor:
-    """Positions of the `count` largest keys of each row, found one after the other for many rows at
-    once.
+def _rising(keys: Tensor, chunk: int) -> Tensor:
+    """The indices in the lowest bits of `keys`, in rising order."""  # [count, rows] uint8
+    count, rows = keys.shape
+    lines = 1 << (count - 1).bit_length()
+    network = _network(threading.get_ident(), lines, lines, rows, torch.uint8)
+    network.numbers[count:] = 255
+    network.numbers[:count].copy_(keys).bitwise_not_().bitwise_and_(chunk - 1)
+    return network.largest()[:count]
+
+
+class SortingNetwork:
+    """A bitonic sorting network. It compares whole lines, so that every column is sorted at once.
+
+    The views of all comparisons are made once: making them takes longer than the comparisons.
+
+    Args:
+        lines: Numbers of each column, a power of two.
+        count: How many of them are wanted.
     """
-    chunk, rows = keys.shape  # [chunk, rows] -> [rows, count]
-    places = torch.empty(count, rows, dtype=torch.int64, device="cpu")
-    for number in range(count):
-        torch.sub(chunk - 1, keys.amax(0) & (chunk - 1), out=places[number])
-        if number + 1 < count:
-            keys.scatter_(0, places[number : number + 1], -1)
-    return places.t()
+
+    def __init__(self, lines: int, count: int, columns: int, dtype: torch.dtype) -> None:
+        self.numbers = torch.empty(lines, columns, dtype=dtype, device="cpu")
+        """The numbers to sort, which `largest` overwrites."""
+        self._comparisons: list[tuple[Callable[..., Tensor], Tensor, Tensor, Tensor]] = []
+        self._now = self.numbers
+        self._next = torch.empty_like(self.numbers)
+        size = 1 << (count - 1).bit_length()
+        for merged in range(1, size.bit_length()):
+            self._merge(2**merged)
+        while len(self._now) > size:
+            self._drop_half(size)
+            if len(self._now) > size or size > count:
+                self._merge(size)
+        self._found = self._now[size - count :]
+
+    def largest(self) -> Tensor:
+        """The `count` largest numbers of each column; in rising order if all are wanted.
+
+        The next call overwrites them.
+
+        Shapes: -> `[count, columns]`.
+        """
+        for compare, one, other, out in self._comparisons:
+            compare(one, other, out=out)
+        return self._found
+
+    def _merge(self, size: int) -> None:
+        """Sorts bitonic blocks of `size` lines: rising and falling in turns."""
+        lines, columns = self._now.shape
+        blocks = min(2, lines // size)
+        step = size // 2
+        while step:
+            shape = -1, blocks, size // (2 * step), 2, step, columns
+            pairs = self._now.view(shape)
+            sorted_pairs = self._next.view(shape)
+            for block in range(blocks):
+                one, other = pairs[:, block].unbind(2)
+                low, high = sorted_pairs[:, block].unbind(2)
+                if block:
+                    low, high = high, low
+                self._comparisons.append((torch.minimum, one, other, low))
+                self._comparisons.append((torch.maximum, one, other, high))
+            done = self._next
+            self._next = self._now
+            self._now = done
+            step //= 2
+
+    def _drop_half(self, size: int) -> None:
+        """Keeps the larger half of every two sorted blocks, as one bitonic block."""
+        one, other = self._now.view(-1, 2, size, self._now.shape[1]).unbind(1)
+        half = len(self._now) // 2
+        kept = self._next[:half]
+        self._comparisons.append((torch.maximum, one, other, kept.view_as(one)))
+        self._next = self._now[:half]
+        self._now = kept
+
+
+@lru_cache(maxsize=8)
+def _network(
+    thread: int, lines: int, count: int, columns: int, dtype: torch.dtype
+) -> SortingNetwork:
+    """A network for one thread alone, because it keeps its numbers."""
+    return SortingNetwork(lines, count, columns, dtype)
