@@ -121,6 +121,8 @@ class TritonEngine(ReferenceEngine):
         self._targets = launching.Addresses(self.device)
         self._fine = torch.zeros((), dtype=torch.int64, device=self.device)
         self._nothing = torch.empty(layout.rows, 0, dtype=torch.float32, device=self.device)
+        self._found = self._fine.new_zeros(launches.PROGRAMS)
+        self._numbers = torch.arange(len(numels), device=self.device)
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
@@ -154,6 +156,9 @@ class TritonEngine(ReferenceEngine):
         return Selected(self._nothing, self._indices(run, step))
 
     def inspect(self, signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
+        if self._runtime.stops_when_bad:
+            # the encoder looks for bad values in the same pass and writes the status
+            return Verdict(self._found, self._found)
         status = self.scan(signals, range(len(signals)))
         return Verdict(status, status)
 
@@ -288,7 +293,10 @@ class TritonEngine(ReferenceEngine):
                     signal = signal.float()
                 signal = signal.contiguous()
             read.append(signal)
-        if bad is None:
+        scanned = None
+        if bad is self._found:
+            scanned = self._numbers, SIGNAL_LIMIT, bad
+        if bad is None or scanned:
             bad = self._fine
         residual = None
         decay = 0.0
@@ -308,6 +316,7 @@ class TritonEngine(ReferenceEngine):
             release=self._releases,
             negative_zeros=run.negative_zeros,
             arrived=arrivals,
+            scanned=scanned,
         )
 
     def _indices(self, run: MessageRows, step: int) -> SharedIndices | PackedIndices:
