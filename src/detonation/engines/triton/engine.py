@@ -126,6 +126,7 @@ class TritonEngine(ReferenceEngine):
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
+        self._coded: tuple[Codec | None, Any] = (None, None)  # the last: a codec hashes all it has
 
     def encode(
         self,
@@ -227,7 +228,9 @@ class TritonEngine(ReferenceEngine):
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
         if not self.reads(received):
             return super().can_apply_signs(received, weights)
-        return all(self._is_writable(weight) for weight in weights)
+        known = launching.KIND_OF  # of thousands of weights none costs a call of Python
+        odd = [each for each in weights if each.dtype not in known or not each.is_contiguous()]
+        return not odd
 
     def apply_signs(
         self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]
@@ -403,6 +406,8 @@ class TritonEngine(ReferenceEngine):
 
     def _coder(self, codec: Codec) -> Any:
         """The launches for `codec`, over the rows of this engine."""
+        if codec is self._coded[0]:
+            return self._coded[1]
         if codec not in self._coders:
             compiled = coding_of(codec)
             side = 1
@@ -427,4 +432,5 @@ class TritonEngine(ReferenceEngine):
                 first,
                 self._of_owner,
             )
-        return self._coders[codec]
+        self._coded = codec, self._coders[codec]
+        return self._coded[1]
