@@ -123,15 +123,16 @@ def per_parameter(topk: int, replicas: int) -> dict[str, tuple[float, float]]:
 def table(replicas: int) -> list[str]:
     """The lines of the table, as docs/gpu.md has them."""
     counted = [per_parameter(topk, replicas) for topk in SELECTIONS]
-    heads = [f"{topk} of 64: read | written" for topk in SELECTIONS]
-    lines = [f"| kernel | {' | '.join(heads)} |", "|---" * (1 + 2 * len(SELECTIONS)) + "|"]
+    heads = [f"{topk} of 64" for topk in SELECTIONS]
+    lines = [f"| read/written | {' | '.join(heads)} |", "|---" * (1 + len(SELECTIONS)) + "|"]
     for name in counted[0]:
-        cells = [f"{number:.2f}" for each in counted for number in each[name]]
+        cells = [f"{each[name][0]:.2f}/{each[name][1]:.2f}" for each in counted]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     sums = []
     for each in counted:
-        sums.append(f"{sum(read for read, _ in each.values()):.2f}")
-        sums.append(f"{sum(written for _, written in each.values()):.2f}")
+        read = sum(pair[0] for pair in each.values())
+        written = sum(pair[1] for pair in each.values())
+        sums.append(f"{read:.2f}/{written:.2f}")
     lines.append(f"| sum | {' | '.join(sums)} |")
     return lines
 
