@@ -22,6 +22,8 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 ENGINES = ("triton", "torch")
 """The engines of a step on an accelerator; `triton` only where it is the engine that `replicate` chooses."""
 
+TIME_WAS_UP = "was left out: the time was up"
+
 
 @dataclass
 class Findings:
@@ -29,6 +31,8 @@ class Findings:
 
     table: rows of cells under `columns`. failures: of its checks, whose number is `checks`. headline: one line. began:
     the last attempt that began. files: names of those beside `path` with whole output and tracebacks.
+    passed: names of the attempts that passed. left_out: what had no time. kernels: those that the
+    part `occupancy` should try. build: see `clock.build_of`.
     """
 
     path: Path
@@ -42,10 +46,26 @@ class Findings:
     began: str = ""
     files: list[str] = field(default_factory=list)
     done: bool = False
+    passed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    build: str = ""
 
     def save(self) -> None:
         contents = {key: value for key, value in asdict(self).items() if key != "path"}
-        self.path.write_text(json.dumps(contents, indent=1))
+        written = self.path.with_suffix(".json.part")
+        written.write_text(json.dumps(contents, indent=1))
+        written.replace(self.path)
+
+    @property
+    def complete(self) -> bool:
+        """True if nothing of the part is missing."""
+        return self.done and not self.left_out
+
+
+def read_findings(path: Path) -> Findings | None:
+    """The findings of a part, or None where it was never run."""
+    return Findings(path, **json.loads(path.read_text())) if path.exists() else None
 
 
 @dataclass
@@ -60,6 +80,25 @@ class Job:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    def has(self, name: str) -> bool:
+        """True if an earlier run of this build passed the attempt `name`."""
+        return name in self.findings.passed
+
+    def once(self, name: str, act: Callable[[], Any]) -> None:
+        """Attempts `act` unless an earlier run of this build passed it."""
+        if not self.has(name):
+            self.attempt(name, act)
+
+    def leave_out(self, name: str) -> None:
+        """Notes an attempt for which there is no time; a later run of the same build makes it."""
+        self.findings.left_out.append(name)
+        self.note(f"{name} {TIME_WAS_UP}")
+
+    def name_kernel(self, name: str) -> None:
+        """Names a kernel for the part `occupancy`."""
+        if name not in self.findings.kernels:
+            self.findings.kernels.append(name)
 
     def left_s(self) -> float:
         """Seconds until the part should be done."""
@@ -109,6 +148,7 @@ class Job:
             if self.on_gpu:
                 torch.cuda.empty_cache()
             return None
+        self.findings.passed.append(name)
         self.check(name, True)
         return result
 
@@ -222,8 +262,12 @@ def stepper(
     dtype: torch.dtype = torch.float32,
     base: Callable[[Any], torch.optim.Optimizer] | None = None,
     replicas: int = 2,
+    communicator: LoopbackCommunicator | None = None,
 ) -> Stepper | None:
     """A step of `scheme` among `replicas` over a loopback; of `base` alone without a scheme.
+
+    Args:
+        communicator: Another loopback, of as many replicas as it has.
 
     Returns:
         None where `engine` is "triton" and `replicate` chooses another.
@@ -239,7 +283,8 @@ def stepper(
     if scheme is None:
         return Stepper(model, gradients, made, "torch")
     kernels = engine == "triton"
-    optimizer = dt.replicate(made, model, LoopbackCommunicator(replicas), scheme, kernels=kernels)
+    network = communicator or LoopbackCommunicator(replicas)
+    optimizer = dt.replicate(made, model, network, scheme, kernels=kernels)
     replicators = optimizer.build()
     if not replicators:  # `none` talks to nobody
         return Stepper(model, gradients, optimizer, engine)

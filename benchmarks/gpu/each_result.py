@@ -1,7 +1,8 @@
 """A plugin of pytest (`-p benchmarks.gpu.each_result`): a line of JSON as each test begins, and one as it ends.
 
 A crash or the end of the time then costs no result. GPU_RESULTS is the file. GPU_SHARE, "1/4" for the second of four,
-leaves the tests of the other shares out.
+leaves the tests of the other shares out. GPU_KNOWN is a file with a list of tests that passed
+earlier; they are left out, too.
 """
 
 import json
@@ -15,6 +16,9 @@ stacks_at_the_end(ends=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if known := os.environ.get("GPU_KNOWN"):
+        passed = set(json.loads(Path(known).read_text()))
+        items[:] = [item for item in items if _name(item.location) not in passed]
     share, shares = map(int, os.environ.get("GPU_SHARE", "0/1").split("/"))
     items[:] = items[share::shares]
 

@@ -65,7 +65,7 @@ def measure(job: Job) -> None:
         for engine in ENGINES:
             for name, scheme in SCHEMES.items():
                 if job.left_s() < 8:
-                    job.note(f"{size}: {engine}, {name} was left out: the time was up")
+                    job.leave_out(f"{size}: {engine}, {name}")
                     continue
                 if job.tiny and "sign" not in name:
                     continue
@@ -92,7 +92,7 @@ def _predicted(job: Job, size: str, bandwidth: float) -> None:
     for name, link, replicas, dtype in cells():
         called = f"{name}, R={replicas}, {link}" + ", bf16" * (dtype == torch.bfloat16)
         if job.left_s() < 8:
-            job.note(f"{size}: {called} was left out: the time was up")
+            job.leave_out(f"{size}: {called}")
             continue
         make = partial(
             stepper,

@@ -15,6 +15,7 @@ from benchmarks.gpu.common import (
     instead_of_launches,
     median_s,
     numel,
+    read_findings,
     stepper,
 )  # fmt: skip
 
@@ -35,6 +36,7 @@ TIMES = 5
 
 def measure(job: Job) -> None:
     size, best = "tiny" if job.tiny else "1.2B", list[str]()
+    wanted = kernels_of_profile(job) or LONG
     bandwidth = copy_bandwidth(job.device, 2**20 if job.tiny else 2**30)
     for name, scheme in list(SCHEMES.items())[: 1 if job.tiny else None]:
         made = job.attempt(
@@ -44,9 +46,17 @@ def measure(job: Job) -> None:
             job.note(f"{name}: the engine is not triton's")
             continue
         for kernel, (launch, moved) in started(made.step, numel(SIZES[size])).items():
-            if kernel.startswith(LONG):
+            if kernel.startswith(wanted):
                 best += variants(job, f"{name}: {kernel}", launch, moved / bandwidth)
     job.headline("; ".join(best) or "no kernel is faster with others")
+
+
+def kernels_of_profile(job: Job) -> tuple[str, ...]:
+    """The kernels that a profile of this build names; none without one."""
+    found = read_findings(job.findings.path.with_name("profile.json"))
+    if found is None or found.build != job.findings.build:
+        return ()
+    return tuple(found.kernels)
 
 
 def started(step: Callable[[], Any], numel: int) -> dict[str, tuple[Callable[..., Any], float]]:
@@ -69,8 +79,10 @@ def variants(job: Job, name: str, launch: Callable[..., Any], floor_s: float) ->
     for warps in WARPS:
         for registers in REGISTERS:
             called = f"{warps} warps" + f", {registers} registers" * (registers is not None)
+            if job.has(f"{name}, {called}"):
+                continue
             if job.left_s() < 5 and not job.tiny:
-                job.note(f"{name}, {called} was left out: the time was up")
+                job.leave_out(f"{name}, {called}")
                 continue
             act = partial(
                 launch, warps=warps, **({} if registers is None else {"maxnreg": registers})

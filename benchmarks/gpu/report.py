@@ -1,7 +1,6 @@
 """The report of `make gpu`: one page as Markdown and as HTML, and the short table that is printed last."""
 
 import html
-import json
 import platform
 import shutil
 import subprocess
@@ -15,11 +14,6 @@ from benchmarks.gpu.common import Findings
 from detonation.version import __version__
 
 _QUERY = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
-
-
-def read_findings(path: Path) -> Findings | None:
-    """The findings of a part, or None where it was never run."""
-    return Findings(path, **json.loads(path.read_text())) if path.exists() else None
 
 
 def clocks() -> str:

@@ -20,7 +20,7 @@ def measure(job: Job) -> None:
     for size in sizes:
         for compiled in (False,) if job.tiny else (False, True):
             if job.left_s() < (30 if compiled else 10):
-                job.note(f"{size}{', compiled' * compiled} was left out: the time was up")
+                job.leave_out(f"{size}{', compiled' * compiled}")
                 continue
             found = job.attempt(
                 f"{size}{', compiled' * compiled}", partial(trained, job, size, compiled)

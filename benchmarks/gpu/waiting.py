@@ -37,21 +37,25 @@ def measure(job: Job) -> None:
 
     shapes = SIZES["tiny"]
     for name in KINDS if job.tiny else SCHEMES:
+        called = f"ten steps of {name}"
+        if job.has(called):
+            continue
         if job.left_s() < 15 and not job.tiny:
-            job.note(f"{name} and the schemes after it were left out: the time was up")
-            break
-        job.attempt(f"ten steps of {name}", partial(ten_steps, job, SCHEMES[name], shapes))
+            job.leave_out(called)
+            continue
+        job.attempt(called, partial(ten_steps, job, SCHEMES[name], shapes))
     for name in ("demo", "full"):
-        job.attempt(
+        job.once(
             f"ten steps of {name} that send during backward",
             partial(ten_overlapped, job, SCHEMES[name]),
         )
     for name in ("demo", "demo-sign", "random-sign", "random", "full"):
-        job.attempt(f"graphs of {name}", partial(graphs, job, SCHEMES[name]))
+        job.once(f"graphs of {name}", partial(graphs, job, SCHEMES[name]))
     schemes = list(PROFILED.items())[: 1 if job.tiny else None]
     for name, scheme in schemes:
         for engine in ("torch", "triton") if job.on_gpu else ("torch",):
-            job.attempt(f"profile of {name}", partial(profiled, job, name, scheme, engine))
+            called = f"profile of {name}, {engine}"
+            job.once(called, partial(profiled, job, name, scheme, engine))
     good = job.findings.checks - len(job.findings.failures)
     job.headline(
         f"{good} of {job.findings.checks} schemes, graphs and profiles without a wait of the host"

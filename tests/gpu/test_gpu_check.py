@@ -67,9 +67,10 @@ def test_fast_has_a_row_of_each_kernel_that_a_step_launches(tmp_path, monkeypatc
     made.step()  # what is built in the first step is no kernel of a step
     fast.kernels(job, "tiny", "demo", made, 1e9)
     rows = {row[1]: dict(zip(job.findings.columns, row, strict=True)) for row in job.findings.table}
-    names = ("scan", "encode", "seal", "inspect", "decode (signs)")
+    names = ("encode", "seal", "inspect", "decode (signs)")
     assert {*rows} == {f"demo: {name}" for name in names} and len(cold) == 2 * len(names)
-    assert float(rows["demo: scan"]["floor ms"]) == pytest.approx(4e-6 * (64 * 64 + 3), rel=0.01)
+    numel = 64 * 64 + 3  # encode reads the gradient, and moves the residual twice
+    assert 12 < 1e6 * float(rows["demo: encode"]["floor ms"]) / numel < 14
     assert all(
         row[name] not in ("", "0")
         for row in rows.values()
@@ -86,8 +87,8 @@ def test_kernels_are_timed_with_other_warps_and_registers(tmp_path, monkeypatch)
     monkeypatch.setattr(occupancy, "median_s", lambda act, *_, **__: act() or next(seconds, 1.0))
     occupancy.measure(job := job_in(tmp_path))
     kernels = {row[0] for row in job.findings.table}
-    assert kernels == {"demo 4/64: scan", "demo 4/64: encode", "demo 4/64: decode (signs)"}
-    assert len(job.findings.table) == 36 and not job.findings.failures
+    assert kernels == {"demo 4/64: encode", "demo 4/64: decode (signs)"}
+    assert len(job.findings.table) == 24 and not job.findings.failures
     assert job.findings.headline == "no kernel is faster with others"
     seconds = iter([4.0, 3.0])
     assert occupancy.variants(job, "scan", lambda **_: None, 1.0) == [

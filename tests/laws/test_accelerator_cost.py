@@ -1,11 +1,14 @@
 """What a step costs an accelerator, on the device `meta`: launches to which neither replicas nor tensors add, and
 memory of a block beside messages and state. `benchmarks/accelerator/launches.py` and `memory.py` print the figures."""
 
+import sys
 from functools import partial
 
 import pytest
+import torch
 from benchmarks.accelerator import launches, memory
 
+import detonation as dt
 from covering import some
 from detonation.core.engine import rows_at_once
 from detonation.core.exchange.two_stage import TwoStage
@@ -77,6 +80,39 @@ def test_with_kernels_a_step_is_a_dozen_launches_and_allocates_nothing(name, mon
         # nothing but launches: no read, copy or allocation in what a CUDA graph is to hold
         assert all(each.endswith("_kernel") for each in [*names, *overlapped]), overlapped
         assert allocated == early == 0, replicas
+
+
+def calls_of_a_step(tensors):
+    """The Python calls of the fourth step on kernels, and its launches."""
+    model = torch.nn.ParameterList([torch.zeros(640, device="meta") for _ in range(tensors)])
+    base = dt.SignSGD(model.parameters(), lr=1e-3)
+    scheme = dt.demo(precision="sign", error_feedback=False)
+    optimizer = dt.replicate(base, model, launches.Recycling(2), scheme, kernels=True)
+    calls = []
+    with memory.accelerator():
+        optimizer.build()
+        for parameter in model:
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(3):
+            optimizer.step()
+        from detonation.kernels.gpu.launching import launch_counts
+
+        launch_counts.clear()
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code))
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(before)
+    return len(calls), launch_counts.total()
+
+
+def test_more_tensors_cost_the_host_no_call_of_python_and_no_launch(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    calls, started = calls_of_a_step(1)
+    assert (calls, started) == calls_of_a_step(113)
+    assert started <= 12
 
 
 CASES = [(name, 8) for name in memory.CASES]

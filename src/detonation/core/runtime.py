@@ -82,12 +82,14 @@ class Runtime:
         kernels: Whether compiled kernels may be used. They round differently, so all replicas must
             use them, or none.
         local_steps: The steps that each replica takes, where slow ones take fewer.
+        stops_when_bad: Whether all stop at a nonfinite signal, so that no memory is used after it.
     """
 
     device: torch.device
     seed: int = 0
     kernels: bool = True
     local_steps: LocalSteps | None = None
+    stops_when_bad: bool = False
 
     def exact_arithmetic(self) -> AbstractContextManager[None]:
         """Makes a step compute in fp32 in any context of the caller: without autocast, TF32 or bf16

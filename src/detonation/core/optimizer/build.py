@@ -113,7 +113,8 @@ def build_levels(
     local_steps = None
     if settings.balance:
         local_steps = LocalSteps(levels[0][1].round.every, levels[0][0].size())
-    runtime = Runtime(device, settings.seed, settings.kernels, local_steps)
+    stops = settings.safety.non_finite == "stop"
+    runtime = Runtime(device, settings.seed, settings.kernels, local_steps, stops)
     consensus = StopConsensus(parameters, runtime, settings.safety, base.optimizer)
     consensus.look = partial(warn_of_second_momentum, base.optimizer, levels, since=True)
     consensus.look()

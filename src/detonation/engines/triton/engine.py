@@ -121,9 +121,12 @@ class TritonEngine(ReferenceEngine):
         self._targets = launching.Addresses(self.device)
         self._fine = torch.zeros((), dtype=torch.int64, device=self.device)
         self._nothing = torch.empty(layout.rows, 0, dtype=torch.float32, device=self.device)
+        self._found = self._fine.new_zeros(launches.PROGRAMS)
+        self._numbers = torch.arange(len(numels), device=self.device)
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
+        self._coded: tuple[Codec | None, Any] = (None, None)  # the last: a codec hashes all it has
 
     def encode(
         self,
@@ -154,6 +157,9 @@ class TritonEngine(ReferenceEngine):
         return Selected(self._nothing, self._indices(run, step))
 
     def inspect(self, signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
+        if self._runtime.stops_when_bad:
+            # the encoder looks for bad values in the same pass and writes the status
+            return Verdict(self._found, self._found)
         status = self.scan(signals, range(len(signals)))
         return Verdict(status, status)
 
@@ -222,7 +228,9 @@ class TritonEngine(ReferenceEngine):
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
         if not self.reads(received):
             return super().can_apply_signs(received, weights)
-        return all(self._is_writable(weight) for weight in weights)
+        known = launching.KIND_OF  # of thousands of weights none costs a call of Python
+        odd = [each for each in weights if each.dtype not in known or not each.is_contiguous()]
+        return not odd
 
     def apply_signs(
         self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]
@@ -288,7 +296,10 @@ class TritonEngine(ReferenceEngine):
                     signal = signal.float()
                 signal = signal.contiguous()
             read.append(signal)
-        if bad is None:
+        scanned = None
+        if bad is self._found:
+            scanned = self._numbers, SIGNAL_LIMIT, bad
+        if bad is None or scanned:
             bad = self._fine
         residual = None
         decay = 0.0
@@ -308,6 +319,7 @@ class TritonEngine(ReferenceEngine):
             release=self._releases,
             negative_zeros=run.negative_zeros,
             arrived=arrivals,
+            scanned=scanned,
         )
 
     def _indices(self, run: MessageRows, step: int) -> SharedIndices | PackedIndices:
@@ -394,6 +406,8 @@ class TritonEngine(ReferenceEngine):
 
     def _coder(self, codec: Codec) -> Any:
         """The launches for `codec`, over the rows of this engine."""
+        if codec is self._coded[0]:
+            return self._coded[1]
         if codec not in self._coders:
             compiled = coding_of(codec)
             side = 1
@@ -418,4 +432,5 @@ class TritonEngine(ReferenceEngine):
                 first,
                 self._of_owner,
             )
-        return self._coders[codec]
+        self._coded = codec, self._coders[codec]
+        return self._coded[1]

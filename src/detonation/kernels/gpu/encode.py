@@ -78,14 +78,14 @@ def encode_kernel(
     inverse, message, stride, statistics_at, indices_at, count, turns, run, owned, table, turn,
     first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, negative_zeros,
     arrived, arrived_stride, arrived_statistics_at, arrived_indices_at, replicas, scratch, numbers,
-    units,
+    units, rising, limit, found,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr,
     SELECTION: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     BITMAP: tl.constexpr, ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, ARRIVED_K: tl.constexpr,
     ARRIVED_SELECTION: tl.constexpr, ARRIVED_PRECISION: tl.constexpr, ARRIVED_BLOCK: tl.constexpr,
     ARRIVED_WIDTH: tl.constexpr, ARRIVED_BITMAP: tl.constexpr, RELEASE: tl.constexpr,
     MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, STATUSES: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
     """Encodes units of `UNIT` rows, so that no two programs write the same byte or the same block
     of the precision.
@@ -111,6 +111,9 @@ def encode_kernel(
             coefficients; these describe them as the arguments above do the message that is written.
         scratch, numbers: `[programs, UNIT * K]` fp32, for int8 with 256 int64 after each; and
             `[programs, UNIT * max(K, CHUNK)]` uint8.
+        rising, limit, found: With `SCANNED` the kernel also looks for bad values, as `scan_kernel`
+            does with its arguments `numbers`, `limit` and `found`. Zeros are sent for the `ROWS`
+            rows around one, and their residual stays as it is.
         RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from
             the message, as every receiver does; "" where it stays.
     """
@@ -121,7 +124,7 @@ def encode_kernel(
     column = tl.arange(0, COLUMNS)
     in_row = column < CHUNK
     silent = status_of(status, statuses, STATUSES) != 0
-    kept = tl.where(silent, 1.0, decay)
+    bad_slot = tl.max(tl.zeros([1], dtype=tl.int32) + slots, axis=0)
     scratch += tl.program_id(0).to(tl.int64) * (UNIT * K + (512 if PRECISION == "int8" else 0))
     numbers += tl.program_id(0).to(tl.int64) * UNIT * EACH
     flat, dealing = (starts, numels, slots, rows), (count, turns, run, owned)
@@ -156,10 +159,17 @@ def encode_kernel(
                     ROWS,
                     WHOLE,
                 )
+                quiet = silent
                 if AGGREGATION == "":
                     signal = load_coordinates(
                         signals, slot, slots, start, column, inside & (not silent), KINDS
                     )
+                    if SCANNED:
+                        beyond = tl.max(tl.where(tl.abs(signal) <= limit, 0, 1), axis=1)
+                        bad = tl.min(tl.where(beyond > 0, slot, slots), axis=0)
+                        bad_slot = tl.minimum(bad_slot, bad)
+                        quiet = quiet | (bad < slots)
+                        signal = tl.where(quiet, 0.0, signal)
                 else:
                     signal = aggregated(
                         arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at,
@@ -169,6 +179,7 @@ def encode_kernel(
                     )  # fmt: skip
                 place = (residual + row * CHUNK)[:, None] + column[None, :]
                 if MEMORY:
+                    kept = tl.where(quiet, 1.0, decay)
                     signal += tl.load(place, mask=inside, other=0.0) * kept
                 coefficients = product_of(signal, forward, COLUMNS) if BASIS == "dct" else signal
                 if SELECTION == "topk":
@@ -178,7 +189,7 @@ def encode_kernel(
                 else:
                     chosen = (at >= 0).to(tl.int32)
                 real = (chosen == 1) & written[:, None]
-                value = tl.where(silent | (present[:, None] == 0), 0.0, coefficients)
+                value = tl.where(quiet | (present[:, None] == 0), 0.0, coefficients)
                 numbered = local[:, None] * K + at
                 if PRECISION == "fp32" and ALIGNED:
                     tl.store(
@@ -296,3 +307,6 @@ def encode_kernel(
                     tl.store(
                         place, tl.load(place, mask=inside, other=0.0) - sent * alpha, mask=inside
                     )
+    if SCANNED:
+        number = tl.load(rising + tl.minimum(bad_slot, slots - 1)) + 1
+        tl.store(found + tl.program_id(0), tl.where(bad_slot < slots, number, 0))

@@ -131,7 +131,7 @@ class Inspector:
         scale = 1.0
         if coding.block > 1:
             scale = min(coding.block, values) ** 0.5
-        constants = coding.constants
+        constants = dict(coding.constants)
         del constants["BASIS"], constants["SELECTION"]
         launch(
             inspect_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs), whole,
@@ -165,7 +165,10 @@ class Inspector:
 
         Shapes: -> `[runs, 16]` int64.
         """
-        key = tuple(number for run in runs for number in (run.room, run.rows, *run.lengths))
+        lengths: list[int] = []
+        for run in runs:
+            lengths += (run.room, run.rows, *run.lengths)
+        key = tuple(lengths)
         if key not in self._runs:
             table = []
             for run in runs:

@@ -194,9 +194,10 @@ class Coder:
         release: str,
         negative_zeros: bool,
         arrived: Arrivals | None = None,
+        scanned: tuple[Tensor, float, Tensor] | None = None,
     ) -> None:
         """Writes the messages for a signal, or for the aggregate of the messages `arrived`; see
-        `encode_kernel`.
+        `encode_kernel`, also for `scanned`: its arguments `rising`, `limit` and `found`.
 
         Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]`
         fp32.
@@ -221,12 +222,12 @@ class Coder:
             int(negative_zeros),
             given.message, given.message.stride(0), given.places.statistics_at,
             given.places.indices_at, given.replicas,
-            self._scratch, self._numbers, units,
+            self._scratch, self._numbers, units, *(scanned or (status, 0.0, status)),
             **coding.constants, ALIGNED=is_aligned(message, 4), AGGREGATION=given.aggregation,
             **given.constants, RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds,
             SEARCH=slots.search,
             STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._together,
-            BYTES=self._bytes,
+            BYTES=self._bytes, SCANNED=scanned is not None,
             warps=self._warps,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Coding:
     width: int
     bitmap: bool
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """The chunk size for kernels: a power of two, at least 16 for a matrix product."""
         columns = 1 << (self.chunk - 1).bit_length()
@@ -57,7 +57,7 @@ class Coding:
             return max(16, columns)
         return columns
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, Any]:
         """Constants shared by encode and decode."""
         width = self.width
@@ -158,7 +158,11 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     fuses.
     """
     launch_counts[kernel.__name__] += 1
-    device = next(each.device for each in arguments if isinstance(each, Tensor))
+    device = torch.device("cpu")
+    for each in arguments:
+        if isinstance(each, Tensor):
+            device = each.device
+            break
     if device.type == "meta":
         return
     on_device: AbstractContextManager[object] = nullcontext()
