@@ -3,7 +3,6 @@
 import copy
 import gc
 import threading
-import time
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
 from detonation.core.flat.tensors import digest
 from detonation.feed import admission
-from limits import LIMIT_S, Clock
+from limits import LIMIT_S, Clock, until
 from steps import bases, together, unsent
 from zoo import TALKING, Plain, batch, built
 
@@ -352,10 +351,8 @@ def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_st
                 again.set()
                 return super()._formed()
             group, axes[REPLICAS], other = super()._formed(), self, axes[1]
-            while other._begun <= self._entry.step or (
-                started and all(each.result is not None for each in kept(other))
-            ):
-                time.sleep(0.01)
+            until(lambda: other._begun > self._entry.step)
+            until(lambda: not started or any(each.result is None for each in kept(other)))
             if lost:
                 axes[0]._membership.stop()
                 note_gone(axes[0]._membership.store, 0)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -17,7 +16,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.optimizer import reconfigure
 from detonation.core.optimizer.replicated import Replicated
-from limits import LIMIT_S
+from limits import LIMIT_S, until
 from steps import together, unsent
 from zoo import TALKING, Plain, batch, built
 
@@ -197,8 +196,7 @@ def test_law_1_holds_where_another_replica_is_asked_to_leave_while_one_hands_ove
 
     def act(axis, replica):
         axes[replica] = axis
-        while len(axes) < REPLICAS:
-            time.sleep(0.001)
+        until(lambda: len(axes) == REPLICAS)
         sums, model = {}, copy.deepcopy(MODEL)
         optimizer = dt.replicate(
             torch.optim.SGD(model.parameters(), lr=0.1), model, axis, dt.demo(topk=4, chunk=16)

@@ -45,7 +45,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
-from limits import LIMIT_S, Clock
+from limits import LIMIT_S, Clock, until
 from steps import Died, Mortal, Passing, step_on, together, unsent
 from zoo import KINDS, TALKING, Plain, batch, built
 
@@ -432,8 +432,7 @@ def test_a_guest_that_gave_up_keeps_nobody_out():
     gone = dt.Guest(store, silence_s=1.1)
     gone.membership.stop()
     guest = dt.Guest(store, silence_s=1.1)
-    while axis.host.guest != guest.number:
-        time.sleep(0.01)
+    until(lambda: axis.host.guest == guest.number)
     guest.membership.stop()
     axis.close()
 

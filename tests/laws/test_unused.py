@@ -10,6 +10,7 @@ from test_follow import TOKEN, held
 from test_survive import survivors
 
 import detonation as dt
+from covering import covered
 from detonation.checkpoint.snapshot import take_snapshot
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
@@ -415,9 +416,12 @@ def lost(communicator, scheme, countdown, under_way, overlap):
     return digest(model.parameters()), optimizer.step_count
 
 
-@pytest.mark.parametrize("name", [name for name in GRADIENT if name in KINDS])
-@pytest.mark.parametrize("under_way", [False, True])
-@pytest.mark.parametrize("countdown", [0, 1, 2])
+@covered(
+    "name, countdown, under_way",
+    [name for name in GRADIENT if name in KINDS],
+    [0, 1, 2],
+    [False, True],
+)
 def test_law_2_a_replica_is_lost_while_parameters_are_unused(name, countdown, under_way):
     act = partial(
         lost,

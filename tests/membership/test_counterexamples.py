@@ -1,13 +1,12 @@
 """What the search of the model has found, on the real axis: replicas as threads of one process."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import torch
 
 from detonation.cluster.survive.agreement import axis_key
-from limits import LIMIT_S
+from limits import LIMIT_S, until
 from steps import Died, replicas
 
 
@@ -90,10 +89,7 @@ def test_a_replica_that_is_done_still_gives_its_last_result_to_the_others():
             with axis._changed:
                 axis._kept[1].flight = SimpleNamespace(ended=True, good=False)
             store = axis._membership.store
-            deadline = time.monotonic() + LIMIT_S
-            while not any(store.check([axis_key(key, 0)]) for key in ("end", "left")):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: any(store.check([axis_key(key, 0)]) for key in ("end", "left")))
         result = arriving()
         if axis.replica == 1:
             raise Died

@@ -14,7 +14,7 @@ from covering import some
 from detonation.checkpoint.snapshot import weights
 from detonation.core.flat.tensors import digest
 from steps import bases
-from zoo import DEVICE, SCHEMES, Menagerie, Plain, batch, built
+from zoo import DEVICE, KINDS, SCHEMES, Menagerie, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
@@ -118,11 +118,11 @@ def law(mesh, name, kind):
 
 
 FEWEST = "whole"
-"""The kind whose world has the fewest ranks: every second scheme is evaluated in it, the others in one of four."""
+"""The kind whose world has the fewest ranks: every scheme is evaluated in it or, if it is one of
+every kind of scheme, in a sharded world."""
 OTHERS = [kind for kind in MODELS if kind != FEWEST]
-ONCE = [
-    (name, FEWEST if number % 2 else OTHERS[number // 2 % 4]) for number, name in enumerate(ALL)
-]
+SHARDED = {name: OTHERS[number % 4] for number, name in enumerate(KINDS)}
+ONCE = [(name, SHARDED.get(name, FEWEST)) for name in ALL]
 
 
 @some("name, kind", product(ALL, MODELS), keep=ONCE)
