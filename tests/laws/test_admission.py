@@ -201,8 +201,7 @@ def test_all_wait_for_a_collection_of_garbage_only_for_an_optimizer_that_was_dro
         collections = []
         monkeypatch.setattr(gc, "collect", lambda: collections.append(collect()))
         guest = dt.Guest(store)
-        while axis.host.guest is None:
-            time.sleep(0.01)
+        until(lambda: axis.host.guest is not None)
         door.after_step()
         assert guest.addresses(LIMIT_S)
         assert len(collections) == dropped
@@ -260,8 +259,7 @@ def test_a_newcomer_enters_in_a_group_that_all_have_formed_before_its_step(monke
         return ahead._members
 
     def awaited(user, step):
-        while user.expects(step) and len(begun) <= REPLICAS:
-            time.sleep(0.01)
+        until(lambda: not user.expects(step) or len(begun) > REPLICAS)
         await_guest(user, step)
 
     monkeypatch.setattr(GroupAhead, "__init__", begins)

@@ -67,8 +67,7 @@ def test_a_rank_that_agrees_twice_adopts_a_loss_before_the_turn_that_another_has
 
             axis._catch_up = interrupted
             ready.set()
-        while not axis._membership.some_left():
-            time.sleep(0.01)
+        until(axis._membership.some_left)
         axis._membership.call()
         await_members(axis, [0, 1])
         assert user.enter_step(0)

@@ -44,14 +44,10 @@ from detonation.cluster.survive.agreement import (
     serve_one_axis,
     turn_of,
 )
-from detonation.cluster.survive.groups import GroupAhead
+from detonation.cluster.survive.groups import GroupAhead, group_ahead
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.port import Presence, meet_at
-from detonation.cluster.survive.surviving import (
-    MOST_TRIES,
-    SurvivingCommunicator,
-    group_ahead,
-)
+from detonation.cluster.survive.surviving import MOST_TRIES, SurvivingCommunicator
 from detonation.link_speed import LinkSpeed
 
 _TIMEOUT = timedelta(seconds=300)

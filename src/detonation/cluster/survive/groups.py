@@ -8,17 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from detonation.cluster.survive.agreement import RankReport, in_words
+from detonation.cluster.survive.agreement import Agreement, RankReport, in_words
+from detonation.cluster.survive.membership import Membership
 
 FORM_S = 10.0
 """Seconds in which the members of a group must connect after all have agreed on it."""
+OVER_S = 30.0
+"""Seconds by which the network library's timeout exceeds the membership's, which finds out which
+rank is late.
+"""
 _POLL_S = 0.5
 _LOOK_S = 0.05
 
@@ -133,6 +139,36 @@ class GroupAhead:
 
     def take(self) -> Group:
         return self._group.result()
+
+
+def group_ahead(
+    membership: Membership, agreement: Agreement, timeout_s: float
+) -> tuple[GroupAhead, str]:
+    """Begins to form the group in which the guest of `agreement` will be; returns where this rank
+    listens, too.
+
+    It is for one agreement. If the members change before the guest's step, it is of no use.
+    """
+    members = [*agreement.members, agreement.guest]
+    make, line = group_maker(membership, members, f"{agreement.epoch}/ahead", timeout_s)
+    return GroupAhead(members, make), line
+
+
+def group_maker(
+    membership: Membership, members: Sequence[int], name: str, timeout_s: float
+) -> tuple[Callable[[], Group], str]:
+    """Forms the group `name` of `members` when called; and where this rank listens for it."""
+    shard = membership.shard
+    own = membership.store.clone()  # type: ignore[attr-defined]
+    store = PrefixStore(f"{name}/shard{shard}", own)
+    way = membership.ways.to(member * membership.shards + shard for member in members)
+    address = ""
+    line = ""
+    if way is not None:
+        address = way.address
+        line = membership.ways.line(way)
+    rank = members.index(membership.replica)
+    return partial(Group, store, rank, len(members), timeout_s + OVER_S, address), line
 
 
 def _begun(make: Callable[[], Group], daemon: bool) -> Future[Group]:

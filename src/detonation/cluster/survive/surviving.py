@@ -34,6 +34,8 @@ from detonation.cluster.survive.groups import (
     NumberedKind,
     SurvivedLoss,
     floor_after,
+    group_ahead,
+    group_maker,
     holder_of,
     lost_of,
 )
@@ -52,10 +54,6 @@ from detonation.core.schemes import Scheme
 
 MOST_TRIES = 5
 """Largest number of consecutive agreements without a new group."""
-OVER_S = 30.0
-"""Seconds by which the network library's timeout exceeds the membership's, which finds out which
-rank is late.
-"""
 _log = logging.getLogger("detonation")
 
 
@@ -528,7 +526,7 @@ class SurvivingCommunicator(AxisEnd):
     def _formed(self) -> Group:
         membership = self._membership
         name = str(membership.epoch)
-        make, line = _group_maker(membership, membership.members, name, self.timeout_s)
+        make, line = group_maker(membership, membership.members, name, self.timeout_s)
         self._listen(line)
         in_vain = membership.some_left
         if membership.epoch:
@@ -574,33 +572,3 @@ class SurvivingCommunicator(AxisEnd):
         if each.result is None:
             self._conclude(each, held, report.absent[str(each.number)])
         return True
-
-
-def group_ahead(
-    membership: Membership, agreement: Agreement, timeout_s: float
-) -> tuple[GroupAhead, str]:
-    """Begins to form the group in which the guest of `agreement` will be; returns where this rank
-    listens, too.
-
-    It is for one agreement. If the members change before the guest's step, it is of no use.
-    """
-    members = [*agreement.members, agreement.guest]
-    make, line = _group_maker(membership, members, f"{agreement.epoch}/ahead", timeout_s)
-    return GroupAhead(members, make), line
-
-
-def _group_maker(
-    membership: Membership, members: Sequence[int], name: str, timeout_s: float
-) -> tuple[Callable[[], Group], str]:
-    """Forms the group `name` of `members` when called; and where this rank listens for it."""
-    shard = membership.shard
-    own = membership.store.clone()  # type: ignore[attr-defined]
-    store = PrefixStore(f"{name}/shard{shard}", own)
-    way = membership.ways.to(member * membership.shards + shard for member in members)
-    address = ""
-    line = ""
-    if way is not None:
-        address = way.address
-        line = membership.ways.line(way)
-    rank = members.index(membership.replica)
-    return partial(Group, store, rank, len(members), timeout_s + OVER_S, address), line
