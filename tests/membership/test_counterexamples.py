@@ -11,13 +11,16 @@ from steps import Died, replicas
 
 
 def await_members(axis, members):
-    """Waits until this rank has recovered, and these are the members."""
+    """Notices each loss at once, and waits until this rank has recovered, and these are the members."""
+    membership = axis._membership
 
     def recovered():
-        return axis._membership.members == members and not axis._recovering
+        with axis._changed:  # no agreement may be adopted between the two
+            if membership.some_left():
+                membership.call()
+        return membership.members == members and not axis._recovering
 
-    with axis._changed:
-        assert axis._changed.wait_for(recovered, LIMIT_S)
+    until(recovered)
 
 
 def test_a_later_agreement_replaces_an_earlier_one_that_is_due_later():
@@ -67,8 +70,6 @@ def test_a_rank_that_agrees_twice_adopts_a_loss_before_the_turn_that_another_has
 
             axis._catch_up = interrupted
             ready.set()
-        until(axis._membership.some_left)
-        axis._membership.call()
         await_members(axis, [0, 1])
         assert user.enter_step(0)
         user.adopt(0)
