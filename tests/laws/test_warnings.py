@@ -1,6 +1,7 @@
 """What is said of a step: warnings once, errors that are explained, counts of all steps."""
 
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -112,9 +113,13 @@ def test_the_seconds_of_a_recovery_count_from_the_first_sign_of_the_loss(monkeyp
     class Recovers(SurvivingCommunicator):
         def __init__(self):
             self._membership = membership
+            self._changed = threading.Condition()
+            self.users = SimpleNamespace(present=[])
+            self.pending = []
 
         def _regroup(self):
             clock.sleep(3.0)
+            return [SimpleNamespace(members=membership.members)]
 
         def _log_change(self, before, agreement, seconds):
             logged.append(seconds)
