@@ -15,7 +15,7 @@ from detonation.feed.frames import ABOUT, STATE, FrameSocket, Listener, encoded
 from detonation.feed.shard import ShardFollower
 from detonation.feed.stream import Stream
 from detonation.feed.token import Refused, prove_to_follower
-from limits import LIMIT_S, Clock
+from limits import LIMIT_S, Clock, until
 from steps import advance, started
 from zoo import Plain, built
 
@@ -53,6 +53,7 @@ def test_another_token_is_refused_for_good_and_both_ends_know_why(other):
         assert changed.wait_for(lambda: stream.refusal or stream.failures > 1, LIMIT_S)
     stream.close()
     stream._thread.join(LIMIT_S)
+    until(lambda: told, "the feed did not say why")  # it answers first
     listener.close()
     assert isinstance(stream.refusal, Refused)
     assert "the feed has refused the token" in str(stream.refusal)
