@@ -8,9 +8,7 @@ import json
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,7 +32,7 @@ from detonation.cluster.interface import (
 )
 from detonation.cluster.position import LaunchPosition, joined_address, require_known_host
 from detonation.cluster.processes.failure import RunError
-from detonation.cluster.processes.waiting import Awaited, says_meanwhile
+from detonation.cluster.processes.waiting import Awaited, in_thread, says_meanwhile
 
 _T = TypeVar("_T")
 
@@ -163,16 +161,7 @@ def _within(limit_s: float, connect: Callable[[], _T]) -> _T:
 
     torch's own limit does not end the wait for a program that accepts a connection and is silent.
     """
-    answer: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(connect())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="connecting", daemon=True).start()
-    return answer.result(limit_s)
+    return in_thread(connect, "connecting").result(limit_s)
 
 
 def _cannot_connect(host: str, port: int) -> str:

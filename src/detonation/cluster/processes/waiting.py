@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
@@ -43,6 +44,7 @@ _SAID = {
 _MOST_NAMED = 8
 _POLL_S = 0.02
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,20 @@ def says_meanwhile(who: str, whom: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def in_thread(call: Callable[[], _T], name: str, daemon: bool = True) -> Future[_T]:
+    """Calls `call` in another thread; the future has its result or its exception."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return future
 
 
 class Awaited:

@@ -5,7 +5,7 @@ when a peer is lost. The module also has numbered collectives and the record of 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from detonation.cluster.processes.waiting import in_thread
 from detonation.cluster.survive.agreement import Agreement, RankReport, in_words
 from detonation.cluster.survive.membership import Membership
 
@@ -78,7 +79,7 @@ class Group:
 
         Raises `RuntimeError` if it fails, or as soon as `in_vain` returns True.
         """
-        future = _begun(make, daemon=True)
+        future = in_thread(make, "group")
         while not wait([future], _LOOK_S).done:
             if in_vain():
                 raise RuntimeError("a member was lost meanwhile")
@@ -128,7 +129,7 @@ class GroupAhead:
     def __init__(self, members: list[int], make: Callable[[], Group]) -> None:
         self._members = members
         # a process that ends meanwhile waits for it, because it is inside the store
-        self._group = _begun(make, daemon=False)
+        self._group = in_thread(make, "group", daemon=False)
 
     @property
     def formed(self) -> list[int]:
@@ -169,20 +170,6 @@ def group_maker(
         line = membership.ways.line(way)
     rank = members.index(membership.replica)
     return partial(Group, store, rank, len(members), timeout_s + OVER_S, address), line
-
-
-def _begun(make: Callable[[], Group], daemon: bool) -> Future[Group]:
-    """Calls `make` in another thread."""
-    future: Future[Group] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(make())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="group", daemon=daemon).start()
-    return future
 
 
 def _outlast(held: list[tuple[Any, list[dist.Work]]]) -> None:
