@@ -61,9 +61,8 @@ def faster(done: Rows) -> str:
 
 def best_scheme(done: Rows) -> str:
     """DeMo is best for vision and decoder-only models, Random for encoder-decoders; Striding and DiLoCo are behind."""
-    others = ["random 1/32", "random 1/4", "striding 1/32", "diloco"]
     return "\n".join(
-        line for task in paper.TASKS for line in compare(task, done, "demo 4/64", others)
+        line for task in paper.JUDGED for line in compare(task, done, "demo 4/64", paper.RIVALS)
     )
 
 
