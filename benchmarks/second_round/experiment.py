@@ -30,6 +30,7 @@ from benchmarks.compare.rows import Cell, Row, per_parameter, rows
 from benchmarks.compare.rows import run as train_once
 from benchmarks.compare.tuning import Rows, against, measured, run_missing
 from benchmarks.second_round import corrected, variants
+from benchmarks.second_round.averages import DECAY, Averaging
 from benchmarks.second_round.figure import figure
 from benchmarks.second_round.grid import PAIRS, REFERENCES, methods
 
@@ -49,6 +50,8 @@ def run(cell: Cell) -> Row:
 
 def _trained(cell: Cell) -> Row:
     settings = tuple(each for each in cell.sets if not each.startswith(("later:", "every:")))
+    if cell.study == "groups":
+        return _averaged(cell)
     if settings == cell.sets:
         return train_once(cell)
     ((when, step, change),) = (each.split(":", 2) for each in cell.sets if each not in settings)
@@ -57,6 +60,18 @@ def _trained(cell: Cell) -> Row:
         now, lambda session: Changing(session.optimizer, int(step), change, again=when == "every")
     )
     return {**row, "sets": cell.sets}
+
+
+def _averaged(cell: Cell) -> Row:
+    """Trains one run, and also validates an average of its weights."""
+    recorders: list[Averaging] = []
+
+    def recorder(session: Any) -> Averaging:
+        recorders.append(Averaging(session))
+        return recorders[-1]
+
+    row = train_once(cell, recorder)
+    return {**row, "val_loss_ema": recorders[0].loss, "ema": DECAY}
 
 
 class Changing:
