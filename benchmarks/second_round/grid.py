@@ -393,7 +393,7 @@ def groups() -> Iterator[Method]:
 
 
 def muon_forms() -> Iterator[Method]:
-    """Newer forms of Muon in full and in rounds, tuned as the old form was."""
+    """Newer forms of Muon in full and in rounds, tuned as the old form was; then a look ahead."""
     for name, sets in MUON_FORMS.items():
         form = f"{MUON} {sets}"
         yield text(f"Muon 0.8, {name}, full", FULL + form, MUON_RATES, study="muon")
@@ -413,6 +413,17 @@ def muon_forms() -> Iterator[Method]:
                 variants=with_outer(*(LONGER[2][:1] if count == 2 else LONGER[8])),
                 study="muon",
             )
+
+    yield text(
+        "Muon 0.8, EMA-Nesterov, full",
+        f"{FULL}optimizer.name=benchmarks.second_round.lookahead:muon",
+        MUON_RATES,
+        variants=tuple(
+            f"{FLOOR} optimizer.ahead={ahead} optimizer.decay={decay}"
+            for ahead, decay in ((3, 0.9), (1, 0.9), (10, 0.9), (10, 0.97))
+        ),
+        study="muon",
+    )
 
 
 GROUP_ADAMW_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
