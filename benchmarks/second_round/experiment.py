@@ -51,7 +51,7 @@ def run(cell: Cell) -> Row:
 def _trained(cell: Cell) -> Row:
     settings = tuple(each for each in cell.sets if not each.startswith(("later:", "every:")))
     if cell.study == "groups":
-        return _averaged(cell)
+        return _with_average(cell)
     if settings == cell.sets:
         return train_once(cell)
     ((when, step, change),) = (each.split(":", 2) for each in cell.sets if each not in settings)
@@ -62,7 +62,7 @@ def _trained(cell: Cell) -> Row:
     return {**row, "sets": cell.sets}
 
 
-def _averaged(cell: Cell) -> Row:
+def _with_average(cell: Cell) -> Row:
     """Trains one run, and also validates an average of its weights."""
     recorders: list[Averaging] = []
 
@@ -102,25 +102,37 @@ def table(done: Rows, study: str) -> str:
     """One line per method: chosen setting, bytes, mean loss, and its difference to each reference."""
     every = {(each.study, each.name, each.replicas): each for each in methods() if each.best(done)}
     references = [every[key].judged(done) if key in every else {} for key in REFERENCES[study]]
-    names = " | ".join(f"to {name}, %" for _, name, _ in REFERENCES[study])
-    lines = [
-        f"| method | replicas | lr | bytes per parameter and step | seeds | val loss | {names} |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    names = [f"to {name}, %" for _, name, _ in REFERENCES[study]]
+    head = ["method", "replicas", "lr", "bytes per parameter and step", "seeds", "val loss", *names]
+    if study == "groups":
+        head += ["averaged weights", "to its averaged weights, %"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for key, each in every.items():
         if each.study == study or key in REFERENCES[study]:
             runs = each.judged(done)
             sent = f"{per_parameter(done[each.tried(done)[0].key]):.4f}"
-            mean = (
-                f"{statistics.fmean(row['val_loss'] for row in runs.values()):.4f}" if runs else ""
-            )
-            cells = [each.name, str(each.replicas), each.chosen(done), sent, str(len(runs)), mean]
-            lines.append(
-                "| "
-                + " | ".join([*cells, *(against(runs, reference) for reference in references)])
-                + " |"
-            )
+            cells = [each.name, str(each.replicas), each.chosen(done), sent, str(len(runs))]
+            cells += [mean(runs), *(against(runs, reference) for reference in references)]
+            if study == "groups":
+                averages = averaged(runs)
+                cells += [mean(averages), against(averages, averaged(references[0]))]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def mean(runs: dict[int, Row]) -> str:
+    if not runs:
+        return ""
+    return f"{statistics.fmean(row['val_loss'] for row in runs.values()):.4f}"
+
+
+def averaged(runs: dict[int, Row]) -> dict[int, Row]:
+    """Runs with the loss of their averaged weights, where it was measured."""
+    return {
+        seed: row | {"val_loss": row["val_loss_ema"]}
+        for seed, row in runs.items()
+        if row.get("val_loss_ema")
+    }
 
 
 def pairs(done: Rows) -> str:
