@@ -108,7 +108,7 @@ def _load_weights(
     _require_fitting_weights(saved, file, found, parameters, source is file)
     for name, tensor in found.items():
         key = f"model.{name}"
-        # each rank has whole buffers, and each replica has its own
+        # each rank has complete buffers, and each replica has its own
         box = None
         if name in parameters:
             box = Box.of(tensor)
@@ -469,7 +469,7 @@ def _merged(
         elif kind == _SERVER_RESIDUAL:
             merged[key] = torch.zeros_like(tensor)
         elif key in _BY_REPLICA:
-            # saved for other replicas, so all start a round with equal local steps
+            # the state was saved for other replicas, so all begin a round with equal local steps
             merged[key] = tensor
         else:
             merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))

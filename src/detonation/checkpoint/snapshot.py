@@ -233,7 +233,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
     }
     all_pieces = [
         (each.link, p) for each in optimizer.build() for p in each.parameters.values()
-    ]  # a replicator may have no piece in this shard
+    ]  # a replicator may own no piece of this shard
     of_links = {
         link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
     }
@@ -321,7 +321,7 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
     """Boxes of the tensors that are DTensors or are sharded like their parameter."""
     parameters = local_parameters(model)
     boxes = {}
-    # computing a box is slow in torch, and most tensors share a layout
+    # computing a tensor's box is slow in torch, and most tensors share a layout
     by_layout: dict[object, Box] = {}
     for key, tensor in found.items():
         like: Tensor | None = tensor

@@ -307,7 +307,7 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
     # A level that exchanges gradients keeps the replicas of its tier equal.
-    # Under any other level, these replicas have different anchors.
+    # Under any other level, replicas have different anchors.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1

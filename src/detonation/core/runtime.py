@@ -44,9 +44,10 @@ def fp32_products() -> str:
 def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
     allowed = [each.fp32_precision for each in _products().values()]
     legacy = "highest"
-    with suppress(RuntimeError):  # raised if the caller has set only torch's newer precisions
+    # torch raises if the caller has set only its newer precision settings
+    with suppress(RuntimeError):
         legacy = torch.get_float32_matmul_precision()
-        # if old and new settings differ, torch raises whenever one is read
+        # if old and new settings differ, torch raises when either is read
         torch.set_float32_matmul_precision("highest")
     products.fp32_precision = "ieee"
     try:

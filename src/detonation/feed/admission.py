@@ -92,7 +92,7 @@ class Admission:
         """
         guest = self._axis.host.guest
         if self._feed is not None:
-            self._feed.flush()  # the new replica needs the last step before it joins
+            self._feed.flush()  # the new replica needs the last step before joining
             if self._feed.followers and math.isinf(self._copy_turn):
                 turn = self._user.turn_of(self._optimizer.step_count)
                 self._copy_turn = self._axis.host.copy_turn(self._guest, turn)
@@ -203,7 +203,7 @@ def admitted(
                 f"the weights of step {entry.step} did not come",
                 lambda: entry.is_at(follower.step, follower.ahead),
             )
-            # with a delay, the others receive all messages in flight before this replica joins
+            # with a delay, the other replicas receive all messages in flight before this one joins
             follow(
                 f"the others did not synchronize after step {entry.step}",
                 lambda: follower.complete,
@@ -236,5 +236,5 @@ def _follow(
         guest.let_in()
         follower.turn_to(guest.addresses(0))
         follower.update(wait_s=0.01)
-        if follower.trouble and not has_come():  # a training that has ended announces it itself
+        if follower.trouble and not has_come():  # a training that has ended says so itself
             guest.hosts.require()

@@ -220,7 +220,7 @@ class Follower(AbstractContextManager["Follower"]):
             if self.ended and to is not None:
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
             over = all(stream.ended for stream in self._streams) and self._came() == self._seen
-            if over and not self.ended:  # no step that all shards have can arrive any more
+            if over and not self.ended:  # no further step can arrive on all shards
                 raise LostFeed("training has ended before the state of each of its shards came")
             rest_s = 1.0
             if deadline is not None:

@@ -65,7 +65,7 @@ class FrameSocket:
         self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
         self._sent += 1
         rest = memoryview(content)
-        while rest:  # `sendall` would apply its timeout to the whole frame
+        while rest:  # `sendall` would allow its timeout for the whole frame
             rest = rest[self._connection.send(rest) :]
         self.bytes_moved += len(header) + _TAG + len(content)
 
@@ -176,7 +176,7 @@ class Listener:
     def close(self) -> None:
         """Stops listening."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
         self._socket.close()
 
     def _accept(self) -> None:
@@ -186,7 +186,7 @@ class Listener:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                time.sleep(0.1)  # no file descriptor is free, but one may become free soon
+                time.sleep(0.1)  # all file descriptors are in use, but one may become free soon
                 continue
             peer = joined_address(host, port)
             if _few_are_left(connection.fileno()):

@@ -118,7 +118,7 @@ class Feed(StepRecorder):
         self._most_followers = most_followers
         self._about: dict[str, Any] = {"about": dict(about or {}), "run": run}
         self._run = run
-        self._returns = 0  # number of returns to earlier states
+        self._returns = 0  # number of times that training returned to an earlier state
         self._lock = threading.Lock()  # of the two lists
         self._coming: list[Subscription] = []
         self._subscribed: list[Subscription] = []
@@ -129,7 +129,7 @@ class Feed(StepRecorder):
         self.ahead: Callable[[], int] = lambda: 0
         """Returns a number that each copy contains; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
-        self._sent: dict[int, bytes] = {}  # hashes of the model's buffers when they were last sent
+        self._sent: dict[int, bytes] = {}  # hashes of the model's buffers at their last sending
         self.records = self._closed = False
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
@@ -207,7 +207,7 @@ class Feed(StepRecorder):
             self._synchronized += 1
         if (
             not goes_on
-        ):  # a new name, because another shard may still have earlier steps with the same numbers
+        ):  # a new name, because other shards may still hold earlier steps with the same numbers
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self._drop_all("training went back to an earlier state")
@@ -225,7 +225,7 @@ class Feed(StepRecorder):
         if self._coming and due:
             try:
                 self._let_in(optimizer)
-            except Exception as error:  # an error such as out of memory must not stop training
+            except Exception as error:  # errors such as out of memory must not stop training
                 _log.exception("no copy of the state for followers")
                 self._next_copy = time.monotonic() + FAILED_S
                 self._drop_all(f"there is no copy of the state: {error}")
@@ -300,7 +300,7 @@ class Feed(StepRecorder):
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
-        self._options = []  # makes the next step send all options of the groups
+        self._options = []  # the next step then sends all options of all groups
         self._sent = {}
         now = time.monotonic()
         self._next_copy = now + REST * (now - began)

@@ -54,7 +54,7 @@ def require_followable(optimizer: Replicated) -> None:
             found = collective_for(scheme, each.layout, link.replicas, link.local_ranks)
             collectives.append(found)
     if scheme.round.delay and "owner" in collectives:
-        # Waiting for a message in flight would start the second collective on this replica alone.
+        # Waiting for a message in flight would start the second collective on this replica only.
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
         )
@@ -139,7 +139,7 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
     """
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         if start + size > whole.shape[dim]:
-            start = 0  # the offset of an empty shard may exceed the end
+            start = 0  # the offset of an empty shard may be past the end
             if size:
                 raise CorruptCheckpoint(
                     f"a box ends beyond its tensor of shape {tuple(whole.shape)}"

@@ -18,7 +18,7 @@ HANDSHAKE_S = 5.0
 """Seconds in which a new connection must prove that it has the token."""
 _MAGIC = b"DTFEED\x00\x01"  # the last two bytes are the version of the protocol
 _NONCE = 32
-# distinguishes a refusal from a closed connection, after which followers reconnect
+# tells a refusal from a closed connection, after which followers reconnect
 _REFUSAL = bytes(32)
 
 

@@ -58,7 +58,7 @@ class Manifest:
         if not self.volumes:
             del table["volumes"]
         text = _signed(table)
-        if len(text) > MOST_BYTES:  # `json` escapes to ASCII, so one character is one byte
+        if len(text) > MOST_BYTES:  # `json` escapes to ASCII, so each character is one byte
             raise ValueError(
                 f"{MANIFEST_NAME} would have {len(text):,} bytes, must have at most {MOST_BYTES:,}"
             )

@@ -74,7 +74,7 @@ def begin(directory: Path, step: int) -> None:
     """
     if directory.is_dir():
         for probe in directory.glob(f"{PROBE}*"):
-            with contextlib.suppress(OSError):  # another user may own it
+            with contextlib.suppress(OSError):  # another user may own the directory
                 probe.unlink()
         for path in sorted(directory.glob(".step-*")):
             if step_of(path) >= 0 and (path / MANIFEST_NAME).is_file():
@@ -105,7 +105,7 @@ def retire(directory: Path, step: int, kept: Collection[int]) -> None:
         for old in [path for path in saved_checkpoints(directory) if step_of(path) <= step]:
             if step_of(old) not in kept:
                 disk.remove(_aside(old))
-    except OSError as error:  # failing to remove old checkpoints leaves the new one complete
+    except OSError as error:  # the new checkpoint is complete even if old ones cannot be removed
         _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
 
 

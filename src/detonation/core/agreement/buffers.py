@@ -109,7 +109,7 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     total = link.all_reduce(torch.cat([own, whole]))()
     sums = total[:-1]
     counts = total[-1:]
-    if int(counts) < link.replicas:  # rare, and all replicas decide alike
+    if int(counts) < link.replicas:  # rare; all replicas decide alike
         counts = link.all_reduce(finite.to(values.dtype))()
         nowhere = counts == 0
         others = link.all_reduce(values.where(nowhere, values.new_zeros(())))()

@@ -69,7 +69,7 @@ class StopConsensus:
         self._others = self.shards
         self._asks = False
         self.gates: list[StepGate] = []  # called in this order
-        # the most serious reason of all ranks, and its step
+        # the most serious reason to stop of all ranks, and its step
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
@@ -98,7 +98,7 @@ class StopConsensus:
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # shards last: messages of a lost replica may have reached only a part of the shards
+        # shards are last, because a lost replica's messages may have reached only some shards
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
@@ -116,7 +116,8 @@ class StopConsensus:
             raise HalfStep(
                 f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all"
             )
-        for group in self._base.param_groups:  # plain types need no Python call
+        # values of plain types are compared without a Python call
+        for group in self._base.param_groups:
             kinds = {*map(type, group.values())}
             for value in group.values():
                 if type(value) is tuple:
@@ -282,7 +283,7 @@ class StopConsensus:
             mended = self._mended(replicator, others | tensors, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
-            if mended:  # a repair may also move weights that are not finite
+            if mended:  # a repair may also restore weights that are not finite
                 replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)

@@ -62,14 +62,14 @@ def differences(
     everyone = link.collect(digest).view(-1).tolist()
     if changing := _announced(link, everyone):
         return [Difference(CHANGE, tuple(changing), min(changing.values()))]
-    if len(set(everyone)) > 1:  # messages of different sizes would end the receiving process
+    if len(set(everyone)) > 1:  # messages of different sizes would crash the receiving process
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum(tensor).to(device) for tensor in tensors.values()]
     hashes = [hash63(text) for text in options.values()]
     sums += torch.tensor(hashes, dtype=torch.int64, device=device).unbind()
     if not sums:
         return []
-    table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors, followed by options]
+    table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors, then options]
     columns = zip(names, zip(*table, strict=True), strict=True)
     found = [_difference(name, column) for name, column in columns]
     return [difference for difference in found if difference]

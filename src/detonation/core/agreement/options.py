@@ -28,7 +28,7 @@ def python_number(value: Any) -> Any:
     """Converts a NumPy scalar, also one in a tuple, to a Python number; returns other values
     unchanged.
     """
-    numpy = sys.modules.get("numpy")  # without an imported numpy there are no numpy numbers
+    numpy = sys.modules.get("numpy")  # if numpy was not imported, no option is a numpy number
     if type(value) is tuple:
         return tuple(map(python_number, value))
     if numpy is None:

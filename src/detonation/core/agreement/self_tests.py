@@ -66,7 +66,7 @@ def selftest(
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
-                # `before` is nonzero: adding to zero hides whether multiply-add is fused
+                # `before` is nonzero, because adding to zero hides whether multiply-add is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
                 # the test is smaller for Muon, because matrix products over all rows would be slow
                 if isinstance(base.optimizer, Muon):
@@ -128,7 +128,7 @@ def _steps(
         weights = [torch.nn.Parameter(each.clone()) for each in before]
         given = {**base.param_groups[0], **(options or {})}
         made = kind([{**given, "params": weights, "lr": 1e-3}])
-        for scale in (1.0, 0.7):  # the first step starts from zero state
+        for scale in (1.0, 0.7):  # the optimizer has no state before the first of these two steps
             for weight, update in zip(weights, updates, strict=True):
                 weight.grad = update * scale
             made.step()

@@ -125,7 +125,7 @@ class ClippedMean:
         norms = message_norms([values], values.shape[1])
         return WeightedMean(self.weights(norms))(values, indices, chunk)
 
-    def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
+    def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> [replicas] fp32
         # torch.nanmedian synchronises the host with the device in several versions of torch
         empty = norms <= 0
         rising = norms.masked_fill(empty, torch.inf).sort().values
@@ -243,7 +243,7 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
     indices = coefficients.indices
     if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
-    together = aggregation(values, None, chunk)  # aggregate all messages first, then scatter once
+    together = aggregation(values, None, chunk)  # combine all messages before scattering them once
     if indices is None:
         return together
     return scatter_sum([together], [narrow(indices)], chunk)

@@ -60,7 +60,7 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        # column-major: top-k reads one coefficient of all rows after the other
+        # column-major, because top-k reads one coefficient of all rows, then the next
         if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)

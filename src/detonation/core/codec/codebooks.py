@@ -146,7 +146,7 @@ class TwoBit(BlockCodebook):
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         large = size > deviation
         negative = is_negative(blocks, deviation, negative_zeros)
-        # sums along rows, because scatter_add has no fixed order on an accelerator
+        # sum along rows, because scatter_add has no fixed order on an accelerator
         tails = blocks * large
         over = tails.clamp(min=0).sum(1, keepdim=True)
         under = tails.clamp(max=0).sum(1, keepdim=True)
@@ -252,7 +252,7 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
     missing = -lines.shape[-1] % block
     if missing:
         lines = torch.nn.functional.pad(lines, (0, missing))
-    blocks = lines.reshape(-1, block)  # blocks of all lines, one line after the other
+    blocks = lines.reshape(-1, block)  # blocks of the first line, then of the second, and so on
     of_a_line = lines.shape[-1] // block
     return blocks, _counts(len(blocks), of_a_line, block - missing, block, lines.device)
 

@@ -187,12 +187,13 @@ class Codec:
             values, indices = self._dealt(selected, run.owners)
             count = run.owners.replicas
         encoded: list[Tensor | None] = []
-        if not isinstance(self.precision, Float):  # encode before the run allocates its memory
+        # try the encoding before the run allocates its memory
+        if not isinstance(self.precision, Float):
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
-        elif run.owners:  # messages of owners may begin at any address
+        elif run.owners:  # messages of owners may start at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:

@@ -62,7 +62,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         counted = counted.cumsum(-1, dtype=torch.int32)
     wanted = torch.arange(1, k + 1, dtype=counted.dtype, device=bitmap.device)
     wanted = wanted.expand(*messages, rows, k).contiguous()
-    # position at which the count of set bits reaches each wanted count; `chunk` if it never does
+    # the position at which the count of set bits reaches each wanted count, or `chunk`
     positions = torch.searchsorted(counted.contiguous(), wanted, out_int32=True)
     del counted
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
@@ -97,7 +97,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
-    else:  # unpacked path: no byte per bit is needed
+    else:  # this path needs no byte per bit
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
     return (counts != k).any(1) * 2

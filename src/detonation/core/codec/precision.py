@@ -100,7 +100,7 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    # torch refuses an odd stride, although a single message does not use its stride
+    # torch rejects an odd stride, although a single message does not use its stride
     if messages == 1:
         octets = octets[0]
     size = dtype.itemsize

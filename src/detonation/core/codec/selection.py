@@ -136,7 +136,7 @@ class Rotation:
     @cached_property
     def k(self) -> int:
         if self.shares == 1:
-            return 1  # rows of one coordinate never need padding
+            return 1  # rows of one coordinate need no padding
         return max(1, 64 // self.shares)
 
     @cached_property

@@ -49,7 +49,7 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     if out is None:
         out = torch.empty(len(messages), dtype=torch.int64, device=messages.device)
     if messages.device.type == "cpu":
-        # the kernel is exact, so replicas with and without kernels agree
+        # the kernel is exact, so replicas with and without kernels get equal bits
         kernel = kernel_library.load_library()
         if kernel:
             return out.copy_(kernel.checksums(messages, skipped))
@@ -91,7 +91,7 @@ def _numbers(lines: int, device: torch.device) -> Tensor:
     """Odd factors of all columns, followed by even factors of all lines. Neighbouring factors are
     unrelated, so errors do not cancel.
     """
-    # layout: [columns, followed by lines]
+    # layout: columns, then lines
     at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(_STRIDE)
     mixed = at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF))
     mixed[:_WORDS].bitwise_or_(1)

@@ -105,7 +105,7 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
     if len(within) > 1:
         together = torch.cat(list(within))
     count = max(each) + 1
-    # a signal within the limit gets a number past the end, which becomes 0
+    # for a signal within the limit, the position is past the end; it becomes 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 

@@ -96,7 +96,7 @@ class ReferenceEngine(Rule):
         self._encoded_at_once = self._selected_rows
         if codec.dense or (self._on_cpu and codec.selection.shared):
             self._encoded_at_once = layout.rows
-        # messages can be cut only at multiples of a unit
+        # messages can be cut only at multiples of this unit
         self._block = cache(partial(Bucket.of, layout))
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if the result of `encode` is so large that its memory should be freed before the
@@ -104,11 +104,11 @@ class ReferenceEngine(Rule):
         # whole signals in a floating-point dtype are written directly into the message
         sends_signals = memory is None and codec.dense and isinstance(codec.basis, Identity)
         self._as_it_is = sends_signals and isinstance(codec.precision, Float) and not layout.tiled
-        # True if `release` may subtract the selected values, because no rounding error is kept.
+        # True if no rounding error is kept, so that `release` can subtract the selected values
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as receivers decode them."""
-        # True if a block of memory is released while it is still in the cache
+        # True if each block of memory is released while it is still in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
@@ -213,7 +213,7 @@ class ReferenceEngine(Rule):
     ) -> Selected:
         """`encode`, and writes the coefficients into `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # torch would round fp64 directly to the message's dtype; engines round by way of fp32
+        # torch would round fp64 directly to the message's dtype, while engines round to fp32 first
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -222,7 +222,7 @@ class ReferenceEngine(Rule):
                 values.masked_fill_(bad, 0.0)
             return Selected(values, None)
         out = None
-        # an all-reduce overwrites its run, but `release` needs this replica's own values
+        # an all-reduce overwrites its buffer, but `release` needs this replica's own values
         if self.codec.precision == FP32 and not (run.is_summed or self.codec.dense):
             out = run.numbers
         selected = self.encode(signals, step, bad, out)
@@ -377,7 +377,7 @@ class ReferenceEngine(Rule):
         at_once = self._decoded_at_once(received)
         read = at_once
         if self._room.few_launches and received.owners:
-            # reading the replies of owners needs kernel launches
+            # reading the replies of owners launches kernels
             read = received.rows
             if not self.codec.selection.shared:
                 read = -(-received.rows // READS)

@@ -69,7 +69,7 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
         kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    # the sent and received messages do not exist yet, so their memory is free
+    # messages do not exist yet, so their memory can be used here
     free = line + BUCKETS * (2 * message - kept)
     chosen = line * _transforms(codec)
     if not codec.selection.shared:

@@ -46,12 +46,12 @@ class Exchange(ABC):
         self._guard = guard
         self._rows = rows
         # Gradients are sent at every step, so their buffers are kept.
-        # A round is rare, and its messages need memory only during the exchange.
+        # Rounds are rare, so their messages occupy memory only during the exchange.
         # An elastic communicator may resend a message long after it was received.
-        # A simulated communicator on a CPU hands the message itself to other replicas.
+        # A simulated communicator on a CPU gives other replicas the message itself, not a copy.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # returns receive buffers; on an accelerator torch's own allocator reuses them
+        # returns receive buffers for reuse; on an accelerator torch's allocator reuses them
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
@@ -163,7 +163,7 @@ class AllReduce(Exchange):
         self._digits = DIGITS * link.replicas
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        # the status digits of all replicas are sent with the first rows
+        # the first rows are sent with the status digits of all replicas
         nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
         memory = partial(
             self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device
@@ -189,14 +189,14 @@ class AllReduce(Exchange):
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
                 # Absent replicas count as if they had sent the mean.
-                # The sum is copied, because another simulated replica may still need it.
+                # The sum is copied, because another simulated replica may still read it.
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
             runs.append((at, total[: count * self._k].view(count, self._k)))
         digits = total[count * self._k :]  # which leave last
         runs.sort(key=itemgetter(0))
         if message.played:
-            # the playback does not record which replicas were absent
+            # the log does not record which replicas were absent
             absent = {*range(link.replicas)}
         elif link.observer:
             if len(runs) > 1:
@@ -234,7 +234,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # a sum has no norm per replica to remember
+    def state(self) -> dict[str, Tensor]:  # a sum has no norm per replica to store
         return {}
 
 

@@ -61,7 +61,7 @@ class TwoStage(Exchange):
         self.residual = residual
         self.replica = (
             link.replica
-        )  # the owner number of this replica, until replicas are renumbered
+        )  # the number of this replica among the owners, until replicas are renumbered
         answer = replace(
             self._answer, selection=self._answer.selection.for_rows(first, owners.rows)
         )
@@ -82,7 +82,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # messages and replies can be cut at multiples of this number of rows
+        )  # messages and replies can be cut at multiples of this many rows
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows
@@ -153,7 +153,7 @@ class TwoStage(Exchange):
         self._answer.write(selected, run)
         sent = self._answer.written(run)
         indices = selected.indices
-        if isinstance(indices, Tensor):  # the indices of a row are distinct
+        if isinstance(indices, Tensor):  # the indices within a row are distinct
             residual.scatter_add_(1, indices, sent.neg())
         else:
             residual -= sent

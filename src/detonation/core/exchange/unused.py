@@ -129,7 +129,7 @@ class Unused:
         arriving = self._link.all_gather(mine.to(self._guard.usual.device))
         (arrived,), absent = self._link.wait([arriving])
         sets = [bytes(row) for row in arrived.tolist()]
-        # digests in later messages show whether all replicas received the same sets
+        # digests in later messages reveal whether all replicas received the same sets
         self._guard.noted = crc32(b"".join(sets), self._guard.noted) >> 1
         self._known[self._next : self._next + 1] = [sets]
         self._next = (self._next + 1) % self._most_known

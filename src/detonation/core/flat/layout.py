@@ -189,7 +189,7 @@ class Layout:
             size_of[_unit_of(slot.name, unit)] += sizes[slot.name]
         loads = [0] * count
         fragment_of: dict[str, int] = {}
-        for key, size in size_of.most_common():  # units of equal size are in model order
+        for key, size in size_of.most_common():  # units of equal size keep the order of the model
             fragment_of[key] = lightest = loads.index(min(loads))
             loads[lightest] += size
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]

@@ -196,7 +196,7 @@ class RowOwners:
         pairs = []
         own = self._turns * self.run
         begin = self.replicas * own
-        rest = self.owned - own  # rows of each owner in the remainder
+        rest = self.owned - own  # rows of the remainder that each owner has
         whole, left = self._remainder
         end = begin + whole * rest
         for lines, parts in zip(matrices, dealt, strict=True):

@@ -178,7 +178,7 @@ def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The local shard of each parameter."""
     found = []
     for parameter in parameters.values():
-        # inlined, because calling `local` would cost a call per tensor and step
+        # inlined, because `local` would add a call per tensor and step
         if isinstance(parameter, DTensor):
             parameter = parameter.to_local()
         found.append(parameter)
@@ -210,7 +210,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
         shard = gradient
         if isinstance(gradient, DTensor):
             shard = _local_gradient(parameter, gradient)
-        address = shard.data_ptr()  # the address is 0 for an empty tensor, and on the meta device
+        address = shard.data_ptr()  # the address is 0 for an empty tensor and on the meta device
         if address and (address in addresses or 0 in shard.stride()):
             shard = _separated(parameter)
         addresses.add(address)

@@ -109,14 +109,15 @@ class FaultCounts:
         """Forgets all reasons to stop, because a loaded checkpoint replaced the state."""
         self.fatal = 0
         self.changing = 0
-        self._raised = (0, 0)  # the number and the step of the last error
+        self._raised = (0, 0)  # number and step of the last error
         self.due: set[int] = set()
         self.changed: dict[int, str] = {}
         self.missing: set[int] = set()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
-        self._good: Counter[int] = Counter()  # used messages of each replica since its last refusal
+        # for each replica: messages used since its last refusal
+        self._good: Counter[int] = Counter()
 
     def report_later(
         self, due: int, numbers: Readback, report: Callable[[list[Any]], object]

@@ -132,7 +132,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # the last checksum line may end with undefined padding
+    # the padding at the end of the last checksum line may be undefined
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)

@@ -57,16 +57,17 @@ class SumGuard:
         # a status also reports missing gradients; see `missing`
         self.most_known = max(1, (1 << 16) // self.statuses - FIRST_KNOWN)
         self._most_said = FIRST_KNOWN + min(self.most_known, MOST_KNOWN)
-        # the last of three status numbers also contains a mark of the step, and stays below 256
+        # the last of three status numbers also contains a mark of the step, and is below 256
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks = min(251, 256 // self._high - 1)
         first = (self._schema + 5 * place) % 251
         # consecutive steps have different marks
         self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]
-        self.noted = 0  # digest of the sets that the replicas exchanged; see `Unused`
+        # digest of the sets of unused parameters that replicas exchanged; see `Unused`
+        self.noted = 0
         self._sent = 0
         self._opened = 0
-        self._received: dict[int, int] = {}  # received digests, by number of the exchange
+        self._received: dict[int, int] = {}  # received digests, by the number of their exchange
 
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
@@ -185,8 +186,7 @@ def statuses_of_sum(
     replicas = len(digits) // DIGITS
     is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
     if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
-        # A communicator of one replica that represents all replicas:
-        # the sum contains each number `replicas` times.
+        # One communicator represents all replicas: its sum contains each number `replicas` times.
         digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
     found = []

@@ -278,7 +278,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._of_axis
         group = _group_beside(self._of_axis)
         if self._is_gloo:
-            # no finalizer at exit: NCCL must end a communicator on all ranks at once
+            # no finalizer at exit, because NCCL must end a communicator on all ranks at once
             weakref.finalize(self, _end, group).atexit = False
         return group
 

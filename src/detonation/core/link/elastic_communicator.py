@@ -161,7 +161,7 @@ class AgreedCommunicator(Communicator):
             if self._alike(rows.device):
                 return rows
             absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
-            # a copy, because simulated replicas share the rows
+            # copied, because simulated replicas share the rows
             return rows.index_fill(0, absent, 0)
 
         return wait

@@ -172,7 +172,7 @@ class Link:
         self.replicas = self._inter_node.size()
         self.replica = self._inter_node.replica
         self.recycle = self._communicator.recycle
-        # the bytes of these two functions are not counted as sent
+        # bytes that these two functions send are not counted
         self.send_to_all = partial(send_to_all, self._inter_node)
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0

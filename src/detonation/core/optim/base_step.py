@@ -46,7 +46,7 @@ class BaseStep:
         self.rounding: AbstractContextManager[object] = nullcontext()
         self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._hook: Callable[[], object] | None = None  # removes the hook for held rows
+        self._hook: Callable[[], object] | None = None  # removes the hook that holds rows
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 

@@ -157,7 +157,7 @@ def _take_by_owners(steps: list[_Sharded]) -> None:
     """Takes steps of matrices that are sharded over the same ranks."""
     steps.sort(key=lambda step: -step.cost)
     computed: _Group | None = None
-    # the next group is on its way while a group is computed
+    # the next group is transferred while this group is computed
     for current, _ in pairwise(chain(_groups(steps), [None])):
         assert current is not None
         current.compute()
@@ -210,7 +210,7 @@ class _Group:
         ]
         sent: list[list[Tensor]] = [[] for _ in self._owned]
         for each, *parts in zip(self._mine, *shards, strict=True):
-            # a copy: sums of products may depend on the address of the first number
+            # copied, because a sum of products may depend on the address of its first number
             result, notes = each.step.whole(torch.cat(parts, each.dim))
             for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
                 pieces.extend((_to_bytes(shard), _to_bytes(notes)))
@@ -250,10 +250,10 @@ class _Group:
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:
-    # a contiguous tensor of one number may have any stride, in which `view` sees gaps
+    # a contiguous tensor of one number may have any stride, which `view` rejects
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)
 
 
 def _from_bytes(content: Tensor, dtype: torch.dtype) -> Tensor:
-    return content.clone().view(dtype)  # a view of the buffer may start between two numbers
+    return content.clone().view(dtype)  # a view may start in the middle of a number

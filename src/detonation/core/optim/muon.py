@@ -179,7 +179,7 @@ class _OrthogonalStep:
 
     def __init__(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         self.matrix = matrix
-        # on accelerators products are computed in bf16: shards travel as such
+        # accelerators compute products in bf16, so shards are sent in bf16
         self.dtype = torch.bfloat16
         if local(matrix).device.type == "cpu":
             self.dtype = matrix.dtype
@@ -209,7 +209,7 @@ class _OrthogonalStep:
             return direction, direction.new_empty(0, dtype=torch.float32)
         columns = direction.shape[1]
         squares = direction.float().square()
-        # a matrix product has exact sums in `SingleRounding`
+        # in `SingleRounding` a matrix product is an exact sum
         means = (squares @ squares.new_ones(columns, 1)).div_(columns)
         return direction, means.view(-1)
 

@@ -190,7 +190,7 @@ class _Builder:
             largest = scheme.codec.layout(
                 {name: largest_local_shape(p) for name, p in group.items()}
             )
-            # the largest shape is equal on all shards, so all of them raise the same error
+            # all shards compare the largest shape, so all raise the same error
             require_below_dense(scheme, largest, link.replicas, link.local_ranks)
             made += self._fragments(index, part, group, link, counts)
         return made
@@ -256,7 +256,7 @@ def replicator_of(
     leaks = not scheme.codec.keeps_zeros or channel.exchange.secluded
     held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
     if isinstance(scheme, GradientScheme):
-        # the base optimizer holds whole parameters, so pieces cannot move by signs
+        # the base optimizer holds whole parameters, so signs cannot move their pieces
         last = last and not any(isinstance(each, Piece) for each in parameters.values())
         base.hold(parameters.values() if leaks else ())
         made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
@@ -419,10 +419,10 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # replicas that decide on the device stop a step later
+    # replicas that decide on the device stop one step later
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
-    if channel.late:  # these decide how many buckets a message has within `overlap`
+    if channel.late:  # the number of buckets in `overlap` depends on these gradients
         settings["gradients at the end of backward"] = ", ".join(sorted(channel.late))
     settings |= {
         name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()

@@ -151,7 +151,7 @@ def late_parameters(model: nn.Module) -> frozenset[str]:
     parameters = local_parameters(model)
     late = set[int]()
     inner = set[nn.Module]()
-    for unit in model.modules():  # a unit comes before the units inside it
+    for unit in model.modules():  # `modules` yields a unit before the units inside it
         if isinstance(unit, FSDPModule) and unit not in inner:
             inside = {each for each in unit.modules() if isinstance(each, FSDPModule)} - {unit}
             inner |= inside

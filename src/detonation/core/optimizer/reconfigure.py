@@ -187,7 +187,7 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
 
     The sum of all memories, divided by the number of replicas, is unchanged (law 1).
     """
-    # there are no links if the outermost level sends nothing
+    # empty if the outermost level sends nothing
     between = [each.link for each in replicators if each.link.elastic]
     for channel in (each.channel for each in replicators if each.channel.memory and between):
         if channel.link.elastic:
@@ -195,7 +195,7 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
         else:
             link = between[-1]
         _hand_over_residual(channel, link, leaving)
-    # returns after all replicas have received the memory
+    # returns once all replicas have received the memory
     for link in dict.fromkeys(each.link for each in replicators):
         device = replicators[0].channel.runtime.device
         link.collect(torch.zeros(1, dtype=torch.int64, device=device))
@@ -206,7 +206,7 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     memory = channel.memory
     assert memory is not None
     leaves = link.replica in leaving
-    # The server residual of owners inside a replica belongs to the mean of that replica only.
+    # The server residual of owners inside a replica belonged to the mean of that replica.
     # From now on it belongs to the mean of all replicas.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)

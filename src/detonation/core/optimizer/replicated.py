@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# torch's optimizers import it in the same way; it does not import the compiler
+# torch's optimizers import it the same way; it does not import the compiler
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
@@ -75,7 +75,7 @@ class Replicated(OptimizerWrapper):
         self.memory_lost = False
         self._routes: dict[tuple[int, int], Route] = {}
         self._padding: PaddingRows | None = None  # None if no padding row is held
-        # True if `overlap` sent no gradients because the trained parameters changed
+        # True if `overlap` sent no gradients, because other parameters are trained now
         self._held_back = False
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
@@ -123,7 +123,7 @@ class Replicated(OptimizerWrapper):
         """True if this replica skips the next step and needs no gradient; see `balance`."""
         return self._consensus is not None and self._consensus.idle(self.step_count)
 
-    @_disable_dynamo  # torch.compile calls `step` uncompiled
+    @_disable_dynamo  # torch.compile runs `step` without compiling it
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs one step of training, on all ranks at once.
@@ -151,7 +151,7 @@ class Replicated(OptimizerWrapper):
             self.base_step.lost = self.base_step.overflows
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
-        # the number of the step, from its first message until the weights have moved
+        # the number of the current step, from its first message until the weights have moved
         halfway: int | None = None
         try:
             with ExitStack() as arithmetic:
@@ -164,7 +164,7 @@ class Replicated(OptimizerWrapper):
                     replicator.before(step)
                 # 3. Agree that no rank stops, before the weights move.
                 if "gradients" in signals:
-                    # the agreed update has replaced overflowed gradients
+                    # the agreed update has replaced gradients that overflowed
                     self.base_step.overflow = None
                     consensus.end(step)
                 # 4. Move the weights.
@@ -225,7 +225,7 @@ class Replicated(OptimizerWrapper):
         if not overlapping:
             if self._renumbers:
                 self.renumber()
-            if not held_back:  # else `overlap` has entered the step
+            if not held_back:  # with `overlap` the step has already been entered
                 self._consensus.enter_step(self.step_count)
             if changed:
                 self._change_trained(in_buckets=held_back)
@@ -267,14 +267,14 @@ class Replicated(OptimizerWrapper):
         missing. Before the first message it calls `may_send`; if that returns False, nothing is
         sent before `step()`, and the step may be left out.
         """
-        # build no levels here, because FSDP2 now shows whole parameters
+        # build no levels now, because FSDP2 shows whole parameters
         if self._consensus is not None:
             self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
             if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # the changed parameters need other buckets
+                if lost or self._trained.changed:  # other trained parameters need other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count, may_send))
@@ -292,7 +292,7 @@ class Replicated(OptimizerWrapper):
         reads all tensors once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            # this call raises if other code replaced a trained parameter of the model
+            # raises if other code replaced a trained parameter of the model
             self._trained.by_name()
             if self._padding:
                 self._padding.agree()

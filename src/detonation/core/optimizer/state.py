@@ -171,7 +171,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
-    mark = (  # the mark is "" if replicas are alike or not replicated
+    mark = (  # the mark is "" if replicas are equal or not replicated
         f"replica{coordinates.replica}."
     )
     for other in (key for values in rest["state"].values() for key in values):
@@ -189,14 +189,14 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
             odd = f"the saved state is of {', '.join(replicas)}, this rank is {coordinates.name}"
             raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
         private = replicas[coordinates.name]
-        saved = fitting_state(optimizer, private)  # checks the state before replacing anything
+        saved = fitting_state(optimizer, private)  # check the state before replacing anything
         with optimizer.levels_back_on_error():
             optimizer.base.load_state_dict({**rest, "state": own})
         _replace(optimizer, saved, int(private["step"]))
     else:
         optimizer.base.load_state_dict({**rest, "state": own})
         schemes = [scheme for _, scheme in optimizer.levels]
-        optimizer.forget_levels()  # drop the levels, or an old anchor would undo the load
+        optimizer.forget_levels()  # an old anchor would undo the load
         optimizer.memory_lost = any(
             s.feedback or s.round.delay or s.signal == "parameters" for s in schemes
         )

@@ -115,7 +115,7 @@ def described(
     """
     try:
         parameters = trained.by_name()
-    except ValueError:  # the first step raises and explains this error
+    except ValueError:  # the first step raises this error with its reason
         return "Replicated, with parameters that are not in the model"
     lines = [
         f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this"

@@ -21,7 +21,8 @@ _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
 iterates.
 """
 
-_KIND = attrgetter("dtype", "shape")  # implemented in C, so a step calls no Python function for it
+# implemented in C, so that a step calls no Python function here
+_KIND = attrgetter("dtype", "shape")
 
 
 class TrainedParameters:
@@ -35,8 +36,7 @@ class TrainedParameters:
         self._ids = set[int]()
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        # of each parameter of the optimizer: the parameters of its module, its name there and in
-        # the model, and its id
+        # for each parameter: the parameters of its module, its name there and in the model, its id
         self._owners: list[dict[str, nn.Parameter | None]] = []
         self._own_names: list[str] = []
         self._full_names: list[str] = []
@@ -85,7 +85,7 @@ class TrainedParameters:
         ids = {id(p) for p in found.values()}
         trained = self._trained_elsewhere()
         if ids & trained:
-            gc.collect()  # frees dropped optimizers that reference cycles keep on some ranks
+            gc.collect()  # frees dropped optimizers that reference cycles keep alive on some ranks
             trained = self._trained_elsewhere()
         return {name: p for name, p in found.items() if id(p) not in trained}
 
@@ -96,7 +96,7 @@ class TrainedParameters:
         of its parameters replaces it on all ranks.
         """
         found = dict[TrainedParameters, set[int]]()
-        for each in _TRAINED.keyrefs():  # in the order in which they were made
+        for each in _TRAINED.keyrefs():  # in the order in which the optimizers were created
             if (one := each()) is not None:
                 ids = {id(p) for p in one.everyone}
                 found = {other: had for other, had in found.items() if had.isdisjoint(ids)}

@@ -35,7 +35,7 @@ class Replicator(ABC):
         self.parameters = parameters
         self.channel = channel
         self.round = channel.scheme.round
-        # True if gradients were or will be sent in buckets, and their step is still to come
+        # True if this step's gradients were or will be sent in buckets
         self.overlapping = False
         self.scheme = channel.scheme
         self.layout = channel.layout
@@ -67,7 +67,7 @@ class Replicator(ABC):
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
         """Receives an announcement and the messages sent before it, without using them."""
-        if self.scheme.round.delay:  # without a delay, `announce` has already received the messages
+        if self.scheme.round.delay:  # without a delay, `announce` has received the messages
             self.local_state()
             self.channel.discard(transfers)
 

@@ -121,13 +121,13 @@ class Update:
         received = self.received
         may_move = signs is not None and not (  # hooks may read gradients
             signs._optimizer_step_pre_hooks
-            or len(signs._optimizer_step_post_hooks) > 1  # the first is this library's
+            or len(signs._optimizer_step_post_hooks) > 1  # the first hook belongs to this library
             or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
         )
         if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
-                # this tensor moves instead of the update
+                # this tensor is moved in place of the update
                 moved[number] = torch.empty_like(moved[number])
             adds_up = any(group["momentum"] for group in signs.param_groups)
             if not adds_up and self.engine.can_apply_signs(received, moved):
@@ -136,7 +136,7 @@ class Update:
                 signs.deferred[id(each[0])] = Deferred(each, move, received.release)
                 return
         self.engine.write(received, gradients_to_fill(parameters, unused))
-        if received.release:  # free the messages, which are not used any more
+        if received.release:  # free the messages, which have no further use
             received.release()
 
 
@@ -177,7 +177,7 @@ class Channel:
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        # one reference norm for all guards, because the norms of their messages are similar
+        # all guards share one reference norm, because their messages have similar norms
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)
         # True if messages omit indices, because all replicas can compute them.
         # Schemes that send whole rows need indices only for kernels.
@@ -257,7 +257,7 @@ class Channel:
         bad = transfer.verdict.bad
         whole = transfer.pipeline
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # CPU engines use their own blocks, which fit into caches; kernels need no temporaries
+        # CPU engines use their own cache-sized blocks; kernels need no temporaries
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)
@@ -265,7 +265,7 @@ class Channel:
                 self._release(transfer)
         else:
             self._encode_in_buckets(transfer, run, signals, bad)
-        del run  # free the encoded rows, of which the exchange may send a copy
+        del run  # free the encoded rows, because the exchange may send a copy
         whole.exchange.send(transfer.message, transfer.verdict.status)
         if transfer.unreleased:
             self._release(transfer)
@@ -294,7 +294,7 @@ class Channel:
         bad = self._inspector.look(pieces, numbers, pipeline.engine)
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
         self._encode(transfer, pipeline, run, pieces, bad)
-        del run  # free the encoded rows, of which the exchange may send a copy
+        del run  # free the encoded rows, because the exchange may send a copy
         status: int | Tensor | None = None
         if is_last:
             status = self._inspector.status()
@@ -432,7 +432,7 @@ class Channel:
             else:
                 own = None
             kept = selected
-            if own is not None:  # `own` replaces the values before rounding
+            if own is not None:  # `own` becomes the values before rounding
                 kept = replace(selected, values=own)
             transfer.unreleased.append((engine, kept, own))
         if self._needs_own_update:

@@ -198,7 +198,7 @@ class GradientReplicator(Replicator):
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        # readback: are gradients still those sent by the last overlapped step?
+        # readback: do gradients equal those sent by the last overlapped step?
         self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base
@@ -236,7 +236,7 @@ class GradientReplicator(Replicator):
 
     def drain(self) -> None:
         for index in range(self.scheme.round.delay):
-            # the replica that announced a change skips all later messages
+            # all later messages of a replica that announced a change are skipped
             if not self.counts.changed_apart:
                 self._updates.wait(index)
 

@@ -28,7 +28,7 @@ class OuterSGD:
         Shapes: `[len(rows), chunk]`.
         """
         direction = self._direction(rows, update)
-        # product and sum are rounded separately
+        # the product and the sum are rounded separately
         moves = torch.mul(direction, self._outer.lr, out=update)
         self.flat[rows].sub_(moves)
 
@@ -45,7 +45,7 @@ class OuterSGD:
         """The direction for a gradient of a range of rows; read-only. The gradient is
         overwritten.
         """
-        # [len(rows), chunk] -> the same
+        # [len(rows), chunk] -> [len(rows), chunk]
         if self._momentum is None:
             return gradient
         momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)

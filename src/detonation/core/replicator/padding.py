@@ -35,7 +35,7 @@ class PaddingRows:
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))
-        # for each row: whether this replica has had a gradient of the parameter, and of the row
+        # for each row: did this replica ever have a gradient of the parameter, and of the row?
         self._seen = {
             link: torch.zeros(
                 len(rows), 2, dtype=torch.int64, device=rows[0][0].channel.runtime.device

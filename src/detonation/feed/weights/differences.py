@@ -43,7 +43,7 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
     """Inverse of `patterns_of`, with the dtype and shape of `like`; a view of `patterns` if
     elements have more than one byte.
     """
-    # [patterns] int16 -> the shape of like
+    # [patterns] int16 -> the shape of `like`
     bits = patterns
     if like.element_size() == 1:
         bits = patterns.to(torch.uint8)
@@ -117,7 +117,7 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
         return {}
     gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
     wide = deltas.to(torch.int32)
-    zigzag = (wide << 1) ^ (wide >> 15)  # zigzag code: 1, 2, 3, 4 for -1, 1, -2, 2
+    zigzag = (wide << 1) ^ (wide >> 15)  # zigzag code: -1, 1, -2, 2 become 1, 2, 3, 4
     return {
         f"{name}.{number}": _compressed(plane)
         for name, numbers in (("gaps", gaps), ("deltas", zigzag))
@@ -153,7 +153,7 @@ def _planes(numbers: Tensor) -> list[Tensor]:
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # runs and a Huffman code only: a search for repetitions needs 4 times as long and finds none
+    # runs and a Huffman code only: searching for repetitions takes 4 times as long and finds none
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8

@@ -83,7 +83,7 @@ class RemoteFolder:
         self._system, self._path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
 
     def names(self) -> list[str]:
-        # the folder does not exist before the first file
+        # the folder does not exist before the first file is written
         with _os_errors(), contextlib.suppress(FileNotFoundError):
             return [
                 str(path).rpartition("/")[2]

@@ -66,7 +66,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
                 self._folder.make()
             self._run = max((file.run for file in _begun(self._folder.names())), default=0)
         self._like: dict[str, Tensor] = {}
-        self._held: dict[str, Tensor] = {}  # the bit patterns that readers have
+        self._held: dict[str, Tensor] = {}  # the bit patterns that readers already have
         # the checksum of the last difference, or the random name of the first base
         self._state = ""
         self._since = self._since_bytes = self._base_bytes = 0
@@ -146,7 +146,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
         }
-        # another process may start the same run now: readers refuse its differences by this name
+        # another process may start the same run now: readers reject its differences by their name
         state = secrets.token_hex(8)
         base = {name: tensor_of(held[name], like[name]) for name in like}
         self._write_base(folder, self._run + 1, step, state, base)
@@ -169,7 +169,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         file, size = self._write(
             folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about
         )
-        # only after the write succeeded: else the next difference includes these changes
+        # set after a successful write: otherwise the next difference includes these changes
         for name, (changed, moved) in found.items():
             move(self._held[name], changed, moved)
         self.step = step

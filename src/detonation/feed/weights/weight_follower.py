@@ -169,7 +169,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         """The files of the feed; empty while the folder cannot be read."""
         try:
             return WeightFile.known(self._folder.names())
-        except OSError as error:  # a mounted folder may be gone for a while
+        except OSError as error:  # a mounted folder may be unavailable for a while
             self.trouble = f"the folder cannot be read: {error}"
             return []
 
@@ -245,7 +245,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
                     f" {own.dtype} {tuple(own.shape)}"
                 )
-        # if interrupted from here on, only the next base restores the weights
+        # after an interruption in this loop, only the next base restores the weights
         self._run = self.step = -1
         for name, new in tensors.items():
             own = self._tensors[name]

@@ -165,8 +165,8 @@ class Adapter:
         later = 1 / followed.later
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
-        # If the waits match the initial link better, the link has recovered.
-        # `_factors` would return a link of a speed in between, if it explains the waits.
+        # If the waits fit the initial link better, the link has recovered.
+        # `_factors` would return a speed in between, if that explains the waits.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)
@@ -199,7 +199,7 @@ class Adapter:
             for value in _MOVED[key]:
                 try:
                     other = scheme(now.name, {**self._first.arguments, key: value})
-                except ValueError:  # skip values outside of the scheme's range
+                except ValueError:  # skip values outside the scheme's range
                     continue
                 if self._collectives(other) == self._collectives(now):
                     found.setdefault(spelled(other), other)
@@ -242,7 +242,7 @@ def _factors(
     if shows_latency:
         later = 1 / _large(explained(reported, lambda x: expected(1.0, 1 / x)[1], certain))
     times = explained(waited, lambda x: expected(x, later)[0], certain)
-    # backward may hide the reports: try whether latency explains the wait
+    # backward may hide the reports, so test whether latency explains the wait
     if times == later == 1.0:
         later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
     return _large(times), _large(later)

@@ -81,7 +81,7 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # the error is in the recipe itself
+                    if not arguments:  # the error is in the recipe, not in an argument
                         raise
         return found
 

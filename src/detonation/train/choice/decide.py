@@ -50,7 +50,7 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
     candidates = asked.candidates()
     device = everyone.device
     config = asked.check()
-    # This session only measures: the run builds another one with its own weights.
+    # This session only measures: the run builds another session with its own weights.
     session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
     measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
     network = Network.of_axis(measured, session.config.mesh.shards)

@@ -27,7 +27,7 @@ def validate(session: Session) -> dict[str, float]:
     held_out = list(batches(session.data.validation, train.batch_size, most))
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
-        # A rank without a batch repeats one without counting it, because FSDP gathers in forward.
+        # A rank without a batch repeats an uncounted batch, because FSDP gathers in forward.
         index = i * session.world_size + session.rank
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):
@@ -67,7 +67,7 @@ def translate(session: Session) -> dict[str, float]:
     wanted = min(train.bleu_sentences, len(pairs))
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
-        indices = [*mine] or [0]  # a rank without a sentence translates one that does not count
+        indices = [*mine] or [0]  # a rank without a sentence translates one that is not counted
         batch = to(pairs[torch.tensor(indices)], session.device)
         ids = greedy(session, batch)
         if mine:
@@ -94,10 +94,10 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
         with autocast(session):
             output = model(**given, decoder_input_ids=ids[-1][:, None], use_cache=True)
         ids.append(output.logits[:, -1].argmax(-1))
-        # the next pass reads one id, and reuses the encoder's output and cached keys and values
+        # the next pass reads one id, and reuses the encoder's output with cached keys and values
         given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         cached = "past_key_values"
-        if hasattr(output, "cache"):  # its name since transformers 5.24
+        if hasattr(output, "cache"):  # the attribute's name since transformers 5.24
             cached = "cache"
         given[cached] = getattr(output, cached)
     return torch.stack(ids[1:], 1)

@@ -77,7 +77,7 @@ def fit(
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # the number of a rank selects its data
+        session.optimizer.renumber()  # a rank's number selects its data
         meter.begin()
         with _safely():
             if rounds:
@@ -158,7 +158,7 @@ class _Meter:
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # only real CPU replicas lose this time: an accelerator computes meanwhile
+            # only real CPU replicas lose this time, because an accelerator computes meanwhile
             record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
             record = replace(record, shard_bytes_sent=self._shard_bytes())
@@ -312,7 +312,7 @@ class _Agreement:
 
     def reports(self) -> list[list[Any]]:
         """The reports in rank order. Waits for them."""
-        # no cached property, which locks out the threads of other simulated replicas
+        # not a cached property, which would lock out threads of other simulated replicas
         if self.arrived is None:
             began = time.perf_counter()
             self.arrived = self.arriving()

@@ -58,7 +58,7 @@ def counted(session: Session, before: Counts) -> Counts:
     replicas = torch.split_with_sizes(gathered, session.world.sizes)
     if len({*session.world.sizes}) > 1:  # replicas of other sizes shard parameters differently
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # the maximum over replicas, because only an owner sees certain faults
+    # the maximum over replicas, because only an owner sees these faults
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     now = Counter(dict(zip(names, here, strict=True)))
     together = Counter(before.skipped) + now

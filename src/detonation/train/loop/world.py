@@ -69,7 +69,7 @@ class Ranks(_Together):
         self._comm = CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
-            # Counts in host memory are sent by gloo, because a device would first finish its queue.
+            # gloo sends counts in host memory, because a device would first finish its queue.
             # All ranks create the groups of all replicas.
             ends = [*accumulate(sizes)]
             for size, end in zip(sizes, ends, strict=True):
@@ -86,7 +86,7 @@ class Ranks(_Together):
             work = dist.all_gather(everyone, values, async_op=True)
             if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
-            work.wait()  # the comm stream waits, instead of the host
+            work.wait()  # the communication stream waits, not the host
             return runtime.Readback(torch.stack(everyone)).read
 
     def over_shards(self, count: int) -> int:
@@ -303,7 +303,7 @@ def _alike(config: Config) -> dict[str, Any]:
     """
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
     alike = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
-    if ":" not in config.data.name:  # a function of the user may read other examples on each rank
+    if ":" not in config.data.name:  # a user's function may read other examples on each rank
         alike[_DATA] = mark_of_data(load_data(config.data))
     return alike
 

@@ -181,7 +181,7 @@ def check_free(
     entries = []
     if path.is_dir():
         entries = [entry.name for entry in path.iterdir()]
-    # checked after listing: a process that created these entries holds its lock by now
+    # checked after listing, because the process that created these entries holds its lock by then
     _require_unlocked(path)
     held = [
         name
@@ -412,7 +412,8 @@ def _take(file: IO[str], path: Path) -> None:
     except BlockingIOError as error:
         file.seek(0)
         who = "another process"
-        with suppress(ValueError, LookupError, TypeError):  # the process may write it just now
+        # the process may be writing this file now
+        with suppress(ValueError, LookupError, TypeError):
             owner = json.loads(file.read())
             who = f"process {owner['pid']} since {owner['since']}"
         raise InUse(

@@ -44,7 +44,8 @@ class Screen(AbstractContextManager["Screen"]):
             TimeRemainingColumn(compact=True, table_column=cropped),
             TextColumn("left{task.fields[latest]}", style="cyan", table_column=cropped),
         )
-        # A fork would lack rich's refresh thread. The speed is the mean over all steps.
+        # A forked process would lack rich's refresh thread.
+        # The speed is the mean over all steps.
         self._bar = Progress(
             *columns,
             console=self._console,

@@ -91,7 +91,7 @@ def read_layers(
     levels = replicas_of_levels(tables, overrides)
     if levels is None or "replicas" in over:
         over = fill_mesh(over, place)
-    else:  # the levels of the recipe determine the number of replicas
+    else:  # the levels of the recipe set the number of replicas
         over = fill_mesh({**over, "replicas": levels}, place)
         del over["replicas"]
     return Layers(tables, {**overrides, "mesh": over})
@@ -393,7 +393,8 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
         "optimizer": [config.optimizer.name],
         "scheme": [level.scheme.name for level in config.levels],
     }
-    # A model "hf:NAME" runs no code of the hub. In other sections "hf" is a module's name.
+    # A model "hf:NAME" runs no code from the hub.
+    # In other sections "hf" is a module's name.
     if config.model.name.startswith(HUB_PREFIX):
         named["model"] = []
     code = [name for section in sections for name in named[section] if ":" in name]

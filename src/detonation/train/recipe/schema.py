@@ -254,7 +254,7 @@ class MeshConfig:
         conflict = self.elastic or bool(self.link) or self.shard_nodes > 1
         require(not conflict, "mesh.nodes", nodes, "left out with elastic, link or shard_nodes")
         object.__setattr__(self, "replicas", len(nodes))
-        object.__setattr__(self, "shards", min(nodes))  # a rank of the smallest node sends most
+        object.__setattr__(self, "shards", min(nodes))  # a rank of the smallest node sends the most
 
     @property
     def sizes(self) -> list[int]:

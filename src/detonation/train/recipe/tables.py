@@ -162,7 +162,7 @@ def _choice(key: str, table: Mapping[str, Any]) -> Choice:
 def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     arguments = dict(table.get("optimizer", {}))
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
-    require_optimizer(name)  # report a wrong name before a missing lr
+    require_optimizer(name)  # report a wrong optimizer name before a missing lr
     lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
     return OptimizerConfig(name, lr, arguments)
 

@@ -94,7 +94,7 @@ def joined_session(
     Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are
     copied from the run.
     """
-    read_token()  # check everything local before other replicas know this one
+    read_token()  # check everything local before contacting the other replicas
     directory.require_writable(out)
     store = meeting_store(address)
     mesh = init_mesh(1, config.mesh.shards, device.type)

@@ -91,7 +91,7 @@ class Recorder:
         done = self._done
         if self.records:
             done = self.records[-1].step
-        self._screen.speak()  # speak first, because trackers print lines when they open
+        self._screen.speak()  # speak before opening trackers, because they print lines
         try:
             self._open(done)
         except directory.Unwritable as error:
