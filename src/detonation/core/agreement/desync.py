@@ -123,8 +123,8 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
 
 
 def _private(optimizer: Optimizer) -> set[str]:
-    """Defaults that are no arguments of the constructor. They are state, such as Prodigy's
-    estimate.
+    """Defaults that are no arguments of the constructor. They are state, such as the estimate of
+    Prodigy.
     """
     arguments = signature(type(optimizer).__init__).parameters
     takes_others = any(each.kind == each.VAR_KEYWORD for each in arguments.values())
@@ -150,16 +150,16 @@ def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
 
 
 def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
-    """The parameter number that each replica announced, by replica. `Link.collect` added up the
-    words of a node's ranks.
+    """The parameter number that each replica announced, by replica. `Link.collect` has already
+    added the words of a node's ranks.
     """
     numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
 
 
 def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the source's tensor on every replica, or the local tensor if the source was lost
-    meanwhile. Collective.
+    """Returns the source's tensor on every replica, or the local tensor if the source has been
+    lost. Collective.
 
     The other replicas add zeros to its bytes, so all replicas get the same bits.
 

@@ -1,5 +1,5 @@
-"""The self-test: hashes of decoded test messages and of optimizer steps. Threads, processors and
-libraries may round differently.
+"""The self-test: hashes of decoded test messages and of optimizer steps, because threads,
+processors and libraries may round differently.
 """
 
 import platform
@@ -120,8 +120,8 @@ def _steps(
     base: Optimizer | None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Each tensor after two steps of an optimizer like `base`; for an untested optimizer, after the
-    operations it is built of.
+    """Each tensor after two steps of an optimizer like `base`. An untested optimizer is replaced by
+    its operations.
     """
     kind: Any = type(base)
     if base is not None and kind in _PROBED:
@@ -144,7 +144,7 @@ def _operations(before: Tensor, update: Tensor) -> Tensor:
 
 
 def norm_selftest(device: torch.device) -> str:
-    """Hash of the norm of a fixed vector: clipping needs equal norms on all replicas."""
+    """Hash of the norm of a fixed vector. Clipping needs equal norms on all replicas."""
     vector = _ramp(_SHAPE[0] * _SHAPE[1], device)
     return digest([norms_of([vector], device)])[:16]
 
@@ -162,8 +162,8 @@ def selftest_conditions(device: torch.device) -> str:
 
 
 def _ramp(numel: int, device: torch.device) -> Tensor:
-    """Numbers of many magnitudes and both signs, bitwise equal everywhere: computed without a
-    random generator and without functions that may round.
+    """Numbers of many magnitudes and both signs, bitwise equal on every machine: they are computed
+    without a random generator and without functions that may round.
     """
     prime = 1048573
     mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % prime

@@ -128,7 +128,7 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits: values are split at 0 and at plus and minus one standard deviation; each of the
+    """Two bits: values are split at 0 and at plus and minus one standard deviation. Each of the
     four parts decodes to its mean.
 
     MuLoCo (arXiv 2505.23725) found that two bits need the means of the parts instead of evenly
@@ -194,8 +194,8 @@ class Int8(BlockCodebook):
     """Eight bits: 255 bins over six standard deviations on either side of 0. A bin decodes to the
     mean of its values.
 
-    INTELLECT-1 (arXiv 2412.01152) does the same, with one codebook per 65,536 values. Here bins are
-    centred on 0 instead of on the mean of the values, and the bin that contains 0 decodes to 0.
+    INTELLECT-1 (arXiv 2412.01152) has the same bins, with one codebook per 65,536 values. Here bins
+    are centred on 0 instead of on the mean of the values, and the bin that contains 0 decodes to 0.
     """
 
     width = 8
@@ -261,7 +261,8 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def _counts(
     blocks: int, blocks_of_a_line: int, last: int, block: int, device: torch.device
 ) -> Tensor:
-    """Number of values in each block: `last` in the last block of each line, `block` in all others.
+    """Number of values in each block: `last` in the last block of each line, `block` in all other
+    blocks.
 
     Shapes: -> `[blocks, 1]` fp32.
     """

@@ -1,4 +1,5 @@
-"""Indices: which coefficients a message contains, encoded in a size that is known in advance."""
+"""Indices: the positions of a message's coefficients, encoded in a size that is known in advance.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
 
 
 def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The positions of the set bits of each row in rising order, then zeros. torch searches row by
-    row, so each bit writes its position at its rank instead.
+    """The positions of the set bits of each row in rising order, then zeros. torch would search row
+    by row, so each bit writes its position at its rank instead.
 
     Shapes: `[rows, chunk]` uint8 -> `[rows, chunk]` of `dtype`.
     """
@@ -212,7 +213,7 @@ class PackedIndices:
         return self.coding.decode(self.encoded, self.rows, self.coding.dtype)
 
     def part(self, first: int, end: int) -> Tensor | PackedIndices:
-        """The indices of rows `first` to `end`, `end` excluded; `first` is a multiple of 8.
+        """The indices of rows `first` to `end`, excluding `end`. `first` is a multiple of 8.
 
         A decoded bitmap is eight times as large, so large bitmaps are decoded part by part.
 
@@ -236,7 +237,7 @@ class PackedIndices:
 
 
 class Unpackable(Protocol):
-    """Indices that become a tensor on first use."""
+    """Indices that are unpacked into a tensor on first use."""
 
     @property
     def unpacked(self) -> Tensor: ...  # [..., rows, k] integer

@@ -1,4 +1,4 @@
-"""Selections: which coefficients of every row are sent.
+"""Selections: the choice of coefficients that are sent from every row.
 
 A *shared* selection is a pure function of (seed, step, rows). Every replica computes it, so no
 indices are sent.

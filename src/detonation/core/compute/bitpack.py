@@ -103,7 +103,7 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
-    """`_pack` in fewer operations, which is slower on a CPU."""
+    """Computes `_pack` in fewer operations; this is slower on a CPU."""
     if 8 % width == 0:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
         placed = octets.mul(_places(width, 8 // width, octets.dtype, octets.device))

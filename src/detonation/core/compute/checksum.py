@@ -33,10 +33,11 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     """The checksum of each message: the sum of its 32-bit words, each times an odd factor, modulo
     2**64.
 
-    A message is zero-padded to whole lines of `LINE_BYTES`. The factor of a word is the sum of an
-    even number of its line and an odd number of its column, so lines and columns are summed first,
-    in 32 bits. The checksum detects every change within one word, and misses about one in four
-    billion of all other changes. It does not protect against an attacker, who can compute it, too.
+    A message is padded with zeros to whole lines of `LINE_BYTES`. The factor of a word is the sum
+    of an even number of its line and an odd number of its column, so lines and columns are summed
+    first, in 32 bits. The checksum detects every change within one word, and misses about one in
+    four billion of all other changes. It does not protect against attackers, who can compute it,
+    too.
 
     Args:
         messages: May be views of larger rows.
@@ -75,7 +76,8 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
 
 
 def _words(messages: Tensor) -> Tensor:
-    """The 32-bit words of each message as a view; a copy in whole lines if torch cannot view them.
+    """The 32-bit words of each message as a view, or as a copy in whole lines if torch cannot view
+    them.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, words]` int32.
     """

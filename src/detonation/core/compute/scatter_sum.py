@@ -130,11 +130,11 @@ def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tu
 
 
 def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """A weighted sum of `vectors` for each row. An index may occur several times.
+    """A weighted sum of `vectors` for each row. The same index may occur several times in a row.
 
     A sum begins at zero and adds its weighted vectors in the order of the row, each by one fused
-    multiply-add in fp32. torch's embedding bag does this on x86-64 and CUDA; every engine must give
-    the same bits.
+    multiply-add in fp32. torch's embedding bag computes the same on x86-64 and CUDA; every engine
+    must give the same bits.
 
     Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer ->
     `[rows, n]`.

@@ -75,8 +75,8 @@ class Exchange(ABC):
         """
 
     def forward(self, message: Message) -> None:
-        """Starts the second collective, if `secluded`; called for all messages before the first
-        `receive`.
+        """Starts the second collective, if it is `secluded`. Called for all messages before the
+        first `receive`.
         """
         return
 
@@ -89,8 +89,8 @@ class Exchange(ABC):
         """Reads this message from the playback instead of the collectives."""
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
-        """The exchange of a bucket, `rows` rows from row `first` on; it shares the state of this
-        exchange.
+        """The exchange of a bucket of `rows` rows from row `first` on, which shares the state of
+        this exchange.
         """
         return type(self)(self._scheme, self._link, guard, rows)
 
@@ -100,7 +100,9 @@ class Exchange(ABC):
 
 
 def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
-    """`zeros_are_negative` for the message of a replica, or of an owner of rows, at `step`."""
+    """Result of `zeros_are_negative` for the message of a replica, or of an owner of rows, at
+    `step`.
+    """
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
     # True for an outer SGD; False for gradients, whose signs the base optimizer may use
     proportional = scheme.signal == "parameters"
@@ -116,9 +118,9 @@ def zeros_are_negative(
     cancel.
 
     One bit cannot encode zero: a coordinate without a signal decodes to plus or minus one
-    magnitude, and drifts if the sign is always the same. Sendings 2 n and 2 n + 1 have opposite
-    signs. Multiples of the golden ratio decide the order within a pair, so that coordinates that
-    are zero only at every second or third sending are balanced, too.
+    magnitude, and would drift if the sign were always the same. Sendings 2 n and 2 n + 1 have
+    opposite signs. Multiples of the golden ratio decide the order within a pair, so that
+    coordinates that are zero only at every second or third sending are balanced, too.
 
     Args:
         sending: How often the coordinate was sent before, as far as that is independent of the

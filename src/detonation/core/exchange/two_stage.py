@@ -27,11 +27,11 @@ from detonation.core.schemes import Scheme
 
 
 class TwoStage(Exchange):
-    """A two-stage all-reduce: each replica owns a part of the rows, receives them from all,
-    aggregates them, and sends the result to all.
+    """A two-stage all-reduce: each replica owns a part of the rows, receives them from all
+    replicas, aggregates them, and sends the result to all.
 
     The bytes sent by a replica do not grow with the number of replicas. The reply codec selects and
-    encodes the result again; the remainder stays in the owner's server residual and is sent later,
+    encodes the result again. The remainder stays in the owner's server residual and is sent later,
     so nothing is lost (law 1) between the stages.
 
     Args:

@@ -105,8 +105,8 @@ def decide_usable(
 ) -> tuple[Tensor, Tensor]:
     """Decides which messages are refused.
 
-    A norm is too large if it exceeds `LOUDER` times both the median norm of now and the reference
-    norm. Replicas with sparse gradients send almost zeros for many steps, followed by messages as
+    A norm is too large if it exceeds `LOUDER` times both the current median norm and the reference
+    norm. Replicas with sparse gradients send almost zeros for many steps, and then messages as
     large as before. The reference norm, `usual`, is therefore the largest median so far. It decays
     slowly, but not while most messages are almost zero. A single replica cannot raise a median.
 
@@ -153,7 +153,7 @@ def decide_usable(
 def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Smallest and largest valid value of the first columns of the table, except step and checksum;
+    """Smallest and largest valid value of the first columns of the table, except step and checksum,
     and a 1 in the column of the step.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
@@ -233,7 +233,7 @@ def _empty_headers(whole: Tensor, absent: Collection[int]) -> None:
 def _without(
     absent: Collection[int], found: Arrived, refused: Tensor | None
 ) -> tuple[Arrived, Tensor | None]:
-    """The messages, and the flags of refused ones, without those of `absent` replicas."""
+    """The messages and the flags of refused messages, without those of `absent` replicas."""
     present = [sender for sender in range(len(found.body)) if sender not in absent]
     if refused is not None:
         refused = refused[present]
@@ -348,8 +348,8 @@ class Guard(SumGuard):
     def admit(
         self, message: Message, stage: Stage, whole: Tensor, content: tuple[Tensor, Tensor]
     ) -> Tensor | None:
-        """Decides which messages are refused, and counts their faults, except those of absent
-        replicas, whose messages are zeros.
+        """Decides which messages are refused, and counts their faults. Faults of absent replicas,
+        whose messages are zeros, are not counted.
 
         Args:
             whole: The bytes of `message`, one sealed message per replica.

@@ -75,8 +75,8 @@ class SumGuard:
         """Writes this replica's status after the values of an all-reduce, with a mark of schema,
         position and step.
 
-        Each replica writes three numbers for itself and zeros for the others, so the sum needs no
-        header. The last number contains the mark, which is never 0.
+        Each replica writes three numbers for itself and zeros for the other replicas, so the sum
+        needs no header. The last number contains the mark, which is never 0.
 
         Shapes: `[3 * replicas]`, with undefined content.
         """
@@ -94,8 +94,8 @@ class SumGuard:
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> bool | Tensor:
-        """Counts the statuses of all replicas in a sum. Returns False if the values must be
-        replaced by zeros: a value is not finite, or a replica that is not `absent` added another
+        """Counts the statuses of all replicas in a sum. Returns False if zeros must replace the
+        values, because a value is not finite, or a replica that is not `absent` added another
         step's message.
 
         On an accelerator the device replaces nonfinite values. A subclass may instead return a
@@ -200,8 +200,8 @@ def statuses_of_sum(
 
 
 def _mean_digit(mean: float, mark: int) -> int:
-    """The digit of a single message, computed from a mean because bf16 rounds the sum of three
-    marks.
+    """The digit of a single message. It is computed from a mean, because bf16 rounds the sum of
+    three marks.
     """
     if abs(mean - mark) <= mark / 256:
         return mark

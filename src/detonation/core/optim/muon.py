@@ -38,14 +38,14 @@ class Muon(Optimizer):
     """`m = momentum * m + (1 - momentum) * gradient`; a matrix moves by `lr * 0.2 * sqrt(longer
     side) * orthogonal(m)`.
 
-    The momentum is Nesterov's; with this scale the same lr suits matrices and all other parameters.
+    The momentum is Nesterov's. With this scale the same lr suits matrices and all other parameters.
     AdamW moves parameters that are not matrices, and all parameters of groups with
     `orthogonal=False` (use it for embeddings and the output layer).
 
-    The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix to
-    one rank of the node, which computes the direction, and its shards return. Its bits are those of
-    the whole matrix, for any number of shards. `torch.optim.Muon` and `AdamW` together make the
-    same steps on whole matrices; on shards torch 2.13 fails for a matrix with a single row, starts
+    The orthogonal direction depends on the whole matrix. So each step gathers every sharded matrix
+    to one rank of the node, which computes the direction and returns its shards. Its bits are those
+    of the whole matrix, for any number of shards. `torch.optim.Muon` and `AdamW` together make the
+    same steps on whole matrices. On shards torch 2.13 fails for a matrix with a single row, starts
     8 collectives per matrix, and computes each matrix on every rank.
 
     Args:
@@ -105,7 +105,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Options that older versions did not save get their values of then."""
+        """Options that older versions did not save get the values that those versions used."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("coefficients", "jordan")
@@ -190,7 +190,7 @@ class _OrthogonalStep:
         self._state = state
 
     def before(self) -> Tensor:
-        """The momentum, Nesterov's."""
+        """The momentum, with Nesterov's correction."""
         gradient = self.matrix.grad
         assert gradient is not None
         if "momentum_buffer" not in self._state:

@@ -11,8 +11,8 @@ from detonation.core.flat.tensors import local
 
 
 class OptimizerWrapper(Optimizer):
-    """Passes on to `base` all that schedulers and tools ask of an optimizer; subclasses implement
-    the step.
+    """Forwards to `base` everything that schedulers and tools ask of an optimizer. Subclasses
+    implement the step.
     """
 
     # With this flag torch's GradScaler always calls `step`, and sets `grad_scale` and `found_inf`.
@@ -68,7 +68,7 @@ class OptimizerWrapper(Optimizer):
         return self.base.defaults
 
     def with_saving_hooks(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of `made`, called between the hooks registered for `state_dict`."""
+        """The result of `made`, which is called between the hooks registered for `state_dict`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         found = made()

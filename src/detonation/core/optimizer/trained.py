@@ -1,5 +1,5 @@
 """The trained parameters: parameters of the optimizer that require a gradient, and whether they
-changed since the last layout.
+have changed since the last layout.
 """
 
 import gc
@@ -74,7 +74,7 @@ class TrainedParameters:
         device.
 
         A parameter of another replicated optimizer may be frozen temporarily, as by Lightning's
-        `toggle_optimizer`; a parameter of a plain optimizer may differ between replicas.
+        `toggle_optimizer`. A parameter of a plain optimizer may differ between replicas.
         """
         found = {
             name: parameter
@@ -90,7 +90,7 @@ class TrainedParameters:
         return {name: p for name, p in found.items() if id(p) not in trained}
 
     def _trained_elsewhere(self) -> set[int]:
-        """The ids of parameters of other optimizers, without those that a later one replaces.
+        """The ids of parameters of other optimizers, except optimizers that a later one replaces.
 
         Some ranks may still hold an optimizer that others dropped. A later optimizer that has one
         of its parameters replaces it on all ranks.

@@ -45,10 +45,11 @@ class Transfer:
     update.
 
     It is one message with one header for any number of collectives: all replicas decide once
-    whether to use it. pipeline: of the bucket that is the message, or of the whole flat. own: the
-    update of each bucket that would result if all replicas had sent this message, for schemes that
-    need it. verdict: on the signals of a message that is sent whole. unreleased: selections that
-    are not yet subtracted from memory, with their values as receivers decode them, if these differ.
+    whether to use it. pipeline: pipeline of the bucket that is the message, or of the whole flat.
+    own: for schemes that need it, the update of each bucket that would result if all replicas had
+    sent this message. verdict: verdict on the signals of a message that is sent whole. unreleased:
+    selections that are not yet subtracted from memory, with their values as receivers decode them,
+    if these differ.
     """
 
     pipeline: BucketPipeline
@@ -59,7 +60,7 @@ class Transfer:
     unreleased: list[tuple[ReferenceEngine, Selected, Tensor | None]] = field(default_factory=list)
 
     def forward(self) -> None:
-        """Starts the second collective, if there is one and it has not started."""
+        """Starts the second collective, if the exchange has one and has not started it."""
         if not self.forwarded:
             self.pipeline.exchange.forward(self.message)
         self.forwarded = True
@@ -198,7 +199,7 @@ class Channel:
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
-        """One per bucket, in the order in which all replicas send them."""
+        """One pipeline per bucket, in the order in which all replicas send them."""
         buckets = buckets_of(
             self.scheme,
             self.layout,
@@ -220,8 +221,8 @@ class Channel:
         return self.engine.inspector(len(self.pipelines))
 
     def start(self, step: int, pipeline: BucketPipeline | None = None) -> Transfer:
-        """An empty transfer for `step`: of the whole flat, or of a bucket that is a message of its
-        own.
+        """An empty transfer for `step`, either of the whole flat or of a bucket that is a message
+        of its own.
         """
         self.counts.due.add(step + self.scheme.round.delay)
         return Transfer(pipeline or self._whole, self._message(step))
@@ -453,7 +454,7 @@ class Channel:
             engine.release(selected, own)
 
     def _guard(self, layout: Layout, number: int) -> Guard:
-        """The guard of bucket `number`, 0 for the whole."""
+        """The guard of bucket number `number`; 0 for the whole flat."""
         arguments = (self.scheme.name, dict(self.scheme.arguments))
         schema = repr((*arguments, layout.slots, self.runtime.seed, self.link.replicas))
         forget = self.memory.clear if self.memory else lambda: None
@@ -481,11 +482,11 @@ class Channel:
     def _pipeline_of(
         self, bucket: Bucket, engine: ReferenceEngine, exchange: Exchange
     ) -> BucketPipeline:
-        """The pipeline of `bucket`; it releases large selections early."""
+        """The pipeline of `bucket`. It subtracts large selections from memory early."""
         on_device = self._needs_own_update and self.runtime.decides_on_device
         return BucketPipeline(bucket, engine, exchange, engine.is_heavy or on_device)
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:
-    """The status for reason `number` among those that concern no single parameter."""
+    """The status for reason `number` among the reasons that concern no single parameter."""
     return 1 + len(transfer.pipeline.bucket.layout.slots) + number

@@ -7,8 +7,8 @@ from detonation.core.schemes import Outer
 
 
 class OuterSGD:
-    """A flat, and the SGD that moves it by received updates, a range of rows at a time; its
-    momentum starts at zero.
+    """A flat and the SGD that moves it by received updates, a range of rows at a time. Its momentum
+    starts at zero.
 
     It computes like `torch.optim.SGD`, in place and without fused multiply-add.
 
@@ -23,7 +23,7 @@ class OuterSGD:
             self._momentum = torch.zeros_like(flat)
 
     def step(self, rows: slice, update: Tensor) -> None:
-        """Steps a range of rows with `update` as the gradient, which is overwritten.
+        """Steps a range of rows with `update` as the gradient. The update is overwritten.
 
         Shapes: `[len(rows), chunk]`.
         """

@@ -23,13 +23,13 @@ SAMPLED_VALUES = 1024
 
 
 class OverlapError(DetonationError, RuntimeError):
-    """Gradients sent during backward have since changed, were computed twice, or were not followed
-    by a step.
+    """Gradients that were sent during backward have since changed, were computed twice, or were not
+    followed by a step.
     """
 
 
 class CommStream:
-    """The stream of an accelerator on which messages are sent; nothing on a CPU.
+    """The accelerator stream on which messages are sent. It does nothing on a CPU.
 
     Hooks run on the stream that computed the gradient (FSDP2 has its own), so this stream waits for
     each of them. This stream orders the buckets, and their use of memory shared with the previous
@@ -211,7 +211,7 @@ class Overlap:
         self._left.popleft()
 
     def _forgive_accumulation(self, gradient: Tensor) -> None:
-        """Updates the stamps of sent gradients that are views of the memory of a new one.
+        """Updates the stamps of sent gradients that are views of a new gradient's memory.
 
         FSDP2 adds the gradients of a unit one after the other into views of one tensor, and torch
         counts these additions for the tensor.
