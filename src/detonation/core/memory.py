@@ -147,7 +147,7 @@ class Memory:
             kept.forget()
 
     def keep(self, numbers: Tensor) -> KeptRows:
-        """Copies rows so that a step in them can be undone; see `KeptRows`.
+        """Copies rows, so that a step in these rows can be undone; see `KeptRows`.
 
         Shapes: `[rows]` int64.
         """

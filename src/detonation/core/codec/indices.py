@@ -1,4 +1,5 @@
-"""Indices: the positions of a message's coefficients, encoded in a size that is known in advance.
+"""Indices: the positions of a message's coefficients, encoded in a size that is known in
+advance.
 """
 
 from __future__ import annotations

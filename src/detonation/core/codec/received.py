@@ -1,4 +1,5 @@
-"""Received messages of all replicas, identical on each replica, which are read in blocks of rows.
+"""Received messages of all replicas, identical on each replica, which are read in blocks of
+rows.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ class Arrived(Received):
             self._packed.blank(skipped)
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, excluding `end`. Messages must allow a cut at both rows.
+        """Decodes rows `first` to `end`, excluding `end`. Messages must allow a cut at both
+        rows.
         """
         return Coefficients(self.values(first, end), self.indices(first, end))
 

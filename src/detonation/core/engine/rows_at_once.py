@@ -55,7 +55,8 @@ class Room:
 
 
 def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
-    """Out of `rows` rows: how many absorb a signal at once, and how many one selection processes.
+    """Out of `rows` rows: how many absorb a signal at once, and how many one selection
+    processes.
     """
     if room.few_launches:
         at_once = _rows(rows, 8, room, 9)  # a bucket may end later

@@ -155,7 +155,7 @@ class ParameterReplicator(Replicator):
     def _exchange(self, step: int, delay: int) -> None:
         """Sends the movement of this round, bucket by bucket.
 
-        Without a delay, a bucket with a message of its own is applied while the next one is in
+        Without a delay, a bucket with a message of its own is applied while the next bucket is in
         flight, so at most two are in memory.
         """
         self._arrived = None
@@ -298,7 +298,9 @@ class ParameterReplicator(Replicator):
         copy(bucket.cut(weights), bucket.layout.parts(target))
 
     def _arriving(self) -> Tensor:
-        """Waits for the update in flight and returns it; zeros if there is none."""
+        """Waits for the update in flight and returns it. Without an update in flight, returns
+        zeros.
+        """
         # [rows, chunk]
         if self._arrived is None:
             self._arrived = self.layout.zeros(self.channel.runtime.device)
@@ -325,8 +327,8 @@ class ParameterReplicator(Replicator):
         return bucket.layout.flatten(parts, rows.device)
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The local parameters, and contiguous versions of which pieces can be written; copy these
-        back if they are copies.
+        """The local parameters, and contiguous versions that can be written in pieces. If a version
+        is a copy, copy it back.
         """
         found = locals_of(self.parameters)
         return found, found if all(each.is_contiguous() for each in found) else [
@@ -356,7 +358,7 @@ class HoldingReplicator(ParameterReplicator):
 
     @cached_property
     def _places(self) -> dict[int, Tensor]:
-        """By the first row of a bucket: its positions that belong to padding rows."""
+        """For each bucket, by its first row: the positions that belong to padding rows."""
         marks = [torch.zeros_like(weight) for weight in locals_of(self.parameters)]
         for mark, parameter in zip(marks, self.parameters.values(), strict=True):
             if (row := padding_row(parameter)) is not None:

@@ -98,9 +98,9 @@ class Followed:
 class Adapter:
     """Changes a setting of a session's scheme so that waiting stays within a budget.
 
-    It measures how long ranks wait in the run's own exchanges. Reports of losses are tiny, so
-    waiting for them measures the latency. The planner predicts the wait for a message at any rate,
-    which gives the rate for a measured wait. It uses the shortest wait of all replicas, because the
+    It measures how long ranks wait in the run's own exchanges. Reports of losses are tiny, so the
+    wait for them measures the latency. The planner predicts the wait for a message at any rate, so
+    a measured wait gives the rate. The adapter uses the shortest wait of all replicas, because the
     slowest replica waits only for the link.
     """
 
@@ -183,8 +183,8 @@ class Adapter:
         return times, later, dict(chosen.arguments)
 
     def _least(self, seconds: Sequence[float]) -> float:
-        """The shortest wait of all replicas; within a replica the longest wait of its shards
-        counts.
+        """The shortest wait of all replicas. The wait of a replica is the longest wait of its
+        shards.
         """
         shards = self._session.config.mesh.shards
         return max(min(seconds[shard::shards]) for shard in range(shards))
@@ -237,7 +237,9 @@ def _factors(
     certain: float,
     shows_latency: bool,
 ) -> tuple[float, float]:
-    """Factors of rate and latency that explain the waits; 1 unless a factor is above `FACTOR`."""
+    """Factors of rate and latency that explain the waits. They are 1 unless a factor is above
+    `FACTOR`.
+    """
     later = 1.0
     if shows_latency:
         later = 1 / _large(explained(reported, lambda x: expected(1.0, 1 / x)[1], certain))
@@ -249,15 +251,15 @@ def _factors(
 
 
 def _large(factor: float) -> float:
-    """`factor`, or 1 if it is too close to 1 to react to."""
+    """Returns `factor`, or 1 if the factor is too close to 1 to react."""
     if 1 / FACTOR < factor < FACTOR:
         return 1.0
     return factor
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
-    """The factor of the rate that explains a wait, as close to 1 as possible; 1 if no rate explains
-    it.
+    """The factor of the rate that explains a wait, as close to 1 as possible; 1 if no factor
+    explains it.
 
     Args:
         waited_s: Measured wait.

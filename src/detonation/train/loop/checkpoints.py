@@ -59,15 +59,15 @@ def save_async(
 
 
 def as_json(extra: Table) -> Table:
-    """`extra` as it will be read back from JSON: tuples become lists."""
+    """The value of `extra` after reading it back from JSON: tuples become lists."""
     return dict(json.loads(json.dumps(extra)))
 
 
 def save_now(
     session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
 ) -> Path:
-    """Saves and waits until the checkpoint is complete. Raises `Unwritable` on all ranks if one of
-    them cannot write.
+    """Saves, and waits until the checkpoint is complete. Raises `Unwritable` on all ranks if a rank
+    cannot write.
     """
     save_async(session, checkpoints, before, followed)
     try:

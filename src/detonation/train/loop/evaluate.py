@@ -52,8 +52,8 @@ def validate(session: Session) -> dict[str, float]:
 def translate(session: Session) -> dict[str, float]:
     """`val_bleu` of greedy translations of held-out sentences, from 0 to 100.
 
-    Collective: ranks share the sentences. Each generated id needs a forward pass; all ranks run the
-    same number, because FSDP gathers weights in each.
+    Collective: ranks share the sentences. Each generated id needs a forward pass. All ranks run the
+    same number of passes, because FSDP gathers weights in each.
     """
     from sacrebleu.metrics.bleu import BLEU
 
@@ -86,7 +86,7 @@ def translate(session: Session) -> dict[str, float]:
 
 
 def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
-    """Greedy decoding: [B, target_length] ids, as many as the labels have."""
+    """Greedy decoding. Returns ids `[B, target_length]`, as many as the labels have."""
     model: Any = session.model
     ids = [torch.full_like(batch["labels"][:, 0], model.config.decoder_start_token_id)]
     given: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask")}

@@ -34,7 +34,7 @@ class Screen(AbstractContextManager["Screen"]):
         self._silent = False
 
     def start(self, done: int, total: int) -> None:
-        """Shows a bar of `total` steps, `done` of them from earlier starts."""
+        """Shows a bar of `total` steps, of which earlier starts ran `done`."""
         if self._silent or not _can_live(self._console):
             return
         cropped = Column(no_wrap=True, overflow="crop")

@@ -173,7 +173,7 @@ OPENERS: dict[str, Opener] = {
 
 
 class Forgiving:
-    """Wraps a logger. If it raises, warns once and drops it: the run continues."""
+    """Wraps a logger. If the logger raises an error, warns once and drops it: the run continues."""
 
     def __init__(
         self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]

@@ -39,7 +39,7 @@ TABLES = (*CHOSEN_BY, *_PLAIN)
 
 
 def from_table(table: Mapping[str, Any]) -> Config:
-    """Configuration from the tables of a recipe.
+    """The configuration that the tables of a recipe describe.
 
     Raises:
         ValueError: A key is unknown or missing, or a value has a wrong type or is out of range.
@@ -116,7 +116,7 @@ def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:
 
 
 def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, ...]:
-    """Levels of a recipe: `[scheme]` is one level over all replicas of the mesh; each `[[scheme]]`
+    """Levels of a recipe. `[scheme]` is one level over all replicas of the mesh; each `[[scheme]]`
     is a level with its own `replicas`.
 
     Args:

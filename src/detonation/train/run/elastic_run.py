@@ -25,8 +25,8 @@ class SetUpError(ValueError):
 class SetUp:
     """Set-up of this replica of an elastic run. Only a failure during set-up ends all replicas.
 
-    The others read the failure in the store of their axis. Before that store exists, they read it
-    at the meeting address; see `refusal`.
+    The other replicas read the failure in the store of their axis. Before that store exists, they
+    read it at the meeting address; see `refusal`.
     """
 
     def __init__(self, task_meet: str, replica: int | None) -> None:
@@ -51,7 +51,7 @@ class SetUp:
         """Context manager that reports failures of this replica to the others until `done`, and
         raises `SetUpError`.
 
-        Failures caused by other replicas pass through, and so does a `ValueError`.
+        Failures caused by other replicas pass through unchanged, and so does a `ValueError`.
         """
         try:
             yield
@@ -157,7 +157,7 @@ class Losses:
         }
 
     def close(self, has_left: bool) -> None:
-        """Leaves together with the remaining replicas, unless this one `has_left` earlier."""
+        """Leaves together with the remaining replicas, unless this replica `has_left` earlier."""
         if self._world is not None and not has_left:
             self._world.close()
         if self._lock is not None:

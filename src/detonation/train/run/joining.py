@@ -1,4 +1,6 @@
-"""How a replica finds the others of an elastic run, and joins one that trains."""
+"""Functions with which a replica finds the other replicas of an elastic run, and joins a run that
+trains.
+"""
 
 import contextlib
 import dataclasses
@@ -25,7 +27,7 @@ from detonation.train.recipe.schema import Config
 
 
 def meeting_of(request: Request) -> str:
-    """The address at which the replicas of `request` meet; "" if there is none.
+    """The address at which the replicas of `request` meet; "" if the request has none.
 
     Other settings of the request may be invalid.
     """

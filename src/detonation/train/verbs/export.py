@@ -28,9 +28,9 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     """Writes the model of the newest complete checkpoint of a run, for `from_pretrained`.
 
     It also writes the tokenizer. A model that is not from transformers becomes a state dict, for
-    `safetensors.torch.load_model`. So does the model of a user's own loop, whose checkpoint names
-    no model. In the middle of a round, it writes the mean of the replicas whose files are on this
-    node.
+    `safetensors.torch.load_model`. So does the model of a user's own loop, because its checkpoint
+    does not name the model. In the middle of a round, it writes the mean of the replicas whose
+    files are on this node.
 
     Args:
         directory: Directory of the run.

@@ -179,7 +179,7 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
 
 
 def _share_steps(session: Session) -> None:
-    """Shares the first replica's weights with all, if the scheme exchanges at each step.
+    """Shares the first replica's weights with all replicas, if the scheme exchanges at each step.
 
     The first replica then decodes and steps for all replicas. Each replica would compute the same:
     all start with equal weights and receive equal messages, as their digests prove. Collective.
