@@ -33,8 +33,8 @@ class Admission:
     step.
 
     The ranks of the first replica open a feed for a new replica. The new replica receives a copy of
-    the state, and follows until all agree on the step at which it joins. While no replica wants to
-    join, it costs nothing.
+    the state, and follows until all replicas agree on the step at which it joins. While no replica
+    wants to join, it costs nothing.
 
     Args:
         model: The trained model.
@@ -147,8 +147,8 @@ def admitted(
 ) -> tuple[Replicated, SurvivingCommunicator]:
     """Joins a running training as a new replica. Collective over the shards of this replica.
 
-    A replica with an `Admission` sends weights and optimizer state, while it continues to train.
-    All replicas agree on a step. From that step on this replica is bitwise equal to the others, or
+    A replica with an `Admission` sends weights and optimizer state while it continues to train. All
+    replicas agree on a step. From this step on the new replica is bitwise equal to the others, or
     close to them if it rounds differently. Its memory is empty.
 
     Args:
@@ -222,7 +222,8 @@ def _follow(
     late: str,
     has_come: Callable[[], bool],
 ) -> None:
-    """Follows the replica that offers the state, or another one after its loss, until `has_come`.
+    """Follows the replica that offers the state until `has_come`. If this replica is lost, follows
+    the next one that offers it.
 
     Raises `ReplicaLost` after `timeout_s`, or if the others have continued without `guest`.
     """

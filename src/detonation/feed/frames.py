@@ -44,7 +44,7 @@ class FrameSocket:
     """Sends or receives frames over a connection after its handshake.
 
     A frame has a checksum under the handshake's `key`, which also covers the frame's number. So
-    nobody on the network can change, insert, repeat or omit a frame; but frames are not encrypted.
+    nobody on the network can change, insert, repeat or omit a frame. Frames are not encrypted.
 
     feeds: True at the feed's end of the connection.
     """
@@ -118,7 +118,7 @@ def encoded(table: Mapping[str, Any]) -> bytes:
 
 
 def table_of(content: Octets) -> dict[str, Any]:
-    """Content of a frame as a JSON table. Raises `BadFrame` for anything else."""
+    """Content of a frame as a JSON table. Raises `BadFrame` for any other content."""
     try:
         found = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -152,8 +152,8 @@ _log = logging.getLogger("detonation.feed")
 class Listener:
     """Listens on `address`, and calls `admit` in a new thread for each follower with the token.
 
-    Port 0 selects a free one. `admit` receives the connection after the handshake, the peer's name,
-    and its request. Raises `OSError` if this process cannot listen on `address`.
+    Port 0 selects a free port. `admit` receives the connection after the handshake, the peer's
+    name, and its request. Raises `OSError` if this process cannot listen on `address`.
     """
 
     def __init__(
@@ -235,7 +235,9 @@ class Listener:
 
 
 def _few_are_left(descriptor: int) -> bool:
-    """True if this process may open few more files: a new one gets the lowest free `descriptor`."""
+    """True if this process may open few more files. A new file gets the lowest free
+    `descriptor`.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft != resource.RLIM_INFINITY and descriptor >= soft - RESERVED_FILES
 

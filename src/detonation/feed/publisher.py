@@ -149,11 +149,11 @@ class Feed(StepRecorder):
         dtype: torch.dtype | None = None,
         base_every: int | None = None,
     ) -> WeightFeed:
-        """A feed of weights alone, as files that any number of readers poll. It works with any
+        """A feed of only the weights, as files that any number of readers poll. It works with any
         training loop and any optimizer.
 
         Call `publish(step)` after each step, or less often. A file contains the exact values that
-        changed since the previous call. In bf16 these are about 0.01 bytes per parameter at a
+        changed since the previous call. In bf16 these need about 0.01 bytes per parameter at a
         learning rate of 1e-6. The first file, and later ones at intervals, are bases: they contain
         all weights, so that a reader can start there. The feed keeps the two newest bases and the
         differences after the older one, and removes earlier files.
@@ -279,7 +279,7 @@ class Feed(StepRecorder):
         connection.close()
 
     def _let_in(self, optimizer: Replicated) -> None:
-        """Sends a copy of the state after this step to the followers that wait for one."""
+        """Sends a copy of the state after this step to the followers that wait for a copy."""
         began = time.monotonic()
         with self._lock:
             coming = [each for each in self._coming if each.alive]
@@ -334,8 +334,8 @@ class Feed(StepRecorder):
         return found
 
     def _is_new(self, record: LogRecord) -> bool:
-        """False for a buffer that has not changed since it was sent; most models have buffers that
-        never do.
+        """False for a buffer that has not changed since it was last sent. Most models have buffers
+        that never change.
         """
         if record.kind != MESSAGE or not BUFFERS <= record.place < NORM:
             return True

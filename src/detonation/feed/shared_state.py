@@ -1,5 +1,5 @@
-"""The copy of the state for a follower: how a feed describes and writes it, and how a follower
-loads it.
+"""The copy of the state for a follower: functions with which a feed describes and writes it, and a
+follower loads it.
 """
 
 import math
@@ -205,8 +205,8 @@ def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
 def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
     """A module with the names of `model`, whose parameters are views of the parts in `saved`.
 
-    An optimizer that steps it changes the weights of `model`, but neither its gradients nor its
-    `requires_grad`. Views of `trained` parameters require gradients.
+    An optimizer that steps this module changes the weights of `model`, but neither its gradients
+    nor its `requires_grad`. Views of `trained` parameters require gradients.
     """
     views: dict[str, Tensor] = {}
     parameters = local_parameters(model)
@@ -237,7 +237,7 @@ def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]
 
 
 def _tree(parameters: Mapping[str, Tensor]) -> nn.Module:
-    """A module with `parameters` under their full names, in the same order."""
+    """A module that holds `parameters` under their full names, in the same order."""
     root = nn.Module()
     for name, parameter in parameters.items():
         owner = root

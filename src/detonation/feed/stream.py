@@ -53,7 +53,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The records of one step or one `synchronize`; the last record ends it."""
+    """The records of one step or of one `synchronize`. The last record ends it."""
 
     records: list[LogRecord]
 

@@ -1,6 +1,6 @@
 """A directory with the newest checkpoints of a run.
 
-Of the processes that share it, only one makes changes.
+Only one of the processes that share the directory makes changes.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def saved_checkpoints(directory: Path) -> list[Path]:
 def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
     """Sorts checkpoints in the order in which loading tries them.
 
-    If a step has a partial directory and a final one, the partial one is newer.
+    If a step has a partial directory and a final directory, the partial directory is newer.
     """
     return sorted(
         checkpoints, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True
@@ -69,8 +69,8 @@ def step_of(path: Path) -> int:
 def begin(directory: Path, step: int) -> None:
     """Creates the partial directory for the checkpoint of `step`.
 
-    Partial directories left by a crash get their final name if they are complete; others are
-    removed.
+    Partial directories that a crash left behind get their final name if they are complete; all
+    others are removed.
     """
     if directory.is_dir():
         for probe in directory.glob(f"{PROBE}*"):

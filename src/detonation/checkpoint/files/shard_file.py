@@ -64,7 +64,7 @@ class TensorFile:
     """The tensors of the file at `path`, each read on request.
 
     metadata: text values by name. entries: the tensors by key. Raises `OSError` if the file cannot
-    be read or is a link, and `CorruptCheckpoint` if it is no safetensors file.
+    be read or is a link, and `CorruptCheckpoint` if it is not a safetensors file.
     """
 
     def __init__(self, path: Path) -> None:

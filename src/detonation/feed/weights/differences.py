@@ -1,4 +1,5 @@
-"""Exact differences of weights: bit patterns are compared as integers, and the changes compressed.
+"""Exact differences of weights: bit patterns are compared as integers, and their changes are
+compressed.
 
 A pattern has 16 bits. A wider element has several patterns; a one-byte element is widened to one
 pattern. A difference consists of the gaps between changed positions and the deltas at these
@@ -51,8 +52,8 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Index of each tensor's first pattern in the concatenation of all; the key "" has the
-    total.
+    """Index of each tensor's first pattern in the concatenation of all tensors. The key "" has the
+    total number of patterns.
     """
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
@@ -172,7 +173,7 @@ def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
 
 
 def _expanded(plane: Tensor, count: int) -> Tensor:
-    """Decompresses a plane of `count` bytes; refuses a larger one before allocating memory."""
+    """Decompresses a plane of `count` bytes. Refuses a larger plane before allocating memory."""
     coder = zlib.decompressobj()
     try:
         content = coder.decompress(octets(plane), count + 1)

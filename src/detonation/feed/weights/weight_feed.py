@@ -38,8 +38,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     """Publishes the weights of a model as files: bases, and exact differences between them. See
     `Feed.of_weights`.
 
-    step: the last published step; -1 if none. bytes_written: in all files. trouble: why the last
-    call did not write a file; "" if it wrote all files.
+    step: the last published step; -1 if no step was published. bytes_written: bytes in all files.
+    trouble: the reason why the last call did not write a file; "" if it wrote all files.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
         Each rank of a sharded model calls it, because the shards are gathered. If writing fails,
         for example on a full disk, training continues: this call logs a warning, sets `trouble` and
-        returns 0, and the next call publishes all changes. If `step` is not above the last one,
-        training went back, and readers get a base.
+        returns 0, and the next call publishes all changes. If `step` is not above the last step,
+        training returned to an earlier state, and readers get a base.
 
         Raises `ValueError` if `step` is negative, or if safetensors lacks the type of a tensor,
         such as complex128.
@@ -107,8 +107,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return self.bytes_written - before
 
     def close(self, ended: bool = True) -> None:
-        """Announces to readers that training has ended, if `ended`. There is nothing else to
-        close.
+        """Announces to readers that training has ended, if `ended`. Without `ended` it does
+        nothing.
         """
         if ended and self._folder is not None and self.step >= 0:
             try:
@@ -139,7 +139,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _begin(
         self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder
     ) -> None:
-        """Starts a run with a base. If that fails, the next call tries again."""
+        """Begins a run with a base. If this fails, the next call tries again."""
         self._like = {}
         self._held = {}
         held = {
@@ -226,7 +226,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
 
 def _begun(names: Iterable[str]) -> list[WeightFile]:
-    """The files among `names`, including incomplete ones of a killed trainer."""
+    """The weight files among `names`, including incomplete files of a killed trainer."""
     return WeightFile.known(name.removesuffix(".part") for name in names)
 
 
