@@ -138,7 +138,7 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if receive in _receivers:  # a forked child may have cleared the list
+        if receive in _receivers:  # a forked child may have emptied the list
             _receivers.remove(receive)
         if begun and _watch is not None:
             _watch.close()

@@ -155,7 +155,7 @@ def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) 
             done.put((number, None, error))
 
     for number in range(len(ends)):
-        # other threads may wait forever for one that failed, and must not keep the process alive
+        # other threads may wait forever for a failed one, and must not keep the process alive
         threading.Thread(target=run, args=(number,), daemon=True).start()
     found: dict[int, T] = {}
     for _ in ends:
@@ -336,7 +336,7 @@ def _replicas_agree(
         sends = scheme.aligned()
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
     if scheme.signal == "gradients":
-        # no replica uses one parameter, which shows where the first messages arrive
+        # one parameter has no gradient on any replica, which shows where the first messages arrive
         bits = ring_bytes("all-gather", -(-len(shapes) // 8), replicas)
         delay = scheme.round.delay
         known = [n + bits * (delay <= step <= 2 * delay) for step, n in enumerate(known)]

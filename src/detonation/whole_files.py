@@ -45,7 +45,7 @@ def opened(
     except OSError as error:
         if error.errno == errno.ELOOP and not links:
             raise OSError(errno.ELOOP, _LINK, str(path)) from error
-        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
+        if error.errno == errno.ENXIO:  # the path is a pipe without a reader, or a socket
             raise OSError(errno.ENXIO, _ODD, str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -167,7 +167,7 @@ def sync_entries(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # not every file system supports it for directories
+        if error.errno != errno.EINVAL:  # some file systems do not support it for directories
             raise
     finally:
         os.close(descriptor)

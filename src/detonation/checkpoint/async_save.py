@@ -1,4 +1,6 @@
-"""Saving while training continues: training waits only until its state is copied to the host."""
+"""Saving while training continues: training waits only until its state has been copied to the
+host.
+"""
 
 import logging
 import threading
@@ -31,9 +33,9 @@ LOWEST_BYTES_PER_S = 10e6
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
-    One save runs at a time; the next waits for it. `wait` returns the outcome of a save; failures
-    are also in the log and in `news`. As a context manager it waits for the last save, unless an
-    exception leaves the context.
+    One save runs at a time; the next save waits for it. `wait` returns the outcome of a save;
+    failures are also in the log and in `news`. As a context manager it waits for the last save,
+    unless an exception leaves the context.
 
     Args:
         directory: for the checkpoints. Without a shared file system each node has its own, with
@@ -81,7 +83,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Starts saving the state between two steps, as the checkpoint of `optimizer.step_count`.
         All ranks call it.
 
-        See `save_checkpoint` for `extra` and `ValueError`.
+        `save_checkpoint` describes `extra` and `ValueError`.
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
@@ -121,14 +123,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def news(self) -> list[str]:
         """Failures of saves since the last call, one line each. All ranks get the same lines, but
-        possibly in different calls.
+        not always in the same call.
         """
         lines = self._news
         self._news = []
         return lines
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:  # else a running save may wait for ranks that have ended
+        if error is None:  # without an error, as a running save may wait for ranks that have ended
             self.close()
 
     def close(self) -> None:
@@ -238,7 +240,7 @@ def save_checkpoint(
 
 @contextmanager
 def _as_saving() -> Iterator[None]:
-    """Context in which the others hear that this rank is in a save, if they wait for it."""
+    """Context in which this rank is in a save: other ranks that wait for it are told so."""
     PROGRESS.where = "saving"
     try:
         yield
@@ -249,7 +251,7 @@ def _as_saving() -> Iterator[None]:
 def _meet(model: nn.Module, optimizer: Replicated) -> None:
     """Waits until all ranks save, if the state of this rank needs collectives of the links.
 
-    A rank that takes a step instead would take them for its messages.
+    A rank that takes a step instead would mistake these collectives for its messages.
     """
     late = any(scheme.round.delay for _, scheme in optimizer.levels)
     if late or not optimizer.is_built:

@@ -1,18 +1,17 @@
-"""Elastic loading: the state of a rank in a world of another shape, including everything not sent
-yet.
+"""Elastic loading: the state of a rank in a world of another shape, including unsent signals.
 
-R replicas saved, and R' replicas continue. State that differs between replicas is merged for
-replica j of the new world by two rules:
+R replicas saved, and R' replicas continue. Two rules merge state that differs between replicas for
+replica j of the new world:
 
     memory            r'_j = R'/R * sum of r_i over the i with target(i) = j
                       target(i) = i if R <= R' else floor(i * R' / R)
     everything else   the mean over all i that have it (if all are bitwise equal: that tensor)
 
 The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, and so everything that
-is still to be sent: merged replicas are averaged, and a joining one starts with zero. The second
-rule keeps the mean of the weights. So it also keeps the replicas' mean distance from their anchor,
-which is the signal of the open round. Server residuals, which their owners have not sent, belong to
-all replicas: they are assembled by coordinate and given to the new owners.
+is still to be sent: merged replicas are averaged, and a joining replica starts with zero. The
+second rule keeps the mean of the weights. So it also keeps the replicas' mean distance from their
+anchor, which is the signal of the open round. Server residuals, which their owners have not sent,
+belong to all replicas: they are assembled by coordinate and given to the new owners.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ class Elastic:
     """The state of the rank at `own`, read from a checkpoint of a world of another shape.
 
     among: the replicas from which shared tensors are read; all by default. If replicas were close
-    but not equal, the first of them is read.
+    but not equal, tensors are read from the first of them.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class Elastic:
         return self._among
 
     def own(self, key: str, alike: bool) -> Tensor:
-        """A tensor of the base optimizer that is not sharded like its parameter, so shards may
-        differ in it.
+        """A tensor of the base optimizer that is not sharded like its parameter, and so may differ
+        between shards.
 
         Raises `ValueError` if the shards have different ones and their number has changed.
         """
@@ -135,7 +134,8 @@ class Elastic:
 
 
 def memory_sources(replica: int, before: int, now: int) -> range:
-    """The replicas of a world of `before` whose memory goes to `replica` in a world of `now`.
+    """The replicas of a world of `before` replicas whose memory goes to `replica` in a world of
+    `now` replicas.
 
     >>> [list(memory_sources(j, 4, 2)) for j in range(2)]
     [[0, 1], [2, 3]]

@@ -86,7 +86,9 @@ def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
 
 
 def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
-    """Exchange of texts between all ranks that train `model`, over its elastic axis if any."""
+    """Exchange of texts between all ranks that train `model`, over its elastic axis if it has
+    one.
+    """
     elastic = elastic_axis(optimizer)
     if elastic is not None:
         return elastic.texts()
@@ -133,9 +135,9 @@ class Volumes:
 def survey(directory: Path, texts: TextExchange) -> Volumes:
     """Finds out which ranks share `directory`, by writing temporary files. Collective over `texts`.
 
-    Rank 0 writes a file under a random name, and all ranks look for it. Ranks that do not find it
-    also create their directory and write a file. Then each looks again for rank 0's file, because
-    the cache of a network file system may have hidden a new directory.
+    Rank 0 writes a file under a random name, and all ranks look for it. Ranks that do not find the
+    file also create their directory and write a file. Then each of them looks again for rank 0's
+    file, because the cache of a network file system may have hidden a new directory.
 
     Raises `OSError` on all ranks, with the host and the reason, if one of them cannot write.
     """
@@ -171,8 +173,8 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
     """Creates `directory` for a library that saves its own files, and warns if nodes do not share
     it. Collective.
 
-    Unless it is shared, each node has the part of our state that it needs, but not all files of the
-    library. Raises `OSError` on all ranks if one of them cannot write there.
+    If nodes do not share the directory, each node has the part of our state that it needs, but not
+    all files of the library. Raises `OSError` on all ranks if a rank cannot write there.
     """
     volumes = survey(directory, Texts(device_of(model)))
     if dist.get_rank() == 0 and not volumes.shared:
@@ -188,9 +190,9 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
 class CheckpointsElsewhere:
     """Removes a library's old checkpoints on nodes that do not share rank 0's disk.
 
-    The library itself removes them only on rank 0's disk. All ranks construct it before training;
-    it warns like `warn_unless_shared`. It removes a checkpoint only if rank 0 once had it and no
-    longer has it, and only if the directory contains our `part`.
+    The library itself removes checkpoints only on rank 0's disk. All ranks construct this object
+    before training; it warns like `warn_unless_shared`. It removes a checkpoint only if rank 0 once
+    had it and no longer has it, and only if the directory contains our `part`.
 
     named: a pattern for the names of checkpoints.
     """
@@ -251,7 +253,7 @@ def _lowest_seen(directory: Path, token: str, writers: Sequence[int]) -> int:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Formats ascending numbers as text, with ranges for runs.
+    """Formats ascending numbers as text, and consecutive numbers as ranges.
 
     >>> ranges([0, 1, 2, 3, 8])
     '0-3, 8'

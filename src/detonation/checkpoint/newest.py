@@ -38,10 +38,10 @@ from detonation.core.optimizer import Replicated
 class View:
     """One rank's view of a checkpoint.
 
-    host: the name of its machine. digest: sha256 of the manifest. file: inode and change time of
-    the manifest, equal on all ranks that share the file. fault: in the manifest, or in a file that
-    this rank checks. lacks: replicas without a file that this rank needs. has: replicas with all
-    their files.
+    host: name of the rank's machine. digest: sha256 of the manifest. file: inode and change time of
+    the manifest, equal on all ranks that share the file. fault: fault in the manifest, or in a file
+    that this rank checks. lacks: replicas without a file that this rank needs. has: replicas with
+    all their files.
     """
 
     host: str
@@ -65,8 +65,8 @@ def inspect(
     """This rank's path of the checkpoint `name`, its manifest, and the reason why a rank cannot
     load it ("" if all can). Collective.
 
-    held: the shards of this rank. The path may be the final name although another rank still has
-    the partial one.
+    held: the shards of this rank. The path may be the final name although another rank still sees
+    the partial name.
     """
     path = retention.committed(directory, name)
     manifest, view = _manifest(path)
@@ -99,7 +99,7 @@ def _manifest(path: Path) -> tuple[Manifest | None, View]:
 
 
 def _disagreement(views: Sequence[View]) -> str:
-    """Why the ranks do not have the same complete manifest; "" if they do."""
+    """The reason why ranks do not have the same complete manifest; "" if they have it."""
     first = views[0]
     if all(view.fault for view in views):
         return first.fault
@@ -144,7 +144,7 @@ def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str
     """The replicas whose files are missing on nodes that need them, and the remedy; "" if no file
     is missing.
 
-    If all ranks have the same files, a missing file is a fault of the checkpoint instead.
+    If all ranks have the same files, a missing file is instead a fault of the checkpoint.
     """
     if not manifest.volumes and all(view.has == views[0].has for view in views):
         return ""
@@ -193,9 +193,9 @@ class Found:
 class Loaded:
     """A checkpoint that was loaded.
 
-    step: the step after which it was saved. extra: the values saved with it, equal in value and
-    type; tensors are on the host. merged: a description of how the saved world was merged into this
-    one.
+    step: the step after which the checkpoint was saved. extra: the values saved with it, equal in
+    value and type; tensors are on the host. merged: a description of how the saved world was merged
+    into this world.
     """
 
     path: Path
@@ -270,8 +270,9 @@ def find(
 
 
 def rejections(rejected: Mapping[str, str], used: str) -> list[str]:
-    """A line for each checkpoint that was `rejected`, by name with the reason, for the one that is
-    `used`."""
+    """A line for each checkpoint that was `rejected` (by name, with the reason) in favour of the
+    checkpoint that is `used`.
+    """
     return [f"{name} rejected: {reason}; using {used}" for name, reason in rejected.items()]
 
 
@@ -304,7 +305,7 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
 
 @contextmanager
 def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
-    """Context manager that raises `ValueError` on all ranks if its block raises one on any of them.
+    """Context manager: if its block raises `ValueError` on any rank, all ranks raise it.
     Collective.
     """
     problem = ""

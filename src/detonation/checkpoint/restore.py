@@ -43,7 +43,7 @@ _BY_REPLICA = ("taken", "local_steps")
 def restore(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated
 ) -> tuple[str, Callable[[], str]]:
-    """Loads the state in `saved` into both; the caller then compares the replicas.
+    """Loads the state in `saved` into model and optimizer. The caller then compares the replicas.
 
     Returns:
         In words, how the saved world was merged into this one; and a collective function, which
@@ -108,7 +108,7 @@ def _load_weights(
     _require_fitting_weights(saved, file, found, parameters, source is file)
     for name, tensor in found.items():
         key = f"model.{name}"
-        # each rank has whole buffers, and each replica has its own
+        # each rank has complete buffers, and each replica has its own
         box = None
         if name in parameters:
             box = Box.of(tensor)
@@ -233,7 +233,9 @@ def _check(
 
 
 def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
-    """Describes parameters that only one of the runs has, or that they have in different groups."""
+    """Describes parameters that only one of the runs has, or that the runs have in different
+    groups.
+    """
     was = [name for group in saved if isinstance(group, list) for name in map(str, group)]
     now = [name for group in own for name in group]
     missing, added = ([name for name in a if name not in {*b}] for a, b in ((was, now), (now, was)))
@@ -260,9 +262,9 @@ def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
 
 
 def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
-    """The file of this rank, which may be the only one on its node.
+    """The file of this rank, which may be the only file on its node.
 
-    In a world of another shape, the first file of the checkpoint.
+    In a world of another shape, it is the first file of the checkpoint.
     """
     if _same_shape(saved.manifest, own):
         return saved.file(own.replica, own.shard)
@@ -288,8 +290,8 @@ def _option(key: str, current: Any, saved: Any) -> Any:
 
 
 def _tensor_option(key: str, current: Any, saved: Any, is_own: bool) -> Any:
-    """An option that was saved as a tensor; `is_own` is True if an argument of the optimizer sets
-    it.
+    """An option that was saved as a tensor. `is_own` is True if an argument of the optimizer sets
+    the option.
     """
     if isinstance(current, Tensor):
         return current.new_tensor(saved)
@@ -394,7 +396,8 @@ def _assembled(
 def _entry(key: str, prefix: str) -> str:
     """Key of a saved entry inside the optimizer's state.
 
-    The prefix is unambiguous: no parameter's name is another one's name followed by a dot and more.
+    The prefix is unambiguous: no parameter has a name that is another parameter's name followed by
+    a dot and more.
 
     Raises `ValueError` for a key with a dot, which only versions wrote that could not read it.
     """
@@ -469,7 +472,7 @@ def _merged(
         elif kind == _SERVER_RESIDUAL:
             merged[key] = torch.zeros_like(tensor)
         elif key in _BY_REPLICA:
-            # saved for other replicas, so all start a round with equal local steps
+            # the state was saved for other replicas, so all begin a round with equal local steps
             merged[key] = tensor
         else:
             merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))
@@ -483,8 +486,8 @@ def _merge_server_residual(
     boxes: dict[str, Box],
     merged: dict[str, Tensor],
 ) -> str:
-    """Adds the saved server residual to the `merged` state of the new owners, or else to the
-    memory.
+    """Adds the saved server residual to the `merged` state of the new owners or, without owners, to
+    the memory.
 
     Returns in words that it was dropped if this world has neither.
     """
@@ -506,7 +509,7 @@ def _merge_server_residual(
 
 
 def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
-    """`source`, unchanged. Raises `ValueError` if its shape or dtype differs from `target`."""
+    """Returns `source`. Raises `ValueError` if its shape or dtype differs from `target`."""
     _require_alike(key, target, source.dtype, tuple(source.shape))
     return source
 
@@ -521,7 +524,7 @@ def _require_alike(key: str, target: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
-    """Describes how the state of the saved world becomes the state of this one."""
+    """Describes how the state of the saved world becomes the state of this world."""
     worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
     if replicas == own.replicas:
         return f"{worlds}: weights and memory exact, resharded"

@@ -1,4 +1,4 @@
-"""Saving on one rank: its data, its file, and the agreement of all ranks on a checkpoint."""
+"""Saving on one rank: the rank's data, its file, and the agreement of all ranks on a checkpoint."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ class NotSaved(DetonationError, OSError):
     """A checkpoint was not written. The message gives the reason and the newest complete
     checkpoint.
 
-    errno: number of the system error, if one was the reason.
+    errno: number of the system error, if a system error was the reason.
     """
 
     def __init__(self, text: str, number: int | None = None) -> None:
@@ -225,7 +225,7 @@ class ShardSaver:
         acts: bool,
         act: Callable[[], Mapping[str, Any] | None],
     ) -> list[dict[str, Any]]:
-        """Calls `act` if this rank `acts`; returns the reports of all ranks. Collective.
+        """Calls `act` if this rank `acts`. Returns the reports of all ranks. Collective.
 
         Raises `NotSaved` on all ranks if `act` failed on one.
         """
@@ -258,7 +258,7 @@ class ShardSaver:
     def _failure(self, job: SaveJob, report: Mapping[str, Any], need: int) -> NotSaved:
         """Creates the error, equal on all ranks.
 
-        Collective, so that no rank raises before all have cleaned up.
+        Collective, so that no rank raises before all ranks have cleaned up.
         """
         saved = [
             json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))

@@ -26,7 +26,7 @@ from detonation.wire.units import shard_state
 def run_identity(optimizer: Replicated) -> dict[str, Any]:
     """Levels, seed and optimizer class, as stored in the manifest.
 
-    A resumed run must have the same ones.
+    A resumed run must have the same levels, seed and optimizer class.
     """
     levels = [{"scheme": scheme.name, **scheme.arguments} for _, scheme in optimizer.levels]
     return {
@@ -77,7 +77,9 @@ def generators(model: nn.Module) -> dict[str, torch.Generator]:
 
 
 def plain(key: str, value: Any) -> Any:
-    """`value`, with tuples converted to lists. Raises `ValueError` if it is no plain value."""
+    """Returns `value`, with tuples converted to lists. Raises `ValueError` if it is not a plain
+    value.
+    """
     if value is None or isinstance(value, bool | int | float):
         return encoded_number(value)
     if isinstance(value, str):
@@ -207,8 +209,8 @@ one whole shard the inner mapping is {}.
 def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
     """This rank's coordinates among the files of a checkpoint, and the shards that it holds.
 
-    The coordinates are those of its first shard. Replicas with different numbers of ranks have the
-    same shards: a rank of a smaller replica holds several.
+    The coordinates are those of the rank's first shard. Replicas with different numbers of ranks
+    have the same shards: a rank of a smaller replica holds several.
     """
     axis = optimizer.levels[0][0]
     own = optimizer.coordinates
@@ -233,7 +235,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
     }
     all_pieces = [
         (each.link, p) for each in optimizer.build() for p in each.parameters.values()
-    ]  # a replicator may have no piece in this shard
+    ]  # a replicator may own no piece of this shard
     of_links = {
         link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
     }
@@ -261,7 +263,7 @@ def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dic
 
 
 def _cut_shared(snapshot: Snapshot, part: Snapshot, pieces: Mapping[str, Tensor]) -> None:
-    """Adds all tensors except the local state to `part`; sharded ones are cut like `pieces`."""
+    """Adds all tensors except the local state to `part`. Sharded tensors are cut like `pieces`."""
     for key, tensor in snapshot.tensors.items():
         if key.startswith("replica."):
             continue
@@ -281,8 +283,8 @@ def _cut_shared(snapshot: Snapshot, part: Snapshot, pieces: Mapping[str, Tensor]
 def _renumber(
     snapshot: Snapshot, part: Snapshot, replicator: Replicator, number: int, level: int
 ) -> None:
-    """Adds the local state of `replicator`, number `number` in `snapshot`, to `part` as that of
-    `level`.
+    """Adds the local state of `replicator`, which has number `number` in `snapshot`, to `part` as
+    the state of `level`.
     """
     before = f"replica.{number}."
     for key, tensor in snapshot.tensors.items():
@@ -321,7 +323,7 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
     """Boxes of the tensors that are DTensors or are sharded like their parameter."""
     parameters = local_parameters(model)
     boxes = {}
-    # computing a box is slow in torch, and most tensors share a layout
+    # computing a tensor's box is slow in torch, and most tensors share a layout
     by_layout: dict[object, Box] = {}
     for key, tensor in found.items():
         like: Tensor | None = tensor

@@ -17,8 +17,8 @@ class TrainingState(Stateful):
     State that all replicas share has shared keys, which torch.distributed.checkpoint writes once.
     Private state has keys that name replica and shard.
 
-    Use it only if you need torch's format. That format unpickles its own metadata, and its save is
-    neither atomic nor checked; `detonation.save_checkpoint` is both.
+    Use it only if you need torch's format. This format unpickles its own metadata, and its save is
+    neither atomic nor checked. `detonation.save_checkpoint` is both.
 
     Raises:
         KeyError: while loading, if the saved world had other replicas or shards.
@@ -56,7 +56,7 @@ class TrainingState(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` from a world of the same shape. Collective.
 
-        A replica state that does not fit is refused before anything has changed.
+        A replica state that does not fit is refused before any state has changed.
         """
         optimizer = self._optimizer
         coordinates = optimizer.coordinates

@@ -33,11 +33,11 @@ _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.
 class VerifyReport:
     """Findings about one checkpoint.
 
-    faults: as text; empty if the checkpoint is complete. differences: between replicas, as text.
-    apart: the largest distance of close replicas, relative to the norm of a tensor; None if
-    replicas must be equal. compared: the number of tensors per shard that must be equal on all
-    replicas. uncompared: the reason if that number is 0. elsewhere: the files on other nodes, which
-    this node cannot read; `faults` does not cover them.
+    faults: faults as text; empty if the checkpoint is complete. differences: differences between
+    replicas, as text. apart: the largest distance of close replicas, relative to the norm of a
+    tensor; None if replicas must be equal. compared: the number of tensors per shard that must be
+    equal on all replicas. uncompared: the reason if that number is 0. elsewhere: the files on other
+    nodes, which this node cannot read; `faults` does not cover them.
     """
 
     path: Path
@@ -103,7 +103,7 @@ def checkpoints(directory: Path) -> list[Path]:
 def verify(checkpoint: Path) -> VerifyReport:
     """Checks every byte of `checkpoint`, and compares the tensors that replicas share.
 
-    They must be equal bit for bit, or close if the replicas were close in training.
+    The tensors must be equal bit for bit, or close if the replicas were close in training.
     """
     try:
         described = manifest.read_manifest(checkpoint)
@@ -205,8 +205,8 @@ def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
 class _Comparison:
     """Compares the replicas of one checkpoint, shard by shard.
 
-    differences: as text. compared: the number of tensors per shard that must agree. apart: the
-    largest distance of close replicas; None if bits were compared.
+    differences: differences as text. compared: the number of tensors per shard that must agree.
+    apart: the largest distance of close replicas; None if bits were compared.
     """
 
     def __init__(self, saved: CheckpointReader) -> None:
@@ -226,7 +226,7 @@ class _Comparison:
                 self._compare_shard(shard, present)
 
     def _compare_shard(self, shard: int, present: Sequence[int]) -> None:
-        """Compares the first of the replicas `present` with each other one."""
+        """Compares the first of the replicas `present` with each of the others."""
         lowest, *others = present
         first = self._saved.file(lowest, shard)
         keys = _must_agree(first, self._saved.manifest)
@@ -243,7 +243,7 @@ class _Comparison:
                 )
 
     def _unequal(self, keys: Sequence[str], first: ShardReader, other: ShardReader) -> list[str]:
-        """Keys of tensors that differ or, for close replicas, that are too far apart."""
+        """Keys of tensors that differ or, between close replicas, are too far apart."""
         unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
         if not (first.moved and other.moved):
             return unequal
@@ -307,7 +307,7 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
     # A level that exchanges gradients keeps the replicas of its tier equal.
-    # Under any other level, these replicas have different anchors.
+    # Under any other level, replicas have different anchors.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1

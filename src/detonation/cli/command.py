@@ -145,7 +145,7 @@ def _run(verb: Any) -> int:
     except KeyboardInterrupt:
         line = ended_by(signal.SIGINT) + _how_to_continue(verb)
         return fail(line, 128 + signal.SIGINT, verb.json)
-    # a verb exits this way after a stop request, once its children and folders are removed
+    # a verb exits here after a stop request, once its children and folders are removed
     except SystemExit as ended:
         if not isinstance(ended.code, int) or ended.code - 128 not in REQUESTS:
             raise

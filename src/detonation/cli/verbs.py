@@ -28,7 +28,7 @@ def say(verb: of.Common, line: str) -> None:
     if verb.json:
         _to_stderr(line)
     else:
-        print(line, flush=True)  # flush: `meet` prints nothing more for hours
+        print(line, flush=True)  # flush, because `meet` prints nothing more for hours
 
 
 def _output(verb: of.Common) -> TextIO:
@@ -145,7 +145,7 @@ def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str,
     for flag, key in keys.items():
         value = flags.get(flag)
         if value is not None and value is not False and value != ():
-            # Quotes keep a text: `--data 2024` is a directory, not a number.
+            # Quotes keep a value text: `--data 2024` is a directory, not a number.
             found.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
     return tuple(found)
 
@@ -280,7 +280,7 @@ def _lazy_torch() -> Iterator[None]:
 
 
 def _plan(verb: of.Plan) -> dict[str, Any]:
-    # without a recipe a plan needs no torch, whose import needs over a second
+    # a plan without a recipe does not import torch, which takes over a second
     with _lazy_torch():
         from detonation.report.terminal import show_plan
         from detonation.train.verbs import plan

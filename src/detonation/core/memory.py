@@ -97,7 +97,7 @@ class Memory:
             self.residual.mul_(self.feedback.decay)
         else:
             self.residual.mul_(self._decay.masked_fill(bad, 1.0))
-        # signals are added through a copy, which converts them or cuts them into tiles
+        # signals are added through a copy that converts them or cuts them into tiles
         parts = [Bucket.whole(self._layout)]
         if self._layout.tiled:
             parts = Bucket.strips(self._layout, -(-self._layout.rows // STRIPS))
@@ -147,7 +147,7 @@ class Memory:
             kept.forget()
 
     def keep(self, numbers: Tensor) -> KeptRows:
-        """Copies rows so that a step in them can be undone; see `KeptRows`.
+        """Copies rows, so that a step in these rows can be undone; see `KeptRows`.
 
         Shapes: `[rows]` int64.
         """

@@ -1,6 +1,6 @@
 """Rounds: the steps at which messages are exchanged, and the local steps that each replica runs.
 
-All functions compute on step numbers, which start at 0.
+All functions take step numbers that start at 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ this percentage.
 
 @dataclass(frozen=True)
 class Round:
-    """A round of `every` steps: its update is applied after `offset` steps, and then after every
+    """A round of `every` steps. Its update is applied after `offset` steps, and then after every
     `every` steps.
 
     The message is sent `delay` steps before its update is applied. A message that would have to be
@@ -56,8 +56,8 @@ class Round:
 
 
 class LocalSteps:
-    """The local steps that each replica runs among the `every` steps of a round; equal on all
-    replicas.
+    """The local steps that each replica runs among the `every` steps of a round. They are equal on
+    all replicas.
 
     A replica with fewer local steps skips evenly spread steps. All replicas run the last step.
 

@@ -44,9 +44,10 @@ def fp32_products() -> str:
 def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
     allowed = [each.fp32_precision for each in _products().values()]
     legacy = "highest"
-    with suppress(RuntimeError):  # raised if the caller has set only torch's newer precisions
+    # torch raises if the caller has set only its newer precision settings
+    with suppress(RuntimeError):
         legacy = torch.get_float32_matmul_precision()
-        # if old and new settings differ, torch raises whenever one is read
+        # if old and new settings differ, torch raises when either is read
         torch.set_float32_matmul_precision("highest")
     products.fp32_precision = "ieee"
     try:
@@ -59,15 +60,15 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
 
 
 def accelerator_is_played() -> bool:
-    """True if the CPU or `meta` simulates an accelerator for tests and counts: DETONATION_KERNELS
-    is "triton".
+    """True if the CPU or the device `meta` simulates an accelerator for tests and counts:
+    DETONATION_KERNELS is "triton".
     """
     return os.environ.get("DETONATION_KERNELS") == "triton"
 
 
 def decides_on_device(device: torch.device) -> bool:
     """True if decisions about tensors on `device` are computed there, because the host would have
-    to wait for it.
+    to wait for the device.
     """
     return device.type != "cpu" or accelerator_is_played()
 
@@ -111,7 +112,7 @@ class Runtime:
         first call.
 
         These kernels run one after the other. Kernels of another optimizer may run concurrently on
-        another stream, and have their own objects.
+        another stream, and have objects of their own.
         """
         if key not in self._shared:
             self._shared[key] = make()
@@ -123,7 +124,7 @@ class Runtime:
 
     @cached_property
     def decides_on_device(self) -> bool:
-        """See the function `decides_on_device`."""
+        """Result of the function `decides_on_device` for this device."""
         return decides_on_device(self.device)
 
 
@@ -132,8 +133,8 @@ class Progress:
     communicates.
 
     steps: number of steps begun, over all optimizers. where: "inside" the last step, "outside" of
-    it, or in a save. explain: called with an error that ends a step; it may add to the text whose
-    message is missing.
+    it, or in a save. explain: called with an error that ends a step; it may add to the error's text
+    whose message is missing.
     """
 
     def __init__(self) -> None:
@@ -184,7 +185,7 @@ class Readback:
         return self._numbers
 
     def read(self) -> list[Any]:
-        """The numbers as lists. Waits for the work queued on the device before the copy, not for
+        """The numbers as lists. Waits for work queued on the device before the copy, but not for
         later work.
         """
         return self.wait().tolist()

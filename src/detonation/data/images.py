@@ -127,7 +127,7 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
     images = split.images
-    if isinstance(images, Pictures):  # decoding all of them would need minutes
+    if isinstance(images, Pictures):  # decoding all pictures would take minutes
         count = len(images)
         size = min(count, 1000)
         sample = torch.arange(size) * count // size
@@ -142,7 +142,8 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
         squares += _over_pixels(part * part)
     mean = total / pixels
     std = (squares / pixels - mean**2).clamp(min=0).sqrt()
-    return mean.float(), torch.where(std > 0, std, 1.0).float()  # avoids division by zero
+    # a deviation of 0 would divide by zero
+    return mean.float(), torch.where(std > 0, std, 1.0).float()
 
 
 def _read(source: str, form: "Form") -> tuple[str, "Decoded"]:
@@ -214,7 +215,7 @@ class Pictures:
         ops = needs("PIL.ImageOps", "data")
         height, width, channels = self._form.whole()
         picture = self._open(number)
-        if picture.mode.startswith(("F", "I")):  # pillow would clip the values
+        if picture.mode.startswith(("F", "I")):  # pillow would clip these values
             raise ValueError(f"{self._name(number)} has pixels of more than 8 bits: save it with 8")
         mode = "RGB"
         if channels == 1:
@@ -388,7 +389,7 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
         with needs("PIL.Image", "data").open(file) as picture:
             if not whole:
                 return picture
-            if form.size:  # lets JPEG decode at a lower resolution
+            if form.size:  # JPEG can then be decoded at a lower resolution
                 picture.draft(None, (2 * form.size, 2 * form.size))
             picture.load()
             return picture.copy()

@@ -207,7 +207,7 @@ def _move(name: str, ready: Path, target: Path) -> None:
     try:
         ready.rename(target)
     except OSError:
-        # another process may have been faster, and its files are equal
+        # another process may have finished first with equal files
         if not is_complete(name, target):
             raise
 
@@ -251,7 +251,7 @@ def _bible(raw: Path, ready: Path) -> None:
     english = modules.get_bible_from_module(bibles["en"])
     spanish = modules.get_bible_from_module(bibles["es"])
     for bible in (english, spanish):
-        # else each verse would decompress its whole book: minutes instead of seconds
+        # otherwise each verse would decompress its whole book, which takes minutes
         bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
 
     def verse(bible: Any, book: str, chapter: int, number: int) -> str:

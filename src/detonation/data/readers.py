@@ -53,7 +53,8 @@ def _parquet(path: Path) -> Iterator[Row]:
         try:
             for batch in parquet.ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
-        except (damaged, OSError) as error:  # pyarrow raises either error, depending on the damage
+        # pyarrow raises one of these errors, depending on the damage
+        except (damaged, OSError) as error:
             reason = first_line(error).rstrip(".")
             raise ValueError(
                 f"{path} is no whole Parquet file: {reason}; copy or download it again"

@@ -210,8 +210,8 @@ class TextStream:
         """
         cursors = self._of(part, parts)
         start = step * size
-        # Keeps two cursors, the most recently used one last.
-        # Reading the first step again then does not lose the position of training.
+        # Keeps two cursors, with the most recently used one last.
+        # So rereading the first step does not lose the position of training.
         behind = [cursor for cursor in cursors if cursor.at <= start]
         if not behind:
             behind = [self._fresh(part, parts)]

@@ -31,12 +31,12 @@ def load_tokenizer(name: str) -> Any:
     transformers.utils.logging.set_verbosity_error()
     # suppresses a warning for each retry
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    # a fork would lack the tokenizer's threads
+    # a forked process would lack the tokenizer's threads
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = name.removeprefix("hf:")
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the libraries that read the files raise many types of errors
+    except Exception as error:  # the libraries that read these files raise many types of errors
         problem = f"data.tokenizer {name} is no directory, and nothing the hub gives us"
         raise ValueError(f"{problem}: {first_line(error)}") from error
 
@@ -115,7 +115,7 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path.with_suffix(".lock")) as lock:
-            # one rank of a machine encodes while the others wait for the lock
+            # one rank of each machine encodes while the others wait for the lock
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 write_whole(path, _encoded(documents, tokenizer))

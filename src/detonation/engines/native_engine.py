@@ -113,7 +113,7 @@ class NativeEngine(ReferenceEngine):
             negative_zeros,
             indices,
         )
-        if statistics is not None:  # the run contains codes instead of values
+        if statistics is not None:  # with statistics the buffer contains codes instead of values
             values = torch.empty(rows, 0, dtype=torch.float32, device="cpu")
         return Selected(values, PackedIndices(self._coding, indices, rows))
 
@@ -176,7 +176,7 @@ class NativeEngine(ReferenceEngine):
             k = whole.values.shape[2]
             values = [each.contiguous() for each in whole.values]
         few = sent is not None and len(values) * k <= self._most_summed and not nonzero
-        if sent is None:  # owners reply with whole rows
+        if sent is None:  # owners reply with whole rows, which have no indices
             all_indices = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu")
             sent = all_indices.expand(len(values), rows, k)
         if isinstance(sent, PackedIndices):
@@ -197,7 +197,7 @@ class NativeEngine(ReferenceEngine):
             self._waves,
             rates,
         )
-        # autograd does not see these writes; the new version invalidates graphs with the old values
+        # autograd does not see these writes; a new version invalidates graphs that saved old values
         torch.autograd.graph.increment_version(weights)
 
 

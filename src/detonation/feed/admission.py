@@ -33,8 +33,8 @@ class Admission:
     step.
 
     The ranks of the first replica open a feed for a new replica. The new replica receives a copy of
-    the state, and follows until all agree on the step at which it joins. While no replica wants to
-    join, it costs nothing.
+    the state, and follows until all replicas agree on the step at which it joins. While no replica
+    wants to join, it costs nothing.
 
     Args:
         model: The trained model.
@@ -92,7 +92,7 @@ class Admission:
         """
         guest = self._axis.host.guest
         if self._feed is not None:
-            self._feed.flush()  # the new replica needs the last step before it joins
+            self._feed.flush()  # the new replica needs the last step before joining
             if self._feed.followers and math.isinf(self._copy_turn):
                 turn = self._user.turn_of(self._optimizer.step_count)
                 self._copy_turn = self._axis.host.copy_turn(self._guest, turn)
@@ -147,8 +147,8 @@ def admitted(
 ) -> tuple[Replicated, SurvivingCommunicator]:
     """Joins a running training as a new replica. Collective over the shards of this replica.
 
-    A replica with an `Admission` sends weights and optimizer state, while it continues to train.
-    All replicas agree on a step. From that step on this replica is bitwise equal to the others, or
+    A replica with an `Admission` sends weights and optimizer state while it continues to train. All
+    replicas agree on a step. From this step on the new replica is bitwise equal to the others, or
     close to them if it rounds differently. Its memory is empty.
 
     Args:
@@ -203,7 +203,7 @@ def admitted(
                 f"the weights of step {entry.step} did not come",
                 lambda: entry.is_at(follower.step, follower.ahead),
             )
-            # with a delay, the others receive all messages in flight before this replica joins
+            # with a delay, the other replicas receive all messages in flight before this one joins
             follow(
                 f"the others did not synchronize after step {entry.step}",
                 lambda: follower.complete,
@@ -222,7 +222,8 @@ def _follow(
     late: str,
     has_come: Callable[[], bool],
 ) -> None:
-    """Follows the replica that offers the state, or another one after its loss, until `has_come`.
+    """Follows the replica that offers the state until `has_come`. If this replica is lost, follows
+    the next one that offers it.
 
     Raises `ReplicaLost` after `timeout_s`, or if the others have continued without `guest`.
     """
@@ -236,5 +237,5 @@ def _follow(
         guest.let_in()
         follower.turn_to(guest.addresses(0))
         follower.update(wait_s=0.01)
-        if follower.trouble and not has_come():  # a training that has ended announces it itself
+        if follower.trouble and not has_come():  # a training that has ended says so itself
             guest.hosts.require()

@@ -36,7 +36,7 @@ momentum reach 18.
 
 
 class Follower(AbstractContextManager["Follower"]):
-    """Keeps the weights of training in a model of this process. Made by `follow`.
+    """Keeps the weights of training in a model of this process. `follow` creates it.
 
     Only `update` changes the model, so you can use it between two calls. If other threads use the
     model, share a lock between them and the thread that calls `update`.
@@ -112,7 +112,7 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def trouble(self) -> str:
-        """Why a connection was last lost; "" if none was."""
+        """The reason why a connection was last lost; "" if no connection was lost."""
         return next((stream.trouble for stream in self._streams if stream.trouble), "")
 
     @property
@@ -157,10 +157,10 @@ class Follower(AbstractContextManager["Follower"]):
         """Continues as a replica along `axis`: returns an optimizer over the model's parameters,
         with the received state.
 
-        Its memory is empty: the other replicas keep their own unsent state. It compares replicas
-        before it returns, so the others call `Replicated.resume_at` at this step, or also `join`.
-        Do not call `update` afterwards, unless you use the optimizer only for saving. See
-        `replicate` for the arguments.
+        Its memory is empty: the other replicas keep their own unsent state. `join` compares
+        replicas before it returns, so the others call `Replicated.resume_at` at this step, or also
+        `join`. Do not call `update` afterwards, unless you use the optimizer only for saving.
+        `replicate` describes the arguments.
 
         Raises:
             LostFeed: No state was received yet.
@@ -220,7 +220,7 @@ class Follower(AbstractContextManager["Follower"]):
             if self.ended and to is not None:
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
             over = all(stream.ended for stream in self._streams) and self._came() == self._seen
-            if over and not self.ended:  # no step that all shards have can arrive any more
+            if over and not self.ended:  # no further step can arrive on all shards
                 raise LostFeed("training has ended before the state of each of its shards came")
             rest_s = 1.0
             if deadline is not None:
@@ -231,7 +231,7 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _came(self) -> tuple[object, ...]:
-        """Counts of events and ended streams; a change of these ends `_wait`."""
+        """Counts of events and of ended streams. `_wait` ends when they change."""
         return tuple((stream.came, stream.ended, stream.refusal) for stream in self._streams)
 
     def _advance(self, to: int | None) -> bool:
@@ -263,7 +263,7 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _restart_late(self) -> None:
-        """Restarts full streams whose queued steps no other stream has, because that one
+        """Restarts full streams whose queued steps no other stream has, because another stream
         reconnected with a later copy.
         """
         joined = [
@@ -334,16 +334,16 @@ def follow(
 ) -> Follower | WeightFollower:
     """Keeps the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
 
-    This process is no replica: it sends nothing, and training does not wait for it. It receives a
-    copy of the training state, then the messages of each step, which it applies with training's
+    This process is not a replica: it sends nothing, and training does not wait for it. It receives
+    a copy of the training state, then the messages of each step, and applies them with training's
     optimizer. It needs memory for the weights and the optimizer state, but not for gradients. Each
-    shard of a replica has its own stream. If `model` is whole, this process merges all streams; if
-    it was sharded by `detonation.shard` with as many shards, each rank reads one.
+    shard of a replica has its own stream. If `model` is whole, this process merges all streams. If
+    `detonation.shard` has cut the model into as many shards, each rank reads one stream.
 
     It reconnects after a lost connection, and receives a new copy of the state.
 
     From a directory written by `Feed.of_weights` it reads only the weights, of training with any
-    optimizer. Then pass neither a token nor `optimizer`. In that case this process may round
+    optimizer. Then pass neither a token nor `optimizer`. In this case the process may round
     differently, and needs memory only for the model.
 
     Args:

@@ -44,7 +44,7 @@ class FrameSocket:
     """Sends or receives frames over a connection after its handshake.
 
     A frame has a checksum under the handshake's `key`, which also covers the frame's number. So
-    nobody on the network can change, insert, repeat or omit a frame; but frames are not encrypted.
+    nobody on the network can change, insert, repeat or omit a frame. Frames are not encrypted.
 
     feeds: True at the feed's end of the connection.
     """
@@ -65,7 +65,7 @@ class FrameSocket:
         self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
         self._sent += 1
         rest = memoryview(content)
-        while rest:  # `sendall` would apply its timeout to the whole frame
+        while rest:  # `sendall` would allow its timeout for the whole frame
             rest = rest[self._connection.send(rest) :]
         self.bytes_moved += len(header) + _TAG + len(content)
 
@@ -118,7 +118,7 @@ def encoded(table: Mapping[str, Any]) -> bytes:
 
 
 def table_of(content: Octets) -> dict[str, Any]:
-    """Content of a frame as a JSON table. Raises `BadFrame` for anything else."""
+    """Content of a frame as a JSON table. Raises `BadFrame` for any other content."""
     try:
         found = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -152,8 +152,8 @@ _log = logging.getLogger("detonation.feed")
 class Listener:
     """Listens on `address`, and calls `admit` in a new thread for each follower with the token.
 
-    Port 0 selects a free one. `admit` receives the connection after the handshake, the peer's name,
-    and its request. Raises `OSError` if this process cannot listen on `address`.
+    Port 0 selects a free port. `admit` receives the connection after the handshake, the peer's
+    name, and its request. Raises `OSError` if this process cannot listen on `address`.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Listener:
     def close(self) -> None:
         """Stops listening."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
         self._socket.close()
 
     def _accept(self) -> None:
@@ -186,7 +186,7 @@ class Listener:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                time.sleep(0.1)  # no file descriptor is free, but one may become free soon
+                time.sleep(0.1)  # all file descriptors are in use, but one may become free soon
                 continue
             peer = joined_address(host, port)
             if _few_are_left(connection.fileno()):
@@ -235,7 +235,9 @@ class Listener:
 
 
 def _few_are_left(descriptor: int) -> bool:
-    """True if this process may open few more files: a new one gets the lowest free `descriptor`."""
+    """True if this process may open few more files. A new file gets the lowest free
+    `descriptor`.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft != resource.RLIM_INFINITY and descriptor >= soft - RESERVED_FILES
 

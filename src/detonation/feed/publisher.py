@@ -118,7 +118,7 @@ class Feed(StepRecorder):
         self._most_followers = most_followers
         self._about: dict[str, Any] = {"about": dict(about or {}), "run": run}
         self._run = run
-        self._returns = 0  # number of returns to earlier states
+        self._returns = 0  # number of times that training returned to an earlier state
         self._lock = threading.Lock()  # of the two lists
         self._coming: list[Subscription] = []
         self._subscribed: list[Subscription] = []
@@ -129,7 +129,7 @@ class Feed(StepRecorder):
         self.ahead: Callable[[], int] = lambda: 0
         """Returns a number that each copy contains; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
-        self._sent: dict[int, bytes] = {}  # hashes of the model's buffers when they were last sent
+        self._sent: dict[int, bytes] = {}  # hashes of the model's buffers at their last sending
         self.records = self._closed = False
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
@@ -149,11 +149,11 @@ class Feed(StepRecorder):
         dtype: torch.dtype | None = None,
         base_every: int | None = None,
     ) -> WeightFeed:
-        """A feed of weights alone, as files that any number of readers poll. It works with any
+        """A feed of only the weights, as files that any number of readers poll. It works with any
         training loop and any optimizer.
 
         Call `publish(step)` after each step, or less often. A file contains the exact values that
-        changed since the previous call. In bf16 these are about 0.01 bytes per parameter at a
+        changed since the previous call. In bf16 these need about 0.01 bytes per parameter at a
         learning rate of 1e-6. The first file, and later ones at intervals, are bases: they contain
         all weights, so that a reader can start there. The feed keeps the two newest bases and the
         differences after the older one, and removes earlier files.
@@ -207,7 +207,7 @@ class Feed(StepRecorder):
             self._synchronized += 1
         if (
             not goes_on
-        ):  # a new name, because another shard may still have earlier steps with the same numbers
+        ):  # a new name, because other shards may still hold earlier steps with the same numbers
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self._drop_all("training went back to an earlier state")
@@ -225,7 +225,7 @@ class Feed(StepRecorder):
         if self._coming and due:
             try:
                 self._let_in(optimizer)
-            except Exception as error:  # an error such as out of memory must not stop training
+            except Exception as error:  # errors such as out of memory must not stop training
                 _log.exception("no copy of the state for followers")
                 self._next_copy = time.monotonic() + FAILED_S
                 self._drop_all(f"there is no copy of the state: {error}")
@@ -279,7 +279,7 @@ class Feed(StepRecorder):
         connection.close()
 
     def _let_in(self, optimizer: Replicated) -> None:
-        """Sends a copy of the state after this step to the followers that wait for one."""
+        """Sends a copy of the state after this step to the followers that wait for a copy."""
         began = time.monotonic()
         with self._lock:
             coming = [each for each in self._coming if each.alive]
@@ -300,7 +300,7 @@ class Feed(StepRecorder):
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
-        self._options = []  # makes the next step send all options of the groups
+        self._options = []  # the next step then sends all options of all groups
         self._sent = {}
         now = time.monotonic()
         self._next_copy = now + REST * (now - began)
@@ -334,8 +334,8 @@ class Feed(StepRecorder):
         return found
 
     def _is_new(self, record: LogRecord) -> bool:
-        """False for a buffer that has not changed since it was sent; most models have buffers that
-        never do.
+        """False for a buffer that has not changed since it was last sent. Most models have buffers
+        that never change.
         """
         if record.kind != MESSAGE or not BUFFERS <= record.place < NORM:
             return True

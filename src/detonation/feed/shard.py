@@ -1,4 +1,6 @@
-"""One shard of training in a follower: an optimizer without peers repeats the steps of a stream."""
+"""One shard of training in a follower: an optimizer without other replicas repeats the steps of a
+stream.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +33,7 @@ step.
 
 
 class ReceivedSteps(Player):
-    """Plays back the records that a stream has received."""
+    """Plays back the records of a stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class ReceivedSteps(Player):
 class ShardFollower:
     """Repeats the steps of one shard of training.
 
-    moment: the last reached one; None before the first copy of the state.
+    moment: the last moment that was reached; None before the first copy of the state.
 
     Args:
         model: Whole, or sharded like the model of training.
@@ -234,7 +236,9 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
 def reachable_moments(
     moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None
 ) -> list[Moment | None]:
-    """The moments that a shard reaches: now, and after each event in `inbox` up to step `to`."""
+    """The moments that a shard can reach: the current one, and the moment after each event in
+    `inbox` up to step `to`.
+    """
     found = [moment]
     for event in inbox:
         moment = moment_after(event, moment)

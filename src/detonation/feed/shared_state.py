@@ -1,5 +1,5 @@
-"""The copy of the state for a follower: how a feed describes and writes it, and how a follower
-loads it.
+"""The copy of the state for a follower: functions with which a feed describes and writes it, and a
+follower loads it.
 """
 
 import math
@@ -54,7 +54,7 @@ def require_followable(optimizer: Replicated) -> None:
             found = collective_for(scheme, each.layout, link.replicas, link.local_ranks)
             collectives.append(found)
     if scheme.round.delay and "owner" in collectives:
-        # Waiting for a message in flight would start the second collective on this replica alone.
+        # Waiting for a message in flight would start the second collective on this replica only.
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
         )
@@ -139,7 +139,7 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
     """
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         if start + size > whole.shape[dim]:
-            start = 0  # the offset of an empty shard may exceed the end
+            start = 0  # the offset of an empty shard may be past the end
             if size:
                 raise CorruptCheckpoint(
                     f"a box ends beyond its tensor of shape {tuple(whole.shape)}"
@@ -205,8 +205,8 @@ def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
 def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
     """A module with the names of `model`, whose parameters are views of the parts in `saved`.
 
-    An optimizer that steps it changes the weights of `model`, but neither its gradients nor its
-    `requires_grad`. Views of `trained` parameters require gradients.
+    An optimizer that steps this module changes the weights of `model`, but neither its gradients
+    nor its `requires_grad`. Views of `trained` parameters require gradients.
     """
     views: dict[str, Tensor] = {}
     parameters = local_parameters(model)
@@ -237,7 +237,7 @@ def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]
 
 
 def _tree(parameters: Mapping[str, Tensor]) -> nn.Module:
-    """A module with `parameters` under their full names, in the same order."""
+    """A module that holds `parameters` under their full names, in the same order."""
     root = nn.Module()
     for name, parameter in parameters.items():
         owner = root

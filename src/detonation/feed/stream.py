@@ -53,7 +53,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The records of one step or one `synchronize`; the last record ends it."""
+    """The records of one step or of one `synchronize`. The last record ends it."""
 
     records: list[LogRecord]
 
@@ -109,7 +109,7 @@ class Stream:
         self._most_waiting = most_waiting
         self._changed = changed
         self._frames: FrameSocket | None = None
-        self._dropped = False  # True to ignore the rest of this connection after `restart`
+        self._dropped = False  # True if the rest of this connection is ignored after `restart`
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
         self._thread.start()
@@ -117,7 +117,7 @@ class Stream:
     @property
     def gone(self) -> bool:
         """True if the feed is unreachable and has not announced the end of training."""
-        # during a connection, `failures` still has its value from before the connection
+        # while connected, `failures` has its value from before the connection
         return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class Stream:
             self._changed.wait_for(
                 lambda: len(self.inbox) < self._most_waiting or self._closed.is_set()
             )
-            if self._dropped:  # the next event in the inbox must be a copy
+            if self._dropped:  # the next event in the inbox must be a copy of the state
                 raise ConnectionResetError("too far from the other shards")
             self.inbox.append(event)
             self.came += 1

@@ -18,12 +18,12 @@ HANDSHAKE_S = 5.0
 """Seconds in which a new connection must prove that it has the token."""
 _MAGIC = b"DTFEED\x00\x01"  # the last two bytes are the version of the protocol
 _NONCE = 32
-# distinguishes a refusal from a closed connection, after which followers reconnect
+# tells a refusal from a closed connection, after which followers reconnect
 _REFUSAL = bytes(32)
 
 
 class Refused(DetonationError, ConnectionError):
-    """The other end of a connection is no feed or follower, or has another token."""
+    """The other end of a connection is neither a feed nor a follower, or has another token."""
 
 
 class LostFeed(DetonationError, ConnectionError):
@@ -33,8 +33,8 @@ class LostFeed(DetonationError, ConnectionError):
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
     """Reads the token from `DETONATION_TOKEN`, or from the file that `DETONATION_TOKEN_FILE` names.
 
-    env: by default the environment of this process. A token is never a command-line argument,
-    because all users of a machine can read command lines.
+    env: environment variables; by default those of this process. A token is never a command-line
+    argument, because all users of a machine can read command lines.
 
     Raises `ValueError` if the token is missing, shorter than 16 bytes, or in a file that other
     users may read.

@@ -34,7 +34,7 @@ class Balance(StepGate):
         self._link = link
         self._shards = shards
         self._device = device
-        self._since: Any = None  # time mark at the end of the last step
+        self._since: Any = None  # time at the end of the last step
         self._laps: list[tuple[Any, Any]] = []
 
     def idle(self, step: int) -> bool:
@@ -54,7 +54,7 @@ class Balance(StepGate):
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
             for link in self._shards:
-                # last: a replica may be lost after a part of its shards has sent durations
+                # last, because a replica may be lost after some of its shards have sent durations
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()

@@ -96,7 +96,8 @@ class Closeness(StepGate):
         """Copies part number `turn` of replica 0's state along `link`. Collective."""
         tensors = _floats(replicator.replicated())
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # Weights move with their anchor: the outer momentum would multiply any other change.
+            # Weights move together with their anchor.
+            # Otherwise the outer momentum would multiply their change.
             for name in replicator.parameters:
                 tensors.pop(name, None)
         cut = _cut(tensors, turn, max(1, PERIOD // replicator.round.every))
@@ -106,7 +107,7 @@ class Closeness(StepGate):
         device = replicator.channel.runtime.device
         mark = torch.ones(1, dtype=torch.uint8, device=device)
         sent = torch.cat([*(each.to(device).view(torch.uint8) for each in mine), mark])
-        # The other replicas add zeros to the bytes of replica 0, so that all get the same bits.
+        # Replica 0 sends its bytes and all others send zeros, so all get the same bits.
         # The mark is 0 if replica 0 was absent.
         if link.replica != 0:
             sent.zero_()

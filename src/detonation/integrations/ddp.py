@@ -175,7 +175,7 @@ class CommHook:
         """
         self._arrived.append(_Bucket(bucket, self._node))
         future = self._arrived[-1].future
-        # in the first step of a static graph, no bucket is marked as the last
+        # in the first step of a static graph no bucket is marked as the last
         if bucket.is_last() or sum(len(each.pieces) for each in self._arrived) == self._count:
             arrived = self._arrived
             self._arrived = []

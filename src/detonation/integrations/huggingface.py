@@ -382,7 +382,8 @@ def _replicate_inside(
             parameters = [parameters]
         parameters = [*parameters]
         mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
-        if mine.isdisjoint(map(id, parameters)):  # parameters of another model of this accelerator
+        # the parameters belong to another model of this accelerator
+        if mine.isdisjoint(map(id, parameters)):
             return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
             remedy = (

@@ -117,7 +117,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         self._scheme = scheme
         self._own_clip = clip
         self._clip = 0.0
-        # volumes by directory to which checkpoints were saved
+        # volumes, by the directories to which checkpoints were saved
         self._volumes: dict[Path, Volumes] = {}
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
@@ -253,7 +253,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(filepath))
         trains = bool(checkpoint.pop("optimizer_states", None))
         assert self.model is not None
-        # Lightning writes its metadata last, so an interrupted save has none
+        # Lightning writes its metadata last, so an interrupted save lacks it
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
         if self.local_rank == 0:  # another run may have left a later step in this directory
@@ -291,14 +291,15 @@ class ReplicaStrategy(ModelParallelStrategy):
         if fits and self.replicated and self.broadcast((path / PART).is_dir()):
             return self._load_exactly(path, weights_only)
         try:
-            # An evaluation loads no optimizer. In `fit`, another strategy wrote the checkpoint.
+            # An evaluation loads no optimizer.
+            # In `fit` the checkpoint came from another strategy.
             self._optimizers = []
             if fits:
                 self._optimizers = [each.base for each in self.replicated]
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        if fits:  # loading other state resets the memories; the next step warns about it
+        if fits:  # loading other state resets the memories, and the next step warns
             for optimizer in self.replicated:
                 state = optimizer.state_dict()
                 state.pop("replication", None)
@@ -323,7 +324,7 @@ class ReplicaStrategy(ModelParallelStrategy):
                 rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
         except FileNotFoundError:
             problem = "its save was cut short; give ckpt_path the path of an earlier checkpoint"
-        except Exception as error:  # a damaged file may raise any error, and the other ranks wait
+        except Exception as error:  # a damaged file may raise any error while the other ranks wait
             problem = f"{type(error).__name__}: {error}"
         # broadcast, because nodes may share no file system
         rest, problem = self.broadcast((rest, problem))

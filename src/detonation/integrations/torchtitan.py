@@ -115,7 +115,8 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        if self._clip is None:  # a second trainer with this configuration would read inf
+        # without this, a second trainer with this configuration would read inf
+        if self._clip is None:
             self._clip = training.max_norm
         # with an infinite limit torchtitan only measures the norm before the exchange
         training.max_norm = math.inf
@@ -352,7 +353,7 @@ def parsed_scheme(text: str) -> Scheme:
     return scheme_named(name, found)
 
 
-if not TYPE_CHECKING:  # hidden from type checkers, so that they still report missing names
+if not TYPE_CHECKING:  # hidden from type checkers, so that they still report undefined names
 
     def __getattr__(name: str) -> Callable[[], Trainer.Config]:
         """Resolves `--config MODULE.FUNCTION`, from torchtitan or your own module, with

@@ -29,7 +29,7 @@ from detonation.whole_files import reading
 
 LOG_VERSION = 1
 _MAGIC = b"DTLG"
-# magic, kind, place, step, number of bytes; checksum of all these and of the content
+# magic, kind, shard, step, number of bytes; a checksum of these and of the content
 _HEADER = struct.Struct("<4sB3xIQQI")
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
@@ -148,27 +148,28 @@ class StepRecorder(StepObserver, ABC):
     """What reads the records, as named in a warning."""
 
     def __init__(self) -> None:
-        self.records = True  # False if nothing needs the records
-        # messages, each with the number of steps at its arrival
+        self.records = True  # False if no reader needs the records
+        # messages, each with the step count at its arrival
         self._messages: list[tuple[int, Copy]] = []
         # copies, and the record that ends them; None if the copies are weights
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
         self._late = 0  # 1 if an accelerator copies messages to the host
         self._options: list[dict[str, Any]] = []  # the last recorded options of each group
         self._optimizer: Replicated | None = None  # of the last end
-        self._last = -1  # number of steps at the last recorded end
+        self._last = -1  # step count at the last recorded end of a step
         self._weights = WrittenWeights()
-        self._watched: object = None  # the levels for which the weights to watch were chosen
+        self._watched: object = None  # the levels whose watched weights were chosen
         self._numbers: dict[str, int] = {}  # numbers of the model's parameters, by name
-        self._written: Copies = []  # weights that were written before the current step
+        self._written: Copies = []  # weights that other code wrote before the current step
         self._warned = False
-        self._hooks: list[str] = []  # the last recorded ones before steps of the base optimizer
+        self._hooks: list[str] = []  # the last recorded hooks before steps of the base optimizer
         self._warned_of: list[str] = []  # these hooks
-        self._moved = False  # True if stamps were taken in the step, ahead of the hooks after it
-        # stamps of the base optimizer's state after the last recorded end; None if not taken
+        # True if stamps were taken in this step, before the hooks that follow it
+        self._moved = False
+        # stamps of the base optimizer's state at the last recorded end; None if not taken
         self._state: dict[Any, Any] | None = None
-        self._left = False  # True if the next record does not continue the last end
-        # digest of the state from which training then continues
+        self._left = False  # True if the next record does not continue from the last recorded end
+        # digest of the state from which training continues
         self._origin: dict[str, str] = {}
 
     @abstractmethod

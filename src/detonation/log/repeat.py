@@ -194,7 +194,7 @@ class Playback(Player):
             if record.step > following + self._delay:
                 return
             if record.step > following:
-                # Training recorded these steps again in the next file.
+                # The next file contains these steps again, as training repeated them.
                 # From this file, only messages that were in flight count.
                 waiting = [each for each in waiting if each.step < following]
             if not self._is_before_first(record, begun):
@@ -436,7 +436,7 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
     optimizer.record(reader)
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
-    optimizer.zero_grad()  # gradients hold the last update, to which backward would add
+    optimizer.zero_grad()  # gradients hold the last update, and backward would add to them
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:

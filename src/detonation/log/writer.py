@@ -79,7 +79,7 @@ class UpdateLog(StepRecorder):
         self._file = -1
         self._length = 0
         self._closing: Callable[[], object] = lambda: None
-        self._levels: object = None  # the levels for which the file was begun
+        self._levels: object = None  # the levels with which the file began
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None  # the last step
         self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
@@ -110,7 +110,7 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            # True at the first step, and after settings or trained parameters changed
+            # True at the first step, and after a change of settings or of trained parameters
             another = not goes_on or optimizer.build() is not self._levels
             if not first:
                 self._keep(messages, what, optimizer, another)
@@ -139,7 +139,7 @@ class UpdateLog(StepRecorder):
             self._kept.clear()
             self._levels = optimizer.build()
             self._identity = _settings(optimizer)
-        self._options = []  # each kept step contains all options of the groups, and the hooks
+        self._options = []  # each kept step contains the hooks and all options of the groups
         self._hooks = []
         self.add_written()
         self.add(messages, what, optimizer)
@@ -188,7 +188,7 @@ class UpdateLog(StepRecorder):
                 self.flush()
                 self._finish()
                 os.fsync(self._file)
-            with suppress(OSError):  # the thread has written all data, or the log has ended
+            with suppress(OSError):  # the thread has written all data, or the log is closed
                 self._closing()
         self._file = -1
         if self._thread is not None:
@@ -219,7 +219,7 @@ class UpdateLog(StepRecorder):
             about |= self._start
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
-            # training returned to an earlier step, and will repeat the steps of these files
+            # training returned to an earlier step, and will repeat these files' steps
             if begun > first:
                 later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"

@@ -296,7 +296,7 @@ def vit(
         intermediate_size=feed_forward,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        # transformers guesses the loss from the labels: one class would mean regression
+        # transformers infers the loss from the labels: one class would mean regression
         problem_type="single_label_classification",
         attn_implementation="sdpa",
     )

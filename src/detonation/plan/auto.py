@@ -134,7 +134,7 @@ def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Sh
     else:
         replica = axis.replica
     gathered = everyone.send_to_all([replica, shapes])
-    lowest = gathered[0][0]  # the lowest rank is 0, unless that replica is lost
+    lowest = gathered[0][0]  # the lowest rank is 0, unless replica 0 is lost
     first = [shapes for number, shapes in gathered if number == lowest]
     ranks = everyone.size // axis.size()
     return [{name: tuple(shape) for name, shape in each.items()} for each in first[:ranks]]

@@ -107,7 +107,7 @@ class Network:
         round_trip = one.latency_s  # gloo asks the receiver before it sends
         rate = one.rate_bits_per_s / 8
         full = min(nbytes, rate * round_trip)
-        # the first period of silence costs nothing
+        # the first period of silence is free
         periods = (silent_s + round_trip / 2) / (round_trip + _TIMER_S) - 1
         doublings = min(periods, log2(max(full, 1.0) / _WINDOW))
         if doublings <= 0:
@@ -271,7 +271,7 @@ def _exposed_s(
         kind = traffic.collective_for(scheme, fragment, network.replicas)
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
         transfer_s = network.seconds(kind, nbytes, silent)
-        if kind == "owner" and work.reports:  # ranks agree on messages that owners refused
+        if kind == "owner" and work.reports:  # ranks agree on the messages that owners refused
             waits += network.seconds("all-gather", 0)
         if scheme.round.delay:
             latency = network.seconds(kind, 0)
@@ -280,7 +280,8 @@ def _exposed_s(
             # buckets are sent in the order of backward: the last layers first
             buckets = reversed(traffic.buckets_of(scheme, fragment, network.replicas))
             rows = [bucket.layout.rows for bucket in buckets]
-            if kind == "owner":  # owners reply after the last message, and nothing hides this wait
+            # owners reply after the last message, and no computation hides this wait
+            if kind == "owner":
                 answer = scheme.reply_codec(network.replicas)
                 size = traffic.stage_bytes(answer, sum(rows), network.replicas)
                 waits += network.operations["all-gather"].seconds(size)
@@ -357,7 +358,7 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
     if collective == "owner":
         state += flat // replicas
     rows = layout.rows
-    if scheme.divides_messages and not scheme.round.delay:  # two buckets are in flight
+    if scheme.divides_messages and not scheme.round.delay:  # two buckets are in flight at a time
         rows = min(rows, 2 * traffic.buckets_of(scheme, layout, replicas)[0].layout.rows)
     elif isinstance(scheme, ParameterScheme):
         rows = -(-rows // scheme.fragments)

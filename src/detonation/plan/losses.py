@@ -276,7 +276,7 @@ def _distance(loss: Loss, goal: Goal) -> tuple[float, float, int, float]:
 def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     cost, interval, seeds = relative(loss.losses, base.losses)
     curve = dict(base.curve)
-    half = base.steps // 2  # the exponent of the second half of the run
+    half = base.steps // 2  # the exponent is fitted to the second half of the run
     exponent = STEPS_EXPONENT
     if half in curve:
         exponent = math.log2(curve[half] / curve[base.steps])

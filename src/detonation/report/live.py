@@ -86,7 +86,7 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
                 code = 403
             elif self.path == "/":
                 code = 200
-                with lock:  # matplotlib draws for one request at a time
+                with lock:  # matplotlib can draw for only one request at a time
                     if time.monotonic() - drawn_at >= _EVERY_S:
                         page = html(directory).encode()
                         drawn_at = time.monotonic()

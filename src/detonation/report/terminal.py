@@ -278,7 +278,7 @@ def _waits(summary: dict[str, Any]) -> str:
     ''
     """
     waits = summary.get("waits")
-    if not waits or not waits.get("lasted_s", 1.0):  # there was no step since the last start
+    if not waits or not waits.get("lasted_s", 1.0):  # no step has ended since the last start
         return ""
     slowest = waits["slowest"]
     seconds = waits["seconds"]

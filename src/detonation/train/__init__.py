@@ -1,3 +1,3 @@
-"""Training runs from recipes. The folders recipe, output, loop, run and verbs each import only from
-earlier ones in this list.
+"""Training runs from recipes. Each of the folders recipe, output, loop, run and verbs imports only
+from earlier folders in this list.
 """

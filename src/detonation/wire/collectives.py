@@ -60,7 +60,7 @@ class BlockIntegers:
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # A scale of 0, or a nonfinite one, makes some quotients nonfinite.
+        # A scale that is 0 or nonfinite makes quotients nonfinite.
         # The mask keeps them inside their block.
         normal = scales.float().clamp_(min=torch.finfo(torch.float32).tiny)
         per_step = normal.reciprocal_().unsqueeze(-1)
@@ -186,7 +186,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         torch.where(signal.isfinite().all(), signal, residual, out=residual)
         (rows,), _ = self._link.wait([arriving])
         total = torch.zeros(count, dtype=torch.float32, device=sums.device)
-        # in node order, because the order changes the bits of the sum
+        # in node order, because the order of a sum changes its bits
         for node in range(self._link.replicas):
             if node == here:
                 total.add_(sums[node].float())
@@ -256,7 +256,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         # -> [nodes - 1, count] fp32
         sizes = dict(self._sizes())
         if sum(sizes.values()) != count:
-            # before torch 2.13 a parameter without a gradient is left out
+            # before torch 2.13 a parameter without a gradient is omitted
             sizes = {"": count}
         if (
             self.residual is None
@@ -384,7 +384,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self.reference: Tensor | None = None
         self._exchanges = 0  # exchanges since the last exact one
         self._seen = -1
-        self._was_trained = False  # True if training was on at the last gather
+        self._was_trained = False  # True if the model was in training mode at the last gather
         self._warned = False
         WEIGHT_MOVES.gathers.add(self)
         watch_optimizers()
@@ -474,7 +474,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
                 "them to send them exactly",
                 first_names(written),
             )
-        # weights recover after nonfinite ones; the reference must, too
+        # weights recover from nonfinite values; the reference must recover, too
         reference.nan_to_num_(0.0, 0.0, 0.0)
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])

@@ -99,9 +99,9 @@ class ShardUnit:
         """Makes the next exchange exact after `load_state_dict` of any module of the unit."""
 
         def loaded(*_: object) -> None:
-            # a unit that is already gathered would not exchange at the next forward pass
+            # an already gathered unit would not exchange at the next forward pass
             reshard(unit)
-            for name, (parameters, own_name) in places.items():  # `assign` replaces them
+            for name, (parameters, own_name) in places.items():  # `assign` replaces the parameters
                 if (now := parameters.get(own_name)) is not None:
                     self.parameters[name] = now
             self.gather.forget()
@@ -229,7 +229,7 @@ def join_units(
             for parameter in cast(nn.Module, module).parameters()
             if id(parameter) in names
         ]
-        if own:  # FSDP2 sends no messages for the others
+        if own:  # FSDP2 sends no messages for the other parameters
             ShardUnit(
                 module,
                 {names.pop(id(parameter)): parameter for parameter in own},
@@ -249,7 +249,7 @@ def resync_weights(model: nn.Module) -> None:
     Example:
         >>> resync_weights(nn.Linear(2, 2))
     """
-    reshard(model)  # a unit that is already gathered would not exchange at the next forward pass
+    reshard(model)  # an already gathered unit would not exchange at the next forward pass
     for unit in shard_units(model):
         unit.gather.forget()
 

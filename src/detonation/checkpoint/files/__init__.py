@@ -1,4 +1,4 @@
 """Files of a checkpoint, by key: shards, manifest, and their directory.
 
-Nothing here depends on a model or an optimizer.
+Nothing in this folder depends on a model or an optimizer.
 """

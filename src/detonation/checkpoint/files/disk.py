@@ -1,5 +1,5 @@
-"""All changes that saving makes to the file system, as small operations, so that a test can stop
-before each.
+"""All changes to the file system that saving makes, as small operations, so that a test can stop
+before each of them.
 """
 
 import contextlib

@@ -1,9 +1,10 @@
 """A caller's values as JSON, which decodes to values equal in value and type.
 
-A value that would not decode to an equal one is refused, and the error names its key. Plain JSON
+A value that would not decode to an equal value is refused, and the error names its key. Plain JSON
 values are written unchanged: text, booleans, integers, finite floats, None, lists, and dicts whose
-keys are text. Every other value becomes a table `{"$type": name, "value": ...}`, and the whole is
-then wrapped in `{"$values": 1, "extra": ...}`. Reading a file imports no module that it names.
+keys are text. Every other value becomes a table `{"$type": name, "value": ...}`, and the whole
+table is then wrapped in `{"$values": 1, "extra": ...}`. Reading a file imports no module that the
+file names.
 """
 
 import base64
@@ -110,7 +111,7 @@ def decoded_value(value: Any) -> Any:
 
 
 class _Encoder:
-    """Encodes one value. tagged: True if it contains values other than plain JSON."""
+    """Encodes one value. tagged: True if the value contains anything other than plain JSON."""
 
     def __init__(self) -> None:
         self.tagged = False

@@ -28,10 +28,10 @@ class Manifest:
 
     levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer: the class
     of the base optimizer. alike: True if all replicas held the same weights. files: size and
-    checksum of each file, by name. versions: of python, torch and detonation. extra: the caller's
-    values, as `encoded_extra` writes them; `given` decodes them. volumes: for each file, in the
-    order of `files`, the number of the directory to which it was written; empty if all files share
-    one directory.
+    checksum of each file, by name. versions: versions of python, torch and detonation. extra: the
+    caller's values, as `encoded_extra` writes them; `given` decodes them. volumes: for each file,
+    in the order of `files`, the number of the directory to which it was written; empty if all files
+    share one directory.
     """
 
     step: int
@@ -58,7 +58,7 @@ class Manifest:
         if not self.volumes:
             del table["volumes"]
         text = _signed(table)
-        if len(text) > MOST_BYTES:  # `json` escapes to ASCII, so one character is one byte
+        if len(text) > MOST_BYTES:  # `json` escapes to ASCII, so each character is one byte
             raise ValueError(
                 f"{MANIFEST_NAME} would have {len(text):,} bytes, must have at most {MOST_BYTES:,}"
             )
@@ -70,7 +70,8 @@ class Manifest:
         return decoded_extra(self.extra)
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
-        """Names of the files on other nodes: those of a directory from which no file is `present`.
+        """Names of the files on other nodes: all files of a directory from which no file is
+        `present`.
 
         If no file at all is present, all files are missing, and the result is empty.
         """
@@ -80,7 +81,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that decides the last bit of the arithmetic."""
+    """Versions of the software that can change the last bit of results."""
     return {
         "detonation": __version__,
         "torch": torch.__version__,
@@ -140,7 +141,7 @@ def parse_manifest(content: bytes) -> Manifest:
 def _signed(table: Mapping[str, Any]) -> str:
     """`table` as JSON, followed by the checksum of `table`.
 
-    A reader compares its text with this one, so it refuses any other spelling of the same table.
+    A reader compares its text with this text, so it refuses any other spelling of the same table.
     """
     checksum = hashlib.sha256(json.dumps(table, allow_nan=False).encode()).hexdigest()
     return json.dumps({**table, "sha256": checksum}, indent=1, allow_nan=False) + "\n"
@@ -221,7 +222,7 @@ def _check_volumes(volumes: Any, files: int) -> None:
 
 
 def _summary(name: str, value: Any) -> ShardSummary:
-    """Size and checksum of one file. Raises `CorruptCheckpoint` for anything else."""
+    """Size and checksum of one file. Raises `CorruptCheckpoint` for any other value."""
     if not (isinstance(value, dict) and value.keys() == {"bytes", "sha256"}):
         raise CorruptCheckpoint(
             f"{name} in {MANIFEST_NAME} needs bytes and sha256, and nothing else"

@@ -27,7 +27,7 @@ class Box:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Box":
-        """The local part of `tensor`; a plain tensor is its own only part."""
+        """The local part of `tensor`. A plain tensor has one part, itself."""
         shape = tuple(tensor.shape)
         start = (0,) * tensor.ndim
         if isinstance(tensor, Piece):
@@ -81,7 +81,7 @@ class Box:
         return [start + size for start, size in zip(self.offset, self.shape, strict=True)]
 
     def within(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """`part`, given in coordinates of the whole, in the coordinates of this box."""
+        """Converts `part` from coordinates of the whole to coordinates of this box."""
         return tuple(slice(s.start - o, s.stop - o) for s, o in zip(part, self.offset, strict=True))
 
 
@@ -171,7 +171,7 @@ class ShardReader:
 
     @property
     def moved(self) -> dict[str, float]:
-        """`Closeness.movements` of replicas that were close; empty if they were bitwise equal."""
+        """`Closeness.movements` of replicas that were close. Empty if they were bitwise equal."""
         moved = {}
         for key, value in self.values.items():
             if key.startswith(MOVED):
@@ -217,7 +217,8 @@ class ShardReader:
 class ReplicaFiles:
     """Merged keys, boxes and plain values of the files of several replicas.
 
-    A replica may lack the optimizer state of a parameter that has had no gradient there.
+    A replica may lack the optimizer state of a parameter, if the parameter has had no gradient
+    there.
     """
 
     def __init__(self, files: Sequence[ShardReader]) -> None:

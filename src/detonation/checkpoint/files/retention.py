@@ -1,6 +1,6 @@
 """A directory with the newest checkpoints of a run.
 
-Of the processes that share it, only one makes changes.
+Only one of the processes that share the directory makes changes.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def saved_checkpoints(directory: Path) -> list[Path]:
 def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
     """Sorts checkpoints in the order in which loading tries them.
 
-    If a step has a partial directory and a final one, the partial one is newer.
+    If a step has a partial directory and a final directory, the partial directory is newer.
     """
     return sorted(
         checkpoints, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True
@@ -69,12 +69,12 @@ def step_of(path: Path) -> int:
 def begin(directory: Path, step: int) -> None:
     """Creates the partial directory for the checkpoint of `step`.
 
-    Partial directories left by a crash get their final name if they are complete; others are
-    removed.
+    Partial directories that a crash left behind get their final name if they are complete; all
+    others are removed.
     """
     if directory.is_dir():
         for probe in directory.glob(f"{PROBE}*"):
-            with contextlib.suppress(OSError):  # another user may own it
+            with contextlib.suppress(OSError):  # another user may own the directory
                 probe.unlink()
         for path in sorted(directory.glob(".step-*")):
             if step_of(path) >= 0 and (path / MANIFEST_NAME).is_file():
@@ -105,7 +105,7 @@ def retire(directory: Path, step: int, kept: Collection[int]) -> None:
         for old in [path for path in saved_checkpoints(directory) if step_of(path) <= step]:
             if step_of(old) not in kept:
                 disk.remove(_aside(old))
-    except OSError as error:  # failing to remove old checkpoints leaves the new one complete
+    except OSError as error:  # the new checkpoint is complete even if old ones cannot be removed
         _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
 
 

@@ -64,7 +64,7 @@ class TensorFile:
     """The tensors of the file at `path`, each read on request.
 
     metadata: text values by name. entries: the tensors by key. Raises `OSError` if the file cannot
-    be read or is a link, and `CorruptCheckpoint` if it is no safetensors file.
+    be read or is a link, and `CorruptCheckpoint` if it is not a safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,7 @@ def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
         if dtype is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
             raise CorruptCheckpoint(f"{key[:60]!r} has no type, shape or offsets of a tensor")
         start, end = offsets
-        # torch refuses too large a dimension, even if another one is 0
+        # torch rejects a dimension that is too large, even if another dimension is 0
         elements = math.prod(max(count, 1) for count in shape)
         if elements > _MOST_ELEMENTS or end - start != math.prod(shape) * dtype.itemsize:
             raise CorruptCheckpoint(

@@ -1,7 +1,7 @@
-"""Agreement of all ranks: whether to stop, whether replicas are equal, and whether they decode
+"""Agreement of all ranks: whether to stop, whether replicas are equal, and whether ranks decode
 alike.
 
-Its calls are collective. Only `core.optimizer` calls it, except for `Safety`, which users create.
+Calls of this package are collective. Only `core.optimizer` makes them; users create only `Safety`.
 """
 
 from detonation.core.agreement.buffers import BufferSync, persistent_buffers

@@ -99,8 +99,8 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     """The mean of each number over the replicas on which it is finite; the sum if it is finite on
     none.
 
-    So one nonfinite batch does not spoil the statistics of all replicas, and a number that is
-    infinite on all of them, such as the maximum of an empty set, stays infinite.
+    So one nonfinite batch does not spoil the statistics of all replicas. A number that is infinite
+    on all replicas, such as the maximum of an empty set, stays infinite.
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
     finite = values.isfinite()
@@ -109,7 +109,7 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     total = link.all_reduce(torch.cat([own, whole]))()
     sums = total[:-1]
     counts = total[-1:]
-    if int(counts) < link.replicas:  # rare, and all replicas decide alike
+    if int(counts) < link.replicas:  # rare; all replicas decide alike
         counts = link.all_reduce(finite.to(values.dtype))()
         nowhere = counts == 0
         others = link.all_reduce(values.where(nowhere, values.new_zeros(())))()

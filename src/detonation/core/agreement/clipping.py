@@ -22,15 +22,15 @@ class Clip:
     """Scales all gradients down to a global norm of at most `max_norm`, as torch's
     `clip_grad_norm_` does.
 
-    It runs between the exchange and the step of the base optimizer. Schemes that exchange
-    gradients: it clips the agreed update, as hybrid sharding does; all replicas multiply by the
-    same number. Schemes that exchange parameters, and `none`: it clips the gradient of each
-    replica.
+    Clipping runs between the exchange and the step of the base optimizer. Under schemes that
+    exchange gradients it clips the agreed update, as hybrid sharding does, so all replicas multiply
+    by the same number. Under schemes that exchange parameters, and `none`, it clips the gradient of
+    each replica.
 
     The shards of a replica gather the norms of their gradients: one collective of 4 bytes per
     tensor for each mesh axis over which parameters are sharded. Each rank adds the norms itself, so
     the result does not depend on the network's order of summation. SignSGD without momentum uses
-    only signs, which clipping does not change; then nothing is computed.
+    only signs, which clipping does not change, so then no norm is computed.
 
     Attributes:
         norm: Norm before clipping at the last step, `[]` fp32; None if none was computed.
@@ -71,7 +71,7 @@ class Clip:
         for shards, part in self._parts:
             local = local_gradients(part)
             found = norms_of(local, next(iter(part.values())).device)
-            for communicator in shards:  # norms over all shards, bitwise equal on each shard
+            for communicator in shards:  # norms over all shards have the same bits on each shard
                 octets = found.square().view(torch.uint8)
                 everyone = communicator.all_gather(octets)()  # [shards, 4 * n]
                 squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found))
@@ -85,8 +85,8 @@ class Clip:
 
 
 def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The fp32 norm of each tensor; 0 for None. torch's order of this sum is the same for all
-    processors and thread counts.
+    """The fp32 norm of each tensor; 0 for None. torch adds in the same order on all processors and
+    for all thread counts.
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """

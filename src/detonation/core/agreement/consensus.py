@@ -39,13 +39,13 @@ class HalfStep(DetonationError, RuntimeError):
 
 class StopConsensus:
     """Holds the fault counts of all levels, and the links that send a reason to stop to ranks that
-    cannot see it themselves.
+    cannot see the reason themselves.
 
     The other shards of a replica are such ranks. With several levels, or with messages that only
     their owner receives, the replicas of each level are such ranks, too.
 
     On an accelerator the host does not wait for faults of the current step. It reads a step's
-    counts when the next step begins, and one step later if the reason must first be sent to such
+    counts when the next step begins, or one step later if the reason must first be sent to such
     ranks.
     """
 
@@ -69,7 +69,7 @@ class StopConsensus:
         self._others = self.shards
         self._asks = False
         self.gates: list[StepGate] = []  # called in this order
-        # the most serious reason of all ranks, and its step
+        # the most serious reason to stop of all ranks, and its step
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
@@ -98,7 +98,7 @@ class StopConsensus:
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # shards last: messages of a lost replica may have reached only a part of the shards
+        # shards are last, because a lost replica's messages may have reached only some shards
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
@@ -116,7 +116,8 @@ class StopConsensus:
             raise HalfStep(
                 f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all"
             )
-        for group in self._base.param_groups:  # plain types need no Python call
+        # values of plain types are compared without a Python call
+        for group in self._base.param_groups:
             kinds = {*map(type, group.values())}
             for value in group.values():
                 if type(value) is tuple:
@@ -244,8 +245,8 @@ class StopConsensus:
         self._decide(step, step - 1)
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
-        """Waits for messages in flight. Raises if only a part of the replicas announced a change,
-        because these skip all further collectives.
+        """Waits for messages in flight. Raises if only some replicas announced a change, because
+        these replicas skip all further collectives.
         """
         for replicator in replicators:
             replicator.drain()
@@ -282,7 +283,7 @@ class StopConsensus:
             mended = self._mended(replicator, others | tensors, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
-            if mended:  # a repair may also move weights that are not finite
+            if mended:  # a repair may also restore weights that are not finite
                 replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)
@@ -333,7 +334,7 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _gravest_here(self, until: float) -> int | None:
-        """The most serious reason in this rank's counts; None if no message was due at steps up to
+        """The most serious reason in this rank's counts; None if no message was due up to step
         `until`.
         """
         if not self._arrived(until):
@@ -341,8 +342,8 @@ class StopConsensus:
         return self._gravest_known()
 
     def _arrived(self, until: float) -> bool:
-        """True if a message was due since the last call, at steps up to `until`; all ranks get the
-        same answer.
+        """True if a message was due since the last call, up to step `until`. All ranks get the same
+        answer.
         """
         found = False
         for counts in self.counts:
@@ -369,7 +370,9 @@ class StopConsensus:
         return gravest
 
     def _raise_asked(self) -> None:
-        """Raises the most serious error of an earlier step, if the ranks have exchanged one."""
+        """Raises the most serious error of an earlier step, if ranks have exchanged such an
+        error.
+        """
         asked = self._asked
         self._asked = None
         if asked:

@@ -62,14 +62,14 @@ def differences(
     everyone = link.collect(digest).view(-1).tolist()
     if changing := _announced(link, everyone):
         return [Difference(CHANGE, tuple(changing), min(changing.values()))]
-    if len(set(everyone)) > 1:  # messages of different sizes would end the receiving process
+    if len(set(everyone)) > 1:  # messages of different sizes would crash the receiving process
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum(tensor).to(device) for tensor in tensors.values()]
     hashes = [hash63(text) for text in options.values()]
     sums += torch.tensor(hashes, dtype=torch.int64, device=device).unbind()
     if not sums:
         return []
-    table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors, followed by options]
+    table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors, then options]
     columns = zip(names, zip(*table, strict=True), strict=True)
     found = [_difference(name, column) for name, column in columns]
     return [difference for difference in found if difference]
@@ -123,8 +123,8 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
 
 
 def _private(optimizer: Optimizer) -> set[str]:
-    """Defaults that are no arguments of the constructor. They are state, such as Prodigy's
-    estimate.
+    """Defaults that are no arguments of the constructor. They are state, such as the estimate of
+    Prodigy.
     """
     arguments = signature(type(optimizer).__init__).parameters
     takes_others = any(each.kind == each.VAR_KEYWORD for each in arguments.values())
@@ -150,16 +150,16 @@ def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
 
 
 def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
-    """The parameter number that each replica announced, by replica. `Link.collect` added up the
-    words of a node's ranks.
+    """The parameter number that each replica announced, by replica. `Link.collect` has already
+    added the words of a node's ranks.
     """
     numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
 
 
 def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the source's tensor on every replica, or the local tensor if the source was lost
-    meanwhile. Collective.
+    """Returns the source's tensor on every replica, or the local tensor if the source has been
+    lost. Collective.
 
     The other replicas add zeros to its bytes, so all replicas get the same bits.
 

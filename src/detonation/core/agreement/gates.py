@@ -1,4 +1,4 @@
-"""Gates: optional parts of a step, which are attached only if they are used."""
+"""Gates: optional parts of a step, attached only if they are used."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ from detonation.core.replicator import Replicator
 
 
 class StepGate:
-    """Attached through `StopConsensus.gates`, and called in each step of a replica.
+    """A part of every step of a replica, attached through `StopConsensus.gates`.
 
     All replicas have the same gates. Each method does nothing unless a gate overrides it.
     """

@@ -1,6 +1,4 @@
-"""Options of parameter groups as Python numbers, and as JSON from which equal options are
-restored.
-"""
+"""Options of parameter groups as Python numbers, and as JSON that restores equal options."""
 
 import sys
 from collections.abc import Mapping
@@ -25,10 +23,10 @@ def use_python_numbers(group: dict[str, Any]) -> None:
 
 
 def python_number(value: Any) -> Any:
-    """Converts a NumPy scalar, also one in a tuple, to a Python number; returns other values
-    unchanged.
+    """Converts a NumPy scalar, or a NumPy scalar in a tuple, to a Python number. Returns other
+    values unchanged.
     """
-    numpy = sys.modules.get("numpy")  # without an imported numpy there are no numpy numbers
+    numpy = sys.modules.get("numpy")  # if numpy was not imported, no option is a numpy number
     if type(value) is tuple:
         return tuple(map(python_number, value))
     if numpy is None:
@@ -56,8 +54,8 @@ def recorded_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_recorded(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Restores options of `recorded_options` in a group: as a tensor if the option was one, else as
-    a number.
+    """Restores options of `recorded_options` in a group: as a tensor if the option was a tensor,
+    else as a number.
     """
     options = dict(recorded)
     kinds = options.pop(_TENSORS, None)
@@ -79,7 +77,7 @@ def _take_kinds(group: dict[str, Any], kinds: Mapping[str, Any]) -> None:
 
 
 def _like(current: object, value: Any) -> Any:
-    """An option read from JSON, converted to the type that the group has."""
+    """Converts an option read from JSON to the type of the option in the group."""
     if isinstance(current, Tensor):
         return current.fill_(value)
     if isinstance(current, tuple):

@@ -1,5 +1,5 @@
-"""The self-test: hashes of decoded test messages and of optimizer steps. Threads, processors and
-libraries may round differently.
+"""The self-test: hashes of decoded test messages and of optimizer steps, because threads,
+processors and libraries may round differently.
 """
 
 import platform
@@ -66,7 +66,7 @@ def selftest(
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
-                # `before` is nonzero: adding to zero hides whether multiply-add is fused
+                # `before` is nonzero, because adding to zero hides whether multiply-add is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
                 # the test is smaller for Muon, because matrix products over all rows would be slow
                 if isinstance(base.optimizer, Muon):
@@ -120,15 +120,15 @@ def _steps(
     base: Optimizer | None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Each tensor after two steps of an optimizer like `base`; for an untested optimizer, after the
-    operations it is built of.
+    """Each tensor after two steps of an optimizer like `base`. An untested optimizer is replaced by
+    its operations.
     """
     kind: Any = type(base)
     if base is not None and kind in _PROBED:
         weights = [torch.nn.Parameter(each.clone()) for each in before]
         given = {**base.param_groups[0], **(options or {})}
         made = kind([{**given, "params": weights, "lr": 1e-3}])
-        for scale in (1.0, 0.7):  # the first step starts from zero state
+        for scale in (1.0, 0.7):  # the optimizer has no state before the first of these two steps
             for weight, update in zip(weights, updates, strict=True):
                 weight.grad = update * scale
             made.step()
@@ -144,7 +144,7 @@ def _operations(before: Tensor, update: Tensor) -> Tensor:
 
 
 def norm_selftest(device: torch.device) -> str:
-    """Hash of the norm of a fixed vector: clipping needs equal norms on all replicas."""
+    """Hash of the norm of a fixed vector. Clipping needs equal norms on all replicas."""
     vector = _ramp(_SHAPE[0] * _SHAPE[1], device)
     return digest([norms_of([vector], device)])[:16]
 
@@ -162,8 +162,8 @@ def selftest_conditions(device: torch.device) -> str:
 
 
 def _ramp(numel: int, device: torch.device) -> Tensor:
-    """Numbers of many magnitudes and both signs, bitwise equal everywhere: computed without a
-    random generator and without functions that may round.
+    """Numbers of many magnitudes and both signs, bitwise equal on every machine: they are computed
+    without a random generator and without functions that may round.
     """
     prime = 1048573
     mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % prime

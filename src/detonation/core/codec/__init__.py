@@ -1,8 +1,8 @@
 """Codec: basis x selection x precision, and aggregation. Encoding and decoding are pure functions
 between a flat and a message.
 
-Each part is a frozen dataclass behind a Protocol, so users can write their own. Other rooms import
-all of it from here.
+Each part is a frozen dataclass behind a Protocol, so users can write their own parts. Other
+packages import from here.
 """
 
 from detonation.core.codec.aggregate import (

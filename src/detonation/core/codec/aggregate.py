@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Aggregation(Protocol):
-    """Combines the coefficients of all replicas to one update. It is a pure function with bitwise
-    equal results on every replica.
+    """Combines the coefficients of all replicas to one update. It is a pure function whose results
+    are bitwise equal on every replica.
 
     Indices within a row are unique, so two writes of one replica never collide. Replicas are added
     in rank order.
@@ -84,9 +84,9 @@ class MajorityVote(_Rowwise):
 class RescaledMean(_Rowwise):
     """Mean over all replicas, each row rescaled to the mean norm of the replicas' rows.
 
-    Messages that point in different directions have a mean with a smaller norm: by the square root
-    of their number if they are orthogonal. That square root is the largest factor by which a row is
-    scaled up.
+    Messages that point in different directions have a mean with a smaller norm. If they are
+    orthogonal, the norm is smaller by the square root of their number; this is the largest factor
+    that scales up a row.
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -116,7 +116,7 @@ class ClippedMean:
     """Mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv
     2508.15706).
 
-    One replica with far too large values, faulty or hostile, cannot dominate the others.
+    So one replica with far too large values, faulty or hostile, cannot dominate the others.
     """
 
     rowwise: ClassVar[bool] = False
@@ -125,7 +125,7 @@ class ClippedMean:
         norms = message_norms([values], values.shape[1])
         return WeightedMean(self.weights(norms))(values, indices, chunk)
 
-    def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
+    def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> [replicas] fp32
         # torch.nanmedian synchronises the host with the device in several versions of torch
         empty = norms <= 0
         rising = norms.masked_fill(empty, torch.inf).sort().values
@@ -243,7 +243,7 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
     indices = coefficients.indices
     if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
-    together = aggregation(values, None, chunk)  # aggregate all messages first, then scatter once
+    together = aggregation(values, None, chunk)  # combine all messages before scattering them once
     if indices is None:
         return together
     return scatter_sum([together], [narrow(indices)], chunk)

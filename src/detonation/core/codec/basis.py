@@ -30,8 +30,7 @@ class Basis(Protocol):
 
     @property
     def tile(self) -> int:
-        """Side of the square tile that a row holds; 0 if a row is a run of neighbouring
-        coordinates."""
+        """Side of the square tile in a row; 0 if a row is a run of neighbouring coordinates."""
 
     def forward(self, chunks: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
 
@@ -40,7 +39,7 @@ class Basis(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """No transform: the coordinates of the parameters themselves."""
+    """No transform: coefficients are the coordinates of the parameters."""
 
     tile: ClassVar[int] = 0
 
@@ -60,7 +59,7 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        # column-major: top-k reads one coefficient of all rows after the other
+        # column-major, because top-k reads one coefficient of all rows, then the next
         if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)
@@ -121,7 +120,7 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
 
 
 def _cosine(number: int, steps: int) -> int:
-    """The cosine of pi * `number` / `steps` in units of 1 / _ONE, by its Taylor series."""
+    """The cosine of pi * `number` / `steps` in units of 1 / _ONE, from its Taylor series."""
     if 2 * number > steps:
         return -_cosine(steps - number, steps)
     square = (_PI * number // steps) ** 2 // _ONE

@@ -128,7 +128,7 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits: values are split at 0 and at plus and minus one standard deviation; each of the
+    """Two bits: values are split at 0 and at plus and minus one standard deviation. Each of the
     four parts decodes to its mean.
 
     MuLoCo (arXiv 2505.23725) found that two bits need the means of the parts instead of evenly
@@ -146,7 +146,7 @@ class TwoBit(BlockCodebook):
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         large = size > deviation
         negative = is_negative(blocks, deviation, negative_zeros)
-        # sums along rows, because scatter_add has no fixed order on an accelerator
+        # sum along rows, because scatter_add has no fixed order on an accelerator
         tails = blocks * large
         over = tails.clamp(min=0).sum(1, keepdim=True)
         under = tails.clamp(max=0).sum(1, keepdim=True)
@@ -194,8 +194,8 @@ class Int8(BlockCodebook):
     """Eight bits: 255 bins over six standard deviations on either side of 0. A bin decodes to the
     mean of its values.
 
-    INTELLECT-1 (arXiv 2412.01152) does the same, with one codebook per 65,536 values. Here bins are
-    centred on 0 instead of on the mean of the values, and the bin that contains 0 decodes to 0.
+    INTELLECT-1 (arXiv 2412.01152) has the same bins, with one codebook per 65,536 values. Here bins
+    are centred on 0 instead of on the mean of the values, and the bin that contains 0 decodes to 0.
     """
 
     width = 8
@@ -252,7 +252,7 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
     missing = -lines.shape[-1] % block
     if missing:
         lines = torch.nn.functional.pad(lines, (0, missing))
-    blocks = lines.reshape(-1, block)  # blocks of all lines, one line after the other
+    blocks = lines.reshape(-1, block)  # blocks of the first line, then of the second, and so on
     of_a_line = lines.shape[-1] // block
     return blocks, _counts(len(blocks), of_a_line, block - missing, block, lines.device)
 
@@ -261,7 +261,8 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def _counts(
     blocks: int, blocks_of_a_line: int, last: int, block: int, device: torch.device
 ) -> Tensor:
-    """Number of values in each block: `last` in the last block of each line, `block` in all others.
+    """Number of values in each block: `last` in the last block of each line, `block` in all other
+    blocks.
 
     Shapes: -> `[blocks, 1]` fp32.
     """

@@ -1,4 +1,6 @@
-"""A codec: basis x selection x precision, pure functions between a flat matrix and a message."""
+"""A codec: basis x selection x precision. Its pure functions convert between a flat matrix and a
+message.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class PartLengths(dict[int, tuple[int, ...]]):
 class Codec:
     """Encodes a signal as a message, and decodes messages to an update.
 
-    See `Scheme.aligned` for `alignment`.
+    `Scheme.aligned` describes `alignment`.
     """
 
     basis: Basis
@@ -69,8 +71,8 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """True if an all-reduce can add messages: all contain the same coordinates in a dtype that
-        torch adds.
+        """True if an all-reduce can add messages, because they contain the same coordinates in a
+        dtype that torch adds.
         """
         return self.selection.shared and self.precision.summable
 
@@ -96,8 +98,8 @@ class Codec:
         return sum(self.lengths[rows])
 
     def select(self, flat: Tensor, step: int, seed: int, out: Tensor | None = None) -> Selected:
-        """Selects the coefficients of `flat` to send at `step`. `flat` does not change; see `pick`
-        for `out`.
+        """Selects the coefficients of `flat` that are sent at `step`. `flat` does not change.
+        `pick` describes `out`.
 
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
@@ -140,7 +142,7 @@ class Codec:
         return Selected(torch.gather(coefficients, 1, indices, out=out), indices)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
-        """The content of an empty message: zeros at valid indices.
+        """Content of an empty message: zeros at valid indices.
 
         Shapes: -> values `[rows, k]`.
         """
@@ -187,12 +189,13 @@ class Codec:
             values, indices = self._dealt(selected, run.owners)
             count = run.owners.replicas
         encoded: list[Tensor | None] = []
-        if not isinstance(self.precision, Float):  # encode before the run allocates its memory
+        # try the encoding before the run allocates its memory
+        if not isinstance(self.precision, Float):
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
-        elif run.owners:  # messages of owners may begin at any address
+        elif run.owners:  # messages of owners may start at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:
@@ -212,7 +215,7 @@ class Codec:
         copy(targets, encoded)
 
     def _dealt(self, selected: Selected, owners: RowOwners) -> tuple[Tensor, Tensor | None]:
-        """The values and indices grouped by owner of rows; padding is zeros at valid indices.
+        """The values and indices grouped by owner of rows. Padding is zeros at valid indices.
 
         Shapes: -> `[owners, owned, k]` each.
         """
@@ -265,13 +268,13 @@ class Codec:
 
     @cached_property
     def lengths(self) -> Mapping[int, tuple[int, ...]]:
-        """Bytes of each part of a message, given its number of rows. Each part can be cut at
-        aligned rows.
+        """Bytes of each part of a message with this number of rows. Each part can be cut at aligned
+        rows.
         """
         return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-        """Cuts rows `first` to `end`, `end` excluded, out of the parts of messages. Both numbers
+        """Cuts rows `first` to `end`, excluding `end`, out of the parts of messages. Both numbers
         must be multiples of `unit`.
 
         Shapes: `[messages, length]` uint8 each -> the same.

@@ -1,4 +1,6 @@
-"""Indices: which coefficients a message contains, encoded in a size that is known in advance."""
+"""Indices: the positions of a message's coefficients, encoded in a size that is known in
+advance.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         counted = counted.cumsum(-1, dtype=torch.int32)
     wanted = torch.arange(1, k + 1, dtype=counted.dtype, device=bitmap.device)
     wanted = wanted.expand(*messages, rows, k).contiguous()
-    # position at which the count of set bits reaches each wanted count; `chunk` if it never does
+    # the position at which the count of set bits reaches each wanted count, or `chunk`
     positions = torch.searchsorted(counted.contiguous(), wanted, out_int32=True)
     del counted
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
@@ -70,8 +72,8 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
 
 
 def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The positions of the set bits of each row in rising order, then zeros. torch searches row by
-    row, so each bit writes its position at its rank instead.
+    """The positions of the set bits of each row in rising order, then zeros. torch would search row
+    by row, so each bit writes its position at its rank instead.
 
     Shapes: `[rows, chunk]` uint8 -> `[rows, chunk]` of `dtype`.
     """
@@ -97,7 +99,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
-    else:  # unpacked path: no byte per bit is needed
+    else:  # this path needs no byte per bit
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
     return (counts != k).any(1) * 2
@@ -212,7 +214,7 @@ class PackedIndices:
         return self.coding.decode(self.encoded, self.rows, self.coding.dtype)
 
     def part(self, first: int, end: int) -> Tensor | PackedIndices:
-        """The indices of rows `first` to `end`, `end` excluded; `first` is a multiple of 8.
+        """The indices of rows `first` to `end`, excluding `end`. `first` is a multiple of 8.
 
         A decoded bitmap is eight times as large, so large bitmaps are decoded part by part.
 
@@ -236,7 +238,7 @@ class PackedIndices:
 
 
 class Unpackable(Protocol):
-    """Indices that become a tensor on first use."""
+    """Indices that are unpacked into a tensor on first use."""
 
     @property
     def unpacked(self) -> Tensor: ...  # [..., rows, k] integer

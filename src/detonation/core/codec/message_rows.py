@@ -29,7 +29,7 @@ class Workspace:
     """Buffers of messages, by name. With a `depth` of 0 every call makes a new one.
 
     A message stays in its buffer until its collective ends. The stream that encodes a message first
-    waits for the previous message's collective. `depth` buffers therefore suffice.
+    waits for the previous message's collective, so `depth` buffers suffice.
 
     Args:
         depth: Messages of one name that may be in flight together.
@@ -134,7 +134,7 @@ class MessageRows:
 
     @cached_property
     def numbers(self) -> Tensor | None:
-        """The values of one message as a view of numbers; None if they are codes or belong to
+        """The values of one message as a view of numbers; None if they are codes, or belong to
         several messages.
 
         Shapes: -> `[rows, k]` of the type of the precision.
@@ -168,7 +168,7 @@ class MessageRows:
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
-    """Joins a header and all runs, part by part, zero-padded to whole checksum lines.
+    """Joins a header and all runs, part by part, padded with zeros to whole checksum lines.
 
     Args:
         runs: Parts of each run, in the order of their rows.
@@ -232,5 +232,5 @@ class SharedIndices:
         return found.to(IndexCoding(self.selection.chunk, self.selection.k).dtype)
 
     def of_all(self, rows: int) -> SharedIndices:
-        """The indices of all `rows` rows of a flat whose first rows are these."""
+        """The indices of all `rows` rows of a flat that begins with these rows."""
         return replace(self, selection=self.selection.for_rows(0, rows), rows=rows)

@@ -1,4 +1,4 @@
-"""Precisions: how the coefficients of a message are encoded."""
+"""Precisions: encodings of the coefficients in a message."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Precision(Protocol):
     """A pure encoding of values. Receivers decode with `decode(encode(values), rows, k)`.
 
     The encoding is odd: negated values, with the opposite sign for zeros, decode to the negated
-    result. An encoding that is not odd would move parameters with values around zero in one
-    direction. Leading dimensions index messages.
+    result. Without this property parameters with values around zero would drift in one direction.
+    Leading dimensions index messages.
     """
 
     @property
@@ -52,7 +52,7 @@ class Precision(Protocol):
         the encoded values.
 
         The first result is None for a precision without statistics. The norm may be an upper bound;
-        it is NaN or infinite if any value is.
+        it is NaN or infinite if any value is NaN or infinite.
 
         Shapes: the output of `encode` -> `[...]` bool, `[...]` fp32.
         """
@@ -100,7 +100,7 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    # torch refuses an odd stride, although a single message does not use its stride
+    # torch rejects an odd stride, although a single message does not use its stride
     if messages == 1:
         octets = octets[0]
     size = dtype.itemsize

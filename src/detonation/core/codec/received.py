@@ -1,4 +1,6 @@
-"""Received: the messages of all replicas, identical on each replica, read in blocks of rows."""
+"""Received messages of all replicas, identical on each replica, which are read in blocks of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +62,14 @@ class Received:
         return None
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, `end` excluded. Both are multiples of `unit`; `end` may
+        """Decodes rows `first` to `end`, excluding `end`. Both are multiples of `unit`; `end` may
         also be the number of rows.
         """
         raise NotImplementedError
 
     def weigh(self) -> None:
-        """Replaces an aggregation that needs norms of whole messages by an equal one that works
-        block by block.
+        """Replaces an aggregation that needs norms of whole messages by an equal aggregation that
+        works block by block.
         """
         rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
         norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
@@ -78,15 +80,13 @@ class Received:
         return self.read(0, self.rows)
 
     def part(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, `end` excluded, for any `first` and `end`."""
+        """Decodes rows `first` to `end`, excluding `end`, for any `first` and `end`."""
         start = first // self.unit * self.unit
         stop = min(self.rows, -(-end // self.unit) * self.unit)
         return self.read(start, stop).part(first - start, end - start)
 
     def rows_of(self, first: int, rows: int) -> Received:
-        """A view of `rows` rows from row `first` on. Both ends must be rows at which messages can
-        be cut.
-        """
+        """A view of `rows` rows from row `first` on. Messages must allow a cut at both ends."""
         return ReceivedRows(self, first, rows)
 
     def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
@@ -194,8 +194,8 @@ class Arrived(Received):
             self._packed.blank(skipped)
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, `end` excluded. Both must be rows at which messages can be
-        cut.
+        """Decodes rows `first` to `end`, excluding `end`. Messages must allow a cut at both
+        rows.
         """
         return Coefficients(self.values(first, end), self.indices(first, end))
 
@@ -251,9 +251,7 @@ class Arrived(Received):
 
     @cached_property
     def levels(self) -> Tensor:
-        """The levels of all blocks, for precisions that send codes. Only for precisions that send
-        codes.
-        """
+        """The levels of all blocks, for precisions that send codes."""
         assert isinstance(self.codec.precision, BlockCodebook)
         return self.codec.precision.all_levels(self.parts[1])
 

@@ -1,4 +1,4 @@
-"""Selections: which coefficients of every row are sent.
+"""Selections: the choice of coefficients that are sent from every row.
 
 A *shared* selection is a pure function of (seed, step, rows). Every replica computes it, so no
 indices are sent.
@@ -136,7 +136,7 @@ class Rotation:
     @cached_property
     def k(self) -> int:
         if self.shares == 1:
-            return 1  # rows of one coordinate never need padding
+            return 1  # rows of one coordinate need no padding
         return max(1, 64 // self.shares)
 
     @cached_property

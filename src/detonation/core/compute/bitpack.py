@@ -35,7 +35,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     """
     count = numbers.shape[-1]
     if numbers.device.type == "cpu":
-        # the kernel is exact, so replicas with and without kernels agree
+        # the kernel is exact, so replicas with and without kernels get equal bits
         kernel = kernel_library.load_library()
         if kernel:
             return kernel.pack(numbers, width, packed_bytes(count, width))
@@ -103,7 +103,7 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
-    """`_pack` in fewer operations, which is slower on a CPU."""
+    """Computes `_pack` in fewer operations; this is slower on a CPU."""
     if 8 % width == 0:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
         placed = octets.mul(_places(width, 8 // width, octets.dtype, octets.device))
@@ -118,8 +118,9 @@ def _is_looked_up(octets: Tensor, width: int) -> bool:
 
 
 def _unpack(octets: Tensor, width: int) -> Tensor:
-    # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
-    if _is_looked_up(octets, width):  # any tensor layout works, because the conversion copies
+    # [n * width / 8] uint8 -> [n] integer; n is a multiple of 8
+    # the conversion copies, so any tensor layout works
+    if _is_looked_up(octets, width):
         return (
             _octets(octets.device, width)
             .index_select(0, octets.to(torch.int32).view(-1))
@@ -170,7 +171,7 @@ def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
     shifted.
     """
     moves = []
-    half = 32 // lane  # numbers that are shifted together
+    half = 32 // lane  # this many numbers are shifted together
     while half:
         low = sum((2 ** (half * width) - 1) << at for at in range(0, 64, 2 * half * lane))
         moves.append((half * (lane - width), signed(low), signed(low << half * width)))

@@ -33,10 +33,11 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     """The checksum of each message: the sum of its 32-bit words, each times an odd factor, modulo
     2**64.
 
-    A message is zero-padded to whole lines of `LINE_BYTES`. The factor of a word is the sum of an
-    even number of its line and an odd number of its column, so lines and columns are summed first,
-    in 32 bits. The checksum detects every change within one word, and misses about one in four
-    billion of all other changes. It does not protect against an attacker, who can compute it, too.
+    A message is padded with zeros to whole lines of `LINE_BYTES`. The factor of a word is the sum
+    of an even number of its line and an odd number of its column, so lines and columns are summed
+    first, in 32 bits. The checksum detects every change within one word, and misses about one in
+    four billion of all other changes. It does not protect against attackers, who can compute it,
+    too.
 
     Args:
         messages: May be views of larger rows.
@@ -49,7 +50,7 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     if out is None:
         out = torch.empty(len(messages), dtype=torch.int64, device=messages.device)
     if messages.device.type == "cpu":
-        # the kernel is exact, so replicas with and without kernels agree
+        # the kernel is exact, so replicas with and without kernels get equal bits
         kernel = kernel_library.load_library()
         if kernel:
             return out.copy_(kernel.checksums(messages, skipped))
@@ -75,7 +76,8 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
 
 
 def _words(messages: Tensor) -> Tensor:
-    """The 32-bit words of each message as a view; a copy in whole lines if torch cannot view them.
+    """The 32-bit words of each message as a view, or as a copy in whole lines if torch cannot view
+    them.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, words]` int32.
     """
@@ -91,7 +93,7 @@ def _numbers(lines: int, device: torch.device) -> Tensor:
     """Odd factors of all columns, followed by even factors of all lines. Neighbouring factors are
     unrelated, so errors do not cancel.
     """
-    # layout: [columns, followed by lines]
+    # layout: columns, then lines
     at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(_STRIDE)
     mixed = at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF))
     mixed[:_WORDS].bitwise_or_(1)

@@ -17,8 +17,8 @@ WORTH_A_CALL = 4096
 
 
 def library_for(*tensors: Tensor) -> Library | None:
-    """The kernels, if all `tensors` are contiguous, on the CPU and together large enough to be
-    worth a call; else None.
+    """The kernels, if all `tensors` are contiguous, on the CPU, and together large enough to
+    justify a call; else None.
     """
     if sum(tensor.numel() for tensor in tensors) < WORTH_A_CALL:
         return None

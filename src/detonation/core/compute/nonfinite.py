@@ -1,4 +1,4 @@
-"""Finds values that must not enter a memory: a NaN would win every top-k and freeze its chunk on
+"""Finds values that must not enter a memory. A NaN would win every top-k and freeze its chunk on
 all replicas.
 """
 
@@ -78,7 +78,7 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
 def signals_within(
     signals: Sequence[Tensor | None], device: torch.device
 ) -> tuple[list[int], Tensor]:
-    """The numbers of the nonempty signals, and True for each one within the limit.
+    """The numbers of the nonempty signals, and for each whether it is within the limit.
 
     Shapes: any -> `[signals that are not empty]` bool.
     """
@@ -95,8 +95,8 @@ def signals_within(
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
-    """1 + the smallest of `numbers` whose signal exceeds the limit, computed on the device; 0 if
-    none does.
+    """1 + the smallest number in `numbers` whose signal exceeds the limit; 0 if no signal does.
+    Computed on the device.
 
     Shapes: `[signals]` bool each -> `[]` int64.
     """
@@ -105,14 +105,14 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
     if len(within) > 1:
         together = torch.cat(list(within))
     count = max(each) + 1
-    # a signal within the limit gets a number past the end, which becomes 0
+    # for a signal within the limit, the position is past the end; it becomes 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 
 
 @lru_cache(maxsize=64)
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """1 + each number.
+    """Adds 1 to each number.
 
     Shapes: -> `[numbers]` int64.
     """

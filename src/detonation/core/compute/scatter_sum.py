@@ -105,7 +105,7 @@ def scatter_sum(
     if indices is None or indices[0] is None:
         return _added(values)
     if len(values) > 1 and first.device.type != "cpu" and chunk <= ONE_PASS_CHUNK:
-        # one pass in replica order; atomic additions have no fixed order
+        # one pass in replica order, because atomic additions have no fixed order
         sent, where = beside_each_other(list(values), [i for i in indices if i is not None])
         return weighted_sum(_units(chunk, first.device), sent, where)
     total = torch.zeros(len(first), chunk, dtype=first.dtype, device=first.device)
@@ -130,11 +130,11 @@ def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tu
 
 
 def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """A weighted sum of `vectors` for each row. An index may occur several times.
+    """A weighted sum of `vectors` for each row. The same index may occur several times in a row.
 
     A sum begins at zero and adds its weighted vectors in the order of the row, each by one fused
-    multiply-add in fp32. torch's embedding bag does this on x86-64 and CUDA; every engine must give
-    the same bits.
+    multiply-add in fp32. torch's embedding bag computes the same on x86-64 and CUDA; every engine
+    must give the same bits.
 
     Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer ->
     `[rows, n]`.
@@ -156,7 +156,7 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
         weights.device.type == "cpu"
         and vectors.shape[0] == vectors.shape[1] in kernel_library.KERNEL_CHUNKS
     ):
-        # the kernel is exact, so replicas with and without kernels agree
+        # the kernel is exact, so replicas with and without kernels get equal bits
         library = kernel_library.load_library()
         if library:
             return library.product(weights.contiguous(), vectors.contiguous())

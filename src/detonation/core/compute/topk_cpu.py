@@ -20,8 +20,8 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     of `TOPK_CHUNKS`.
 
     Magnitudes that differ only in their lowest log2(chunk) bits count as equal: the index replaces
-    these bits in a key, so that one comparison orders both. `some` rows are processed at a time: as
-    many as fit into a cache.
+    these bits in a key, so that one comparison orders both. As many rows as fit into a cache
+    (`some`) are processed at a time.
 
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """
@@ -75,9 +75,10 @@ class SortingNetwork:
         self._found = self._now[size - count :]
 
     def largest(self) -> Tensor:
-        """The `count` largest numbers of each column; in rising order if all are wanted.
+        """The `count` largest numbers of each column, in rising order if `count` is the whole
+        column.
 
-        The next call overwrites them.
+        The next call overwrites the result.
 
         Shapes: -> `[count, columns]`.
         """
@@ -86,7 +87,7 @@ class SortingNetwork:
         return self._found
 
     def _merge(self, size: int) -> None:
-        """Sorts bitonic blocks of `size` lines: rising and falling in turns."""
+        """Sorts bitonic blocks of `size` lines, alternately in rising and falling order."""
         lines, columns = self._now.shape
         blocks = min(2, lines // size)
         step = size // 2
@@ -120,5 +121,5 @@ class SortingNetwork:
 def _network(
     thread: int, lines: int, count: int, columns: int, dtype: torch.dtype
 ) -> SortingNetwork:
-    """A network for one thread alone, because it keeps its numbers."""
+    """A network for one thread alone, because it stores its numbers."""
     return SortingNetwork(lines, count, columns, dtype)

@@ -1,8 +1,8 @@
-"""Engines: encode, release and decode of one replica, in plain torch, in blocks, or compiled, under
-the same laws.
+"""Engines: they encode, release and decode for one replica, in plain torch, in blocks, or compiled,
+under the same laws.
 
-`engine_for` chooses one. The channel and the self-test call an engine; it knows memory and codec,
-but no link.
+`engine_for` chooses an engine. The channel and the self-test call it. An engine knows memory and
+codec, but no link.
 """
 
 from detonation.core.engine.inspector import SignalInspector

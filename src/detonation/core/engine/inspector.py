@@ -12,8 +12,8 @@ from detonation.core.runtime import Runtime
 
 
 class SignalInspector:
-    """Inspects one message after the other; its buckets always have the same order, and the host
-    decides.
+    """Inspects one message after the other on the host. The buckets of a message always have the
+    same order.
     """
 
     def __init__(self, runtime: Runtime) -> None:

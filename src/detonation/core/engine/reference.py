@@ -96,7 +96,7 @@ class ReferenceEngine(Rule):
         self._encoded_at_once = self._selected_rows
         if codec.dense or (self._on_cpu and codec.selection.shared):
             self._encoded_at_once = layout.rows
-        # messages can be cut only at multiples of a unit
+        # messages can be cut only at multiples of this unit
         self._block = cache(partial(Bucket.of, layout))
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if the result of `encode` is so large that its memory should be freed before the
@@ -104,11 +104,11 @@ class ReferenceEngine(Rule):
         # whole signals in a floating-point dtype are written directly into the message
         sends_signals = memory is None and codec.dense and isinstance(codec.basis, Identity)
         self._as_it_is = sends_signals and isinstance(codec.precision, Float) and not layout.tiled
-        # True if `release` may subtract the selected values, because no rounding error is kept.
+        # True if no rounding error is kept, so that `release` can subtract the selected values
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as receivers decode them."""
-        # True if a block of memory is released while it is still in the cache
+        # True if each block of memory is released while it is still in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
@@ -149,7 +149,7 @@ class ReferenceEngine(Rule):
         bad: Tensor | None,
         out: Tensor | None,
     ) -> Selected:
-        """Does `encode` one block of rows at a time, which needs less memory."""
+        """Runs `encode` for one block of rows at a time, which needs less memory."""
         codec = self.codec
         rows = self.layout.rows
         shared = codec.shared_indices(rows, step, self._seed, self.device)
@@ -181,7 +181,8 @@ class ReferenceEngine(Rule):
         self, signals: Sequence[Tensor | None], bad: Tensor | None
     ) -> Iterator[tuple[int, Tensor, Memory | None]]:
         """Adds a signal to the memory in parts of rows. Yields the first row of each part, its
-        values, and its memory. Without memory the values are the signal."""
+        values, and its memory. Without a memory the values are the signal itself.
+        """
         rows = self.layout.rows
         memory = self.memory
         at_once = self._selected_rows
@@ -211,9 +212,9 @@ class ReferenceEngine(Rule):
         step: int,
         bad: Tensor | None = None,
     ) -> Selected:
-        """`encode`, and writes the coefficients into `run`."""
+        """Encodes like `encode`, and writes the coefficients into `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # torch would round fp64 directly to the message's dtype; engines round by way of fp32
+        # torch would round fp64 directly to the message's dtype, while engines round to fp32 first
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -222,7 +223,7 @@ class ReferenceEngine(Rule):
                 values.masked_fill_(bad, 0.0)
             return Selected(values, None)
         out = None
-        # an all-reduce overwrites its run, but `release` needs this replica's own values
+        # an all-reduce overwrites its buffer, but `release` needs this replica's own values
         if self.codec.precision == FP32 and not (run.is_summed or self.codec.dense):
             out = run.numbers
         selected = self.encode(signals, step, bad, out)
@@ -234,7 +235,8 @@ class ReferenceEngine(Rule):
         return inspector_of(self._runtime)
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
-        """This replica's message as if it were the only received one, as every receiver decodes it.
+        """This replica's message, decoded as by every receiver, as if it were the only received
+        message.
 
         The result shares memory with `run`.
         """
@@ -249,7 +251,7 @@ class ReferenceEngine(Rule):
         owner: int,
     ) -> Replier | None:
         """The engine for the replies of an owner whose coefficients remain in `residual`; None if
-        plain torch computes replies.
+        plain torch computes the replies.
 
         Shapes: residual `[owned, chunk]` fp32.
         """
@@ -266,7 +268,7 @@ class ReferenceEngine(Rule):
         return Selected(values, indices)
 
     def empty(self, step: int) -> Selected:
-        """The content of an empty message: zeros. The memory does not change.
+        """Content of an empty message: zeros. The memory does not change.
 
         Shapes: -> values `[rows, k]`.
         """
@@ -365,7 +367,7 @@ class ReferenceEngine(Rule):
             del block, part, signs  # free these tensors before allocating the next ones
 
     def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
-        """The update in lines of about `at_once` tiles, parameter by parameter; a line may end
+        """The update in lines of about `at_once` tiles, parameter by parameter. A line may end
         inside a block of rows.
         """
         for strip in Bucket.strips(self.layout, at_once):
@@ -377,7 +379,7 @@ class ReferenceEngine(Rule):
         at_once = self._decoded_at_once(received)
         read = at_once
         if self._room.few_launches and received.owners:
-            # reading the replies of owners needs kernel launches
+            # reading the replies of owners launches kernels
             read = received.rows
             if not self.codec.selection.shared:
                 read = -(-received.rows // READS)
@@ -408,10 +410,11 @@ def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[Si
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The first engine that supports `codec` with at most `room` bytes of temporaries; plain torch
-    if there are no kernels.
+    """The first engine that supports `codec` with at most `room` bytes of temporaries, or plain
+    torch if there are no kernels.
 
-    Engines of installed packages are tried first, then the built-in ones from fastest to slowest.
+    Engines of installed packages are tried first, then built-in engines from the fastest to the
+    slowest.
     """
     for make in plugins("engines"):  # plugins are imported only now, because the import is slow
         engine: ReferenceEngine | None = make(codec, layout, memory, runtime, room)

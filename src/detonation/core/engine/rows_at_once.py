@@ -2,8 +2,8 @@
 memory than one bucket.
 
 A bucket in fp32 is at most a quarter of the flat. All sizes are bytes per row. Each block costs
-kernel launches, most of all with owners and majority votes. With owners or votes, a flat below
-`LARGE` is processed in fewer blocks, which need up to two buckets of memory.
+kernel launches, most of all with owners and majority votes. In these cases a flat below `LARGE` is
+processed in fewer blocks, which need up to two buckets of memory.
 """
 
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ class Room:
 
 
 def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
-    """Number of rows that absorb a signal at once, and number of rows of one selection, out of
-    `rows`.
+    """Out of `rows` rows: how many absorb a signal at once, and how many one selection
+    processes.
     """
     if room.few_launches:
         at_once = _rows(rows, 8, room, 9)  # a bucket may end later
@@ -69,7 +69,7 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
         kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    # the sent and received messages do not exist yet, so their memory is free
+    # messages do not exist yet, so their memory can be used here
     free = line + BUCKETS * (2 * message - kept)
     chosen = line * _transforms(codec)
     if not codec.selection.shared:
@@ -78,7 +78,7 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
 
 
 def released_at_once(codec: Codec, rows: int, room: Room) -> int:
-    """Number of rows, out of `rows`, that are subtracted from memory at once."""
+    """Out of `rows` rows: how many are subtracted from memory at once."""
     if room.few_launches:
         return _rows(rows, 8, room, 9)
     free = 4 * codec.selection.chunk
@@ -152,8 +152,8 @@ def _transforms(codec: Codec) -> int:
 
 
 def _rows(rows: int, cost: int, room: Room, free: int) -> int:
-    """Rows of one block if `rows` are cut into equal blocks whose temporaries, `cost` bytes per
-    row, fit into the free memory.
+    """Rows of one block, if `rows` are cut into equal blocks whose temporaries of `cost` bytes per
+    row fit into the free memory.
     """
     most = max(room.rows * free // cost, room.rows // MOST_BLOCKS, UNIT)
     if rows <= most:

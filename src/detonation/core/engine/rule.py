@@ -71,7 +71,8 @@ class Rule:
     def update(self, sent: Coefficients, aggregation: Aggregation) -> Tensor:
         """Aggregates the coefficients of all replicas to the update of the parameters.
 
-        For few coefficients the inverse is a sum over them (docs/design.md: one arithmetic).
+        If few coefficients were sent, the inverse transform is a sum over them (docs/design.md: one
+        arithmetic).
 
         Shapes: -> `[rows, chunk]` fp32; its padding is undefined.
         """

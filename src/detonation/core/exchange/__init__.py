@@ -1,7 +1,7 @@
 """Exchange: the collectives through which all replicas receive the same messages.
 
 An exchange encodes and seals the message of a step, sends it over a link, and opens the received
-messages. The channel calls it; a bucket of gradients is a piece of a message, so a step needs only
+messages. The channel calls it. A bucket of gradients is a piece of a message, so a step needs only
 one header and one decision.
 """
 

@@ -1,4 +1,4 @@
-"""The exchange that a scheme needs on a link, and the memory of its blocks."""
+"""Chooses the exchange that a scheme needs on a link, and the memory of its blocks."""
 
 import torch
 
@@ -13,8 +13,8 @@ from detonation.core.schemes import Scheme, collective_for, rows_of_a_turn
 
 
 def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
-    """Memory budget for the temporaries of a step: a quarter of the flat; an eighth at the end of a
-    round, when the movement is also in memory.
+    """Memory budget for the temporaries of a step: a quarter of the flat, or an eighth at the end
+    of a round, when the movement is also in memory.
     """
     is_round = scheme.signal == "parameters"
     is_vote = scheme.codec.selection.shared and not scheme.codec.summable

@@ -46,12 +46,12 @@ class Exchange(ABC):
         self._guard = guard
         self._rows = rows
         # Gradients are sent at every step, so their buffers are kept.
-        # A round is rare, and its messages need memory only during the exchange.
+        # Rounds are rare, so their messages occupy memory only during the exchange.
         # An elastic communicator may resend a message long after it was received.
-        # A simulated communicator on a CPU hands the message itself to other replicas.
+        # A simulated communicator on a CPU gives other replicas the message itself, not a copy.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # returns receive buffers; on an accelerator torch's own allocator reuses them
+        # returns receive buffers for reuse; on an accelerator torch's allocator reuses them
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
@@ -75,8 +75,8 @@ class Exchange(ABC):
         """
 
     def forward(self, message: Message) -> None:
-        """Starts the second collective, if `secluded`; called for all messages before the first
-        `receive`.
+        """Starts the second collective, if it is `secluded`. Called for all messages before the
+        first `receive`.
         """
         return
 
@@ -89,8 +89,8 @@ class Exchange(ABC):
         """Reads this message from the playback instead of the collectives."""
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
-        """The exchange of a bucket, `rows` rows from row `first` on; it shares the state of this
-        exchange.
+        """The exchange of a bucket of `rows` rows from row `first` on, which shares the state of
+        this exchange.
         """
         return type(self)(self._scheme, self._link, guard, rows)
 
@@ -100,7 +100,9 @@ class Exchange(ABC):
 
 
 def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
-    """`zeros_are_negative` for the message of a replica, or of an owner of rows, at `step`."""
+    """Result of `zeros_are_negative` for the message of a replica, or of an owner of rows, at
+    `step`.
+    """
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
     # True for an outer SGD; False for gradients, whose signs the base optimizer may use
     proportional = scheme.signal == "parameters"
@@ -116,9 +118,9 @@ def zeros_are_negative(
     cancel.
 
     One bit cannot encode zero: a coordinate without a signal decodes to plus or minus one
-    magnitude, and drifts if the sign is always the same. Sendings 2 n and 2 n + 1 have opposite
-    signs. Multiples of the golden ratio decide the order within a pair, so that coordinates that
-    are zero only at every second or third sending are balanced, too.
+    magnitude, and would drift if the sign were always the same. Sendings 2 n and 2 n + 1 have
+    opposite signs. Multiples of the golden ratio decide the order within a pair, so that
+    coordinates that are zero only at every second or third sending are balanced, too.
 
     Args:
         sending: How often the coordinate was sent before, as far as that is independent of the
@@ -163,7 +165,7 @@ class AllReduce(Exchange):
         self._digits = DIGITS * link.replicas
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        # the status digits of all replicas are sent with the first rows
+        # the first rows are sent with the status digits of all replicas
         nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
         memory = partial(
             self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device
@@ -189,14 +191,14 @@ class AllReduce(Exchange):
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
                 # Absent replicas count as if they had sent the mean.
-                # The sum is copied, because another simulated replica may still need it.
+                # The sum is copied, because another simulated replica may still read it.
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
             runs.append((at, total[: count * self._k].view(count, self._k)))
         digits = total[count * self._k :]  # which leave last
         runs.sort(key=itemgetter(0))
         if message.played:
-            # the playback does not record which replicas were absent
+            # the log does not record which replicas were absent
             absent = {*range(link.replicas)}
         elif link.observer:
             if len(runs) > 1:
@@ -234,7 +236,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # a sum has no norm per replica to remember
+    def state(self) -> dict[str, Tensor]:  # a sum has no norm per replica to store
         return {}
 
 

@@ -27,11 +27,11 @@ from detonation.core.schemes import Scheme
 
 
 class TwoStage(Exchange):
-    """A two-stage all-reduce: each replica owns a part of the rows, receives them from all,
-    aggregates them, and sends the result to all.
+    """A two-stage all-reduce: each replica owns a part of the rows, receives them from all
+    replicas, aggregates them, and sends the result to all.
 
     The bytes sent by a replica do not grow with the number of replicas. The reply codec selects and
-    encodes the result again; the remainder stays in the owner's server residual and is sent later,
+    encodes the result again. The remainder stays in the owner's server residual and is sent later,
     so nothing is lost (law 1) between the stages.
 
     Args:
@@ -61,7 +61,7 @@ class TwoStage(Exchange):
         self.residual = residual
         self.replica = (
             link.replica
-        )  # the owner number of this replica, until replicas are renumbered
+        )  # the number of this replica among the owners, until replicas are renumbered
         answer = replace(
             self._answer, selection=self._answer.selection.for_rows(first, owners.rows)
         )
@@ -82,7 +82,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # messages and replies can be cut at multiples of this number of rows
+        )  # messages and replies can be cut at multiples of this many rows
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows
@@ -153,7 +153,7 @@ class TwoStage(Exchange):
         self._answer.write(selected, run)
         sent = self._answer.written(run)
         indices = selected.indices
-        if isinstance(indices, Tensor):  # the indices of a row are distinct
+        if isinstance(indices, Tensor):  # the indices within a row are distinct
             residual.scatter_add_(1, indices, sent.neg())
         else:
             residual -= sent

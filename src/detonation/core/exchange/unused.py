@@ -28,10 +28,11 @@ class Unused:
     """Agreement of a channel's replicas on the parameters that none of them used.
 
     A replica with all gradients knows that every parameter was used, and sends nothing more.
-    Messages report whether a gradient is missing, so replicas that lack one learn in the same step
-    whether all replicas do. Only then each replica sends its set of missing gradients, one bit per
-    parameter. All replicas remember the exchanged sets: later messages name the sender's set by the
-    number of that exchange. If all messages name a remembered set, nothing more is sent.
+    Messages report whether a gradient is missing, so a replica that lacks a gradient learns in the
+    same step whether all replicas lack one. Only then each replica sends its set of missing
+    gradients, one bit per parameter. All replicas remember the exchanged sets: later messages name
+    the sender's set by the number of that exchange. If all messages name a remembered set, nothing
+    more is sent.
 
     The step is undone for a parameter that nobody used: its rows of the memory are restored, and
     the base optimizer gets no gradient.
@@ -73,7 +74,9 @@ class Unused:
         message.missing = missing
 
     def agreed(self, unused: Sequence[int]) -> Missing:
-        """The missing gradients of a step after all agreed that nobody used `unused`."""
+        """The missing gradients of a step, after all replicas agreed that none of them used
+        `unused`.
+        """
         octets = packed(unused, len(self._layout.slots))
         rows = self._layout.row_numbers(unused)
         return Missing(-1, octets, NEW_SET, (), rows, unused=frozenset(unused))
@@ -124,12 +127,12 @@ class Unused:
         return in_all(missing.known[says - FIRST_KNOWN][sender] for sender, says in said.items())
 
     def _exchanged(self, missing: Missing) -> MissingSets:
-        """The sets of all replicas except lost ones."""
+        """The sets of all replicas except lost replicas."""
         mine = torch.frombuffer(bytearray(missing.octets), dtype=torch.uint8)
         arriving = self._link.all_gather(mine.to(self._guard.usual.device))
         (arrived,), absent = self._link.wait([arriving])
         sets = [bytes(row) for row in arrived.tolist()]
-        # digests in later messages show whether all replicas received the same sets
+        # digests in later messages reveal whether all replicas received the same sets
         self._guard.noted = crc32(b"".join(sets), self._guard.noted) >> 1
         self._known[self._next : self._next + 1] = [sets]
         self._next = (self._next + 1) % self._most_known

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Squares of `side` x `side` coordinates that cover a matrix. The lower and right edge are
-    zero-padded.
+    """Squares of `side` x `side` coordinates that cover a matrix, padded with zeros at the lower
+    and right edge.
 
     Tile [i, j] is row i * across + j.
     """
@@ -133,7 +133,7 @@ class Layout:
 
     A row holds `chunk` consecutive coordinates of one parameter. With `tile`, `chunk` is tile *
     tile, and each row of a matrix that is at least one tile large holds a tile. The end of a
-    parameter is zero-padded. An empty local shard has no rows, a scalar has one.
+    parameter is padded with zeros. An empty local shard has no rows, and a scalar has one row.
     """
 
     chunk: int
@@ -166,7 +166,7 @@ class Layout:
         the largest unit.
 
         Each unit goes to the smallest fragment, the largest unit first, equal units in model order.
-        Equal layers are thus assigned round robin.
+        So equal layers are assigned round robin.
 
         Args:
             count: At least 1.
@@ -189,7 +189,7 @@ class Layout:
             size_of[_unit_of(slot.name, unit)] += sizes[slot.name]
         loads = [0] * count
         fragment_of: dict[str, int] = {}
-        for key, size in size_of.most_common():  # units of equal size are in model order
+        for key, size in size_of.most_common():  # units of equal size keep the order of the model
             fragment_of[key] = lightest = loads.index(min(loads))
             loads[lightest] += size
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
@@ -213,16 +213,15 @@ class Layout:
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A flat matrix of zeros in fp32, because in bf16 a decay close to 1 would not change a
-        number.
+        """A flat matrix of zeros in fp32. In bf16 a decay close to 1 would not change a number.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
         return torch.zeros(self.rows, self.chunk, dtype=torch.float32, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat` in the local shape of each parameter. Not available for a layout in
-        tiles.
+        """Views of `flat` in the local shape of each parameter. A layout in tiles has no such
+        views.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
@@ -332,8 +331,9 @@ class Layout:
 
     @cached_property
     def _spans(self) -> list[tuple[Slot, int, int]]:
-        """Each slot, and the positions in the flattened matrix at which its coordinates begin and
-        end."""
+        """For each slot: the positions in the flattened matrix at which its coordinates begin and
+        end.
+        """
         found = []
         for slot in self.slots:
             start = slot.row * self.chunk

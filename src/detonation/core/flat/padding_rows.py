@@ -15,8 +15,8 @@ _USED = "padding_row_is_used"
 def note_padding(model: nn.Module) -> None:
     """Sets `padding_row` on the shard that holds it, for each embedding with a `padding_idx`.
 
-    Skips weights whose padding row gets a gradient: weights that another module (such as an output
-    layer) also uses, and weights marked by `mark_used`.
+    Skips weights whose padding row gets a gradient: weights that are also used by another module,
+    such as an output layer, and weights marked by `mark_used`.
     """
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for module in model.modules():

@@ -28,8 +28,9 @@ fewer launches per bucket, and rounds are rare; smaller buckets need less memory
 
 @dataclass(frozen=True)
 class Span:
-    """Coordinates `start` to `stop`, `stop` excluded, of the flattened local shard of parameter
-    number `index`."""
+    """Coordinates `start` to `stop`, excluding `stop`, of the flattened local shard of parameter
+    number `index`.
+    """
 
     index: int
     start: int
@@ -58,7 +59,7 @@ class Bucket:
 
     @classmethod
     def of(cls, layout: Layout, first: int, end: int, late: bool = False) -> Bucket:
-        """Rows `first` to `end`, `end` excluded, of `layout`."""
+        """Rows `first` to `end`, excluding `end`, of `layout`."""
         pieces: list[Span] = []
         shapes: dict[str, tuple[int, ...]] = {}
         for index, slot in enumerate(layout.slots):
@@ -113,11 +114,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Assigns `rows` rows to `replicas`: runs of `run` rows round robin, and the remainder in equal
-    parts.
+    """Assigns `rows` rows to `replicas`: runs of `run` rows round robin, and the remaining rows in
+    equal parts.
 
-    A bucket that begins and ends at full rounds therefore has the same owners as its rows have in
-    the whole flat.
+    So a row has the same owner in the whole flat and in a bucket that begins and ends at full
+    rounds.
     """
 
     rows: int
@@ -126,7 +127,7 @@ class RowOwners:
 
     @cached_property
     def owned(self) -> int:
-        """Number of rows that each replica owns. The last ones may be padding."""
+        """Number of rows that each replica owns. The last rows may be padding."""
         return -(-self.rows // self.replicas)
 
     @property
@@ -196,7 +197,7 @@ class RowOwners:
         pairs = []
         own = self._turns * self.run
         begin = self.replicas * own
-        rest = self.owned - own  # rows of each owner in the remainder
+        rest = self.owned - own  # rows of the remainder that each owner has
         whole, left = self._remainder
         end = begin + whole * rest
         for lines, parts in zip(matrices, dealt, strict=True):
@@ -209,7 +210,7 @@ class RowOwners:
         return pairs
 
     def _free(self, parts: Tensor) -> list[Tensor]:
-        """The padding of `parts`."""
+        """Views of the padding in `parts`."""
         own = self._turns * self.run
         whole, left = self._remainder
         return [parts[whole, own + left :], parts[whole + 1 :, own:]]
@@ -247,8 +248,8 @@ class KeptRows:
         self._is_change = False
 
     def become_change(self) -> None:
-        """Replaces the copy by the change since it was made, for the case that further steps change
-        the rows before `restore`.
+        """Replaces the copy by the change since the copy was made, in case further steps change the
+        rows before `restore`.
         """
         self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
         self._is_change = True
@@ -273,7 +274,7 @@ class KeptRows:
 
 
 def _on_host(numbers: Collection[int]) -> Tensor:
-    """The numbers in rising order.
+    """The numbers in rising order, on the host.
 
     Shapes: -> `[n]` int64 on the host.
     """

@@ -100,14 +100,14 @@ def cut_like(parameter: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, T
 
 
 def whole_of(parameter: Tensor) -> Tensor:
-    """The parameter that contains a `Piece`; any other tensor itself."""
+    """The parameter that contains a `Piece`; for any other tensor the tensor itself."""
     if isinstance(parameter, Piece):
         return parameter.whole
     return parameter
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Local shards of a parameter's state tensors in `optimizer`; only its rows for a `Piece`."""
+    """Local shards of a parameter's state tensors in `optimizer`; for a `Piece` only its rows."""
     found = {}
     for key, value in sorted(optimizer.state.get(whole_of(parameter), {}).items()):
         if not isinstance(value, Tensor):
@@ -119,7 +119,7 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor; any other tensor itself.
+    """The local shard of a DTensor; for any other tensor the tensor itself.
 
     Shapes: any -> the local shape.
     """
@@ -143,8 +143,9 @@ def padding_row(tensor: Tensor) -> int | None:
 
 
 def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The local shape of `tensor` on the rank with the largest shard. Every rank computes the
-    same."""
+    """The local shape of `tensor` on the rank with the largest shard. Every rank computes the same
+    shape.
+    """
     if isinstance(tensor, Piece):
         return tensor.largest_shape
     shape = [*tensor.shape]
@@ -178,7 +179,7 @@ def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The local shard of each parameter."""
     found = []
     for parameter in parameters.values():
-        # inlined, because calling `local` would cost a call per tensor and step
+        # inlined, because `local` would add a call per tensor and step
         if isinstance(parameter, DTensor):
             parameter = parameter.to_local()
         found.append(parameter)
@@ -189,7 +190,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     """The local gradient of each parameter, sharded like the parameter; None if the parameter has
     none.
 
-    Each gradient then has its own memory, because the update is written there:
+    Each gradient then has memory of its own, because the update is written there.
     `torch.autograd.grad` may return one tensor for two parameters, or an expanded number for many
     coordinates.
 
@@ -210,7 +211,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
         shard = gradient
         if isinstance(gradient, DTensor):
             shard = _local_gradient(parameter, gradient)
-        address = shard.data_ptr()  # the address is 0 for an empty tensor, and on the meta device
+        address = shard.data_ptr()  # the address is 0 for an empty tensor and on the meta device
         if address and (address in addresses or 0 in shard.stride()):
             shard = _separated(parameter)
         addresses.add(address)

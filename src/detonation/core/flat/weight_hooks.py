@@ -13,7 +13,9 @@ ON_COMPARISON: list[Callable[[nn.Module], object]] = []
 
 
 def moved() -> None:
-    """Calls the hooks after weights changed without an optimizer step. All ranks must call it."""
+    """Calls the hooks after weights have changed without an optimizer step. All ranks must call
+    this function.
+    """
     for hook in ON_MOVE:
         hook()
 

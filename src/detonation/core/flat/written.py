@@ -16,8 +16,8 @@ WeightPlace = tuple[Mapping[str, Parameter | None], str]
 def stamp(tensor: Tensor) -> Stamp:
     """Numbers that change when `tensor` is written, replaced, or moved to other memory.
 
-    Reads nothing from a device. It misses writes that torch does not count: `tensor.data.copy_`,
-    writes in inference mode, and kernels that write by address.
+    Reads nothing from a device. The stamps miss writes that torch does not count:
+    `tensor.data.copy_`, writes in inference mode, and kernels that write by address.
     """
     mine: Any = getattr(tensor, "_local_tensor", tensor)
     version = _version(tensor)
@@ -70,7 +70,9 @@ class WrittenWeights:
 
 
 def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
-    """The module and own name of each parameter of `model`, by its name in `named_parameters`."""
+    """The module of each parameter of `model`, and its name in that module, by its name in
+    `named_parameters`.
+    """
     modules = dict(model.named_modules())
     found = {}
     for name, _ in model.named_parameters():

@@ -109,14 +109,15 @@ class FaultCounts:
         """Forgets all reasons to stop, because a loaded checkpoint replaced the state."""
         self.fatal = 0
         self.changing = 0
-        self._raised = (0, 0)  # the number and the step of the last error
+        self._raised = (0, 0)  # number and step of the last error
         self.due: set[int] = set()
         self.changed: dict[int, str] = {}
         self.missing: set[int] = set()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
-        self._good: Counter[int] = Counter()  # used messages of each replica since its last refusal
+        # for each replica: messages used since its last refusal
+        self._good: Counter[int] = Counter()
 
     def report_later(
         self, due: int, numbers: Readback, report: Callable[[list[Any]], object]
@@ -134,7 +135,7 @@ class FaultCounts:
 
     def stop_if_apart(self) -> None:
         """Records a reason to stop, unless all replicas that must announce a change announced the
-        same one.
+        same change.
         """
         if self.changed_apart:
             replicas = sum({_bit(sender) for sender in self.changed})
@@ -142,9 +143,7 @@ class FaultCounts:
 
     @property
     def changed_apart(self) -> bool:
-        """True if a part of the replicas, but not all, announced a change of the trained
-        parameters.
-        """
+        """True if some but not all replicas announced a change of the trained parameters."""
         return bool(self.changed) and len({*self.changed, *self.missing}) != self.changing
 
     def announced(self, sender: int, name: str) -> None:
@@ -157,7 +156,7 @@ class FaultCounts:
             self.missing.update(absent)
 
     def end_change(self) -> None:
-        """Forgets the announcements, because the change was made."""
+        """Forgets the announcements, because all ranks have made the change."""
         self.changing = 0
         self.changed = {}
         self.missing = set()
@@ -168,15 +167,15 @@ class FaultCounts:
 
     @staticmethod
     def is_announcement(fatal: int) -> bool:
-        """True for a number from `announcement`, which stops no rank that announced the same
-        change.
+        """True for a number from `announcement`. Such a number does not stop a rank that announced
+        the same change.
         """
         return fatal >> 56 == _CHANGING
 
     @staticmethod
     def announced_apart(announcements: Sequence[int]) -> int:
-        """The largest announcement of a group of ranks, or a reason to stop unless all announced
-        the same.
+        """The largest announcement of a group of ranks, or a reason to stop if their announcements
+        differ.
         """
         largest = max(announcements)
         if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
@@ -184,8 +183,9 @@ class FaultCounts:
         return largest
 
     def renumber(self, kept: Sequence[int], replica: int) -> None:
-        """Keeps the counts of the replicas `kept`, given by their old numbers, as those of replicas
-        0, 1, ..."""
+        """Keeps the counts of the replicas `kept`, given by their old numbers, and renumbers them
+        0, 1, ...
+        """
         number = {old: new for new, old in enumerate(kept)}
         self._replica = replica
         strikes = {number[old]: n for old, n in self._strikes.items() if old in number}
@@ -338,7 +338,9 @@ class FaultCounts:
 
 
 def _odd(words: Mapping[int, int]) -> list[int]:
-    """Senders whose word differs from the majority's or, without a majority, from the first one."""
+    """Senders whose word differs from the majority's word or, without a majority, from the first
+    word.
+    """
     most_frequent = Counter(words.values()).most_common(1)[0][0]
     return [sender for sender, word in words.items() if word != most_frequent]
 

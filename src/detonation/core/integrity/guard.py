@@ -105,8 +105,8 @@ def decide_usable(
 ) -> tuple[Tensor, Tensor]:
     """Decides which messages are refused.
 
-    A norm is too large if it exceeds `LOUDER` times both the median norm of now and the reference
-    norm. Replicas with sparse gradients send almost zeros for many steps, followed by messages as
+    A norm is too large if it exceeds `LOUDER` times both the current median norm and the reference
+    norm. Replicas with sparse gradients send almost zeros for many steps, and then messages as
     large as before. The reference norm, `usual`, is therefore the largest median so far. It decays
     slowly, but not while most messages are almost zero. A single replica cannot raise a median.
 
@@ -136,7 +136,7 @@ def decide_usable(
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)
         senders = (heard > 0).sum(0, keepdim=True)
-        # the larger of two norms, so that neither is refused; 0 if all messages are zeros
+        # the larger norm of the two, so that neither is refused; 0 if all messages are zeros
         middle = senders.sub_(1).div_(2, rounding_mode="trunc")
         median = heard.sort(descending=True).values.gather(0, middle)
         bound = torch.maximum(median, usual).mul_(LOUDER)
@@ -153,7 +153,7 @@ def decide_usable(
 def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Smallest and largest valid value of the first columns of the table, except step and checksum;
+    """Smallest and largest valid value of the first columns of the table, except step and checksum,
     and a 1 in the column of the step.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
@@ -233,7 +233,7 @@ def _empty_headers(whole: Tensor, absent: Collection[int]) -> None:
 def _without(
     absent: Collection[int], found: Arrived, refused: Tensor | None
 ) -> tuple[Arrived, Tensor | None]:
-    """The messages, and the flags of refused ones, without those of `absent` replicas."""
+    """The messages and the flags of refused messages, without those of `absent` replicas."""
     present = [sender for sender in range(len(found.body)) if sender not in absent]
     if refused is not None:
         refused = refused[present]
@@ -276,7 +276,7 @@ class Guard(SumGuard):
             if len(runs) > 1:
                 runs = sorted(runs, key=attrgetter("first"))
             if not phase:
-                # digest of the last exchange that every replica has certainly opened
+                # digest of the last exchange that every replica has certainly read
                 opened = self._received.get(self._sent - 1 - self._delay, 0)
                 received = (opened >> 32 ^ self.noted) << 32 | crc32(self._counts.options)
                 if message.missing:
@@ -287,7 +287,7 @@ class Guard(SumGuard):
                 self._schema, message.step, self._place | phase, self._replica, status, received
             )
             self._write_header(runs, nbytes, header)
-            message.sent.clear()  # collectives hold references to the memory they still need
+            message.sent.clear()  # collectives hold references to memory that they still use
         end = run.room + sum(run.codec.lengths[run.rows])
         return run.octets[:, : end + -end % run.codec.alignment]
 
@@ -332,11 +332,11 @@ class Guard(SumGuard):
             _empty_headers(whole, absent)
             observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
-        if not arrived:  # nothing to restore: `whole` has its own memory
+        if not arrived:  # nothing to restore, because `whole` has its own memory
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
-        # the mean is over the replicas that sent; rows of an absent owner do not change
+        # the mean is over the replicas that sent a message; rows of an absent owner do not change
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:
@@ -348,8 +348,8 @@ class Guard(SumGuard):
     def admit(
         self, message: Message, stage: Stage, whole: Tensor, content: tuple[Tensor, Tensor]
     ) -> Tensor | None:
-        """Decides which messages are refused, and counts their faults, except those of absent
-        replicas, whose messages are zeros.
+        """Decides which messages are refused, and counts their faults. Faults of absent replicas,
+        whose messages are zeros, are not counted.
 
         Args:
             whole: The bytes of `message`, one sealed message per replica.

@@ -1,4 +1,4 @@
-"""The message of one step, its header, and how a replica reports parameters without a gradient.
+"""The message of one step, its header, and a replica's report of parameters without a gradient.
 
 Engines write a message in runs of rows, collectives send the runs, and the receiver joins them. A
 header of 64 bytes begins each gathered message.
@@ -58,7 +58,7 @@ class Header:
 
     @property
     def origin(self) -> int:
-        """The fourth word: sender and position of the message."""
+        """The fourth word of the header: sender and position of the message."""
         return self.sender << 32 | self.place
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
@@ -122,8 +122,8 @@ def constant(number: int, device: torch.device) -> Tensor:
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
-    """Copies a sealed message with `sender` as its new sender, without waiting for the device.
-    Other bytes are copied unchanged.
+    """Copies a sealed message with `sender` as its new sender, without waiting for the device. All
+    other bytes are unchanged.
 
     Shapes: `[bytes]` uint8 -> the same.
     """
@@ -132,7 +132,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # the last checksum line may end with undefined padding
+    # the padding at the end of the last checksum line may be undefined
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
@@ -142,9 +142,9 @@ def resent(message: Tensor, sender: int) -> Tensor:
 
 
 def put(place: Tensor, value: int | Tensor) -> None:
-    """Writes `value` to `place`.
+    """Writes `value` to the position `place`.
 
-    The host does not wait: `fill_` passes a number as an argument of the kernel launch.
+    The host does not wait, because `fill_` passes a number as an argument of the kernel launch.
     """
     if isinstance(value, torch.Tensor):
         place.copy_(value)
@@ -172,7 +172,8 @@ MissingSets = Sequence[bytes]
 
 @dataclass(eq=False)
 class Missing:
-    """The parameters without a gradient on this replica, in one step of a scheme of gradients.
+    """The parameters without a gradient on this replica, in one step of a scheme that exchanges
+    gradients.
 
     Args:
         step: Step at which the message was sent.
@@ -227,7 +228,7 @@ def packed(numbers: Collection[int], count: int) -> bytes:
 
 
 def in_all(sets: Iterable[bytes]) -> frozenset[int]:
-    """The numbers contained in each of `sets`.
+    """The numbers that all `sets` contain.
 
     >>> sorted(in_all([packed([0, 9, 10], 12), packed([0, 3, 10], 12)]))
     [0, 10]
@@ -240,10 +241,11 @@ def in_all(sets: Iterable[bytes]) -> frozenset[int]:
 
 @dataclass
 class Message:
-    """The messages of one collective stage of a step: one for all replicas, or one for each.
+    """The messages of one collective stage of a step: one message for all replicas, or one for
+    each.
 
-    A message may need several collectives. Each sends a run of rows; the last one begins with the
-    header for all of them.
+    A message may need several collectives. Each collective sends a run of rows; the last run begins
+    with the header for all runs.
 
     Args:
         waiting: The run that the next collective sends, if it has been encoded.

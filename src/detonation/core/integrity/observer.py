@@ -20,11 +20,12 @@ class StepObserver:
         """
 
     def enter(self, optimizer: Any) -> None:
-        """Called before each step and each `synchronize` of a `Replicated`, with its weights."""
+        """Called with the weights before each step and each `synchronize` of a `Replicated`."""
 
     def moved(self, optimizer: Any) -> None:
-        """Sees the weights once the base optimizer has moved them, before its hooks after a step
-        run."""
+        """Called with the weights after the base optimizer has moved them, before its hooks after a
+        step run.
+        """
 
     def received(self, place: int, step: int, message: Tensor) -> None:
         """Called with the messages of all replicas, or their sum. Their memory may be overwritten

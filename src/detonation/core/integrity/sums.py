@@ -57,16 +57,17 @@ class SumGuard:
         # a status also reports missing gradients; see `missing`
         self.most_known = max(1, (1 << 16) // self.statuses - FIRST_KNOWN)
         self._most_said = FIRST_KNOWN + min(self.most_known, MOST_KNOWN)
-        # the last of three status numbers also contains a mark of the step, and stays below 256
+        # the last of three status numbers also contains a mark of the step, and is below 256
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks = min(251, 256 // self._high - 1)
         first = (self._schema + 5 * place) % 251
         # consecutive steps have different marks
         self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]
-        self.noted = 0  # digest of the sets that the replicas exchanged; see `Unused`
+        # digest of the sets of unused parameters that replicas exchanged; see `Unused`
+        self.noted = 0
         self._sent = 0
         self._opened = 0
-        self._received: dict[int, int] = {}  # received digests, by number of the exchange
+        self._received: dict[int, int] = {}  # received digests, by the number of their exchange
 
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
@@ -74,8 +75,8 @@ class SumGuard:
         """Writes this replica's status after the values of an all-reduce, with a mark of schema,
         position and step.
 
-        Each replica writes three numbers for itself and zeros for the others, so the sum needs no
-        header. The last number contains the mark, which is never 0.
+        Each replica writes three numbers for itself and zeros for the other replicas, so the sum
+        needs no header. The last number contains the mark, which is never 0.
 
         Shapes: `[3 * replicas]`, with undefined content.
         """
@@ -93,8 +94,8 @@ class SumGuard:
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> bool | Tensor:
-        """Counts the statuses of all replicas in a sum. Returns False if the values must be
-        replaced by zeros: a value is not finite, or a replica that is not `absent` added another
+        """Counts the statuses of all replicas in a sum. Returns False if zeros must replace the
+        values, because a value is not finite, or a replica that is not `absent` added another
         step's message.
 
         On an accelerator the device replaces nonfinite values. A subclass may instead return a
@@ -185,8 +186,7 @@ def statuses_of_sum(
     replicas = len(digits) // DIGITS
     is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
     if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
-        # A communicator of one replica that represents all replicas:
-        # the sum contains each number `replicas` times.
+        # One communicator represents all replicas: its sum contains each number `replicas` times.
         digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
     found = []
@@ -200,8 +200,8 @@ def statuses_of_sum(
 
 
 def _mean_digit(mean: float, mark: int) -> int:
-    """The digit of a single message, computed from a mean because bf16 rounds the sum of three
-    marks.
+    """The digit of a single message. It is computed from a mean, because bf16 rounds the sum of
+    three marks.
     """
     if abs(mean - mark) <= mark / 256:
         return mark

@@ -1,7 +1,7 @@
 """Links: communicators send bytes, and a link counts them.
 
-The only package in a step that knows the network. Called by replicators, agreement, the planner and
-the trainer.
+In a step, only this package knows the network. Replicators, agreement, the planner and the trainer
+call it.
 """
 
 from detonation.core.link.communicator import (

@@ -33,7 +33,7 @@ class HostStaging:
     """Copies messages to the host and back, on the current stream.
 
     On an accelerator, copies from and to pinned memory are asynchronous. torch reuses a freed
-    pinned block only after its copies have ended, so no reference to buffers is kept here.
+    pinned block only after its copies have ended, so this class keeps no reference to buffers.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class AxisRules:
-    """Questions that core asks an axis besides collectives; the default answers suit a plain axis.
+    """Questions that core asks an axis, besides collectives. The default answers suit a plain axis.
 
     absent: Replicas that did not contribute to the collective that was last waited for.
     """
@@ -139,17 +139,18 @@ class AxisRules:
         return None
 
     def recycle(self, received: Tensor) -> None:
-        """Takes back a buffer that a collective returned, once nothing reads it.
+        """Takes back a buffer that a collective returned, once no code reads it.
 
         Shapes: `[replicas, bytes]` uint8.
         """
 
 
 class Communicator(AxisRules, ABC):
-    """One replica's end of an axis: three collectives, which all replicas start in the same order.
+    """One replica's end of an axis, with three collectives, which all replicas start in the same
+    order.
 
     The caller must not use a tensor after passing it. Each collective returns a function that waits
-    for the result. Sizes are equal on all replicas.
+    for the result. Tensors have equal sizes on all replicas.
 
     Attributes:
         replica: Number of this replica on the axis.
@@ -174,7 +175,8 @@ class Communicator(AxisRules, ABC):
 
     @abstractmethod
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Sends slice r of `mine` to replica r, and receives each replica's slice for this one.
+        """Sends slice r of `mine` to replica r, and receives the slice that each replica has for
+        this one.
 
         Shapes: `[replicas * bytes]` -> `[replicas, bytes]` uint8.
         """
@@ -278,7 +280,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._of_axis
         group = _group_beside(self._of_axis)
         if self._is_gloo:
-            # no finalizer at exit: NCCL must end a communicator on all ranks at once
+            # no finalizer at exit, because NCCL must end a communicator on all ranks at once
             weakref.finalize(self, _end, group).atexit = False
         return group
 
@@ -343,8 +345,8 @@ class ProcessGroupCommunicator(Communicator):
     def recycle(self, received: Tensor) -> None:
         """Keeps the buffer for a later collective of its size.
 
-        On a CPU one buffer is kept, because allocating memory for a large message costs more time
-        than sending it.
+        On a CPU one buffer is kept, because allocating memory for a large message takes longer than
+        sending it.
 
         Shapes: `[replicas, bytes]` uint8.
         """
@@ -399,6 +401,6 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Destroys an unused group, unless all groups were destroyed before."""
+    """Destroys an unused group, unless all groups have been destroyed already."""
     if group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

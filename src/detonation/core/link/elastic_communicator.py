@@ -15,7 +15,7 @@ HandOver: TypeAlias = Callable[[], None]
 
 
 class PeerLost(DetonationError, ConnectionError):
-    """A replica was lost before all ranks had received its text; raised on all remaining ranks."""
+    """A replica was lost before all ranks had received its text. Raised on all remaining ranks."""
 
 
 class TextExchange(Protocol):
@@ -37,7 +37,7 @@ class TextExchange(Protocol):
 class RenumberedCommunicator(Communicator):
     """A `Communicator` whose replicas may change between steps.
 
-    Remaining replicas are numbered 0, 1, ... in their old order; new replicas follow.
+    Remaining replicas are numbered 0, 1, ... in their old order. New replicas get the next numbers.
 
     `size` includes the `absent` replicas.
     """
@@ -61,8 +61,8 @@ class RenumberedCommunicator(Communicator):
 
     @abstractmethod
     def enter_step(self, step: int) -> bool:
-        """Records that this rank begins `step`, or is still in it. Returns True, and records
-        nothing, if `adopt` must be called first.
+        """Records that this rank begins `step` or is still in it. If `adopt` must be called first,
+        records nothing and returns True.
         """
 
     def leaving(self, step: int) -> list[int]:
@@ -97,7 +97,7 @@ class ElasticCommunicator(RenumberedCommunicator):
 
     @abstractmethod
     def texts(self) -> TextExchange:
-        """Exchanges texts between the present ranks, independent of other collectives, and from any
+        """Exchanges texts between the present ranks, independent of other collectives and from any
         thread.
 
         All ranks must call it in the same order, between the same steps.
@@ -161,13 +161,13 @@ class AgreedCommunicator(Communicator):
             if self._alike(rows.device):
                 return rows
             absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
-            # a copy, because simulated replicas share the rows
+            # copied, because simulated replicas share the rows
             return rows.index_fill(0, absent, 0)
 
         return wait
 
     def _alike(self, device: torch.device) -> bool:
-        """Makes a replica that is absent on any of the ranks absent on all of them. Returns True if
+        """Makes a replica that is absent on any of the ranks absent on all ranks. Returns True if
         all ranks had the same absent replicas.
         """
         absent = [each in self.absent for each in range(self.size())]
@@ -183,9 +183,9 @@ class AgreedCommunicator(Communicator):
 
 
 def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
-    """`rows` of an all-gather; each absent replica gets the row of the first present replica.
+    """The `rows` of an all-gather, with the row of the first present replica for each absent one.
 
-    Used for values that are only compared between replicas.
+    Only used for values that replicas compare.
 
     Shapes: `[replicas, n]` -> the same.
     """

@@ -14,11 +14,12 @@ from detonation.core.link.communicator import Communicator
 
 
 class HierarchicalCommunicator(Communicator):
-    """Sends one message per node: each rank of the node sends a part over the slow link, then all
-    exchange parts.
+    """Sends one message per node. Each rank of the node sends a part over the slow link, then the
+    ranks exchange the parts.
 
-    All ranks of the node must pass the same message. The result equals that of `inter_node` alone,
-    bit for bit if it adds only two numbers (an all-reduce among more may add in another order).
+    All ranks of the node must pass the same message. The result equals the result of `inter_node`
+    alone, bit for bit if only two numbers are added. (An all-reduce among more replicas may add in
+    another order.)
 
     Args:
         inter_node: Between the nodes.
@@ -54,14 +55,14 @@ class HierarchicalCommunicator(Communicator):
         return self._joined(self._slow.all_to_all(parts), slices.shape[1])
 
     def _own_part(self, lines: Tensor) -> Tensor:
-        """The part of every line that this rank sends: an equal, zero-padded share."""
+        """The part of every line that this rank sends: an equal share, padded with zeros."""
         # [lines, n] -> [lines, share]
         share = -(-lines.shape[1] // self._fast.size())
         padded = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
         return padded[:, self._fast.replica * share : (self._fast.replica + 1) * share]
 
     def _joined(self, arriving: Callable[[], Tensor], nbytes: int) -> Callable[[], Tensor]:
-        """Waits for this rank's part of every replica's message, and returns the whole."""
+        """Waits for this rank's part of every replica's message, and returns the whole messages."""
         # -> [replicas, nbytes]
 
         def wait() -> Tensor:
@@ -76,9 +77,10 @@ class HierarchicalCommunicator(Communicator):
 def split_by_sharding(
     parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> list[tuple[dict[str, Tensor], int]]:
-    """Splits `parameters` into those that are sharded over the ranks of the node, and all others.
+    """Splits `parameters` into parameters that are sharded over the ranks of the node, and all
+    others.
 
-    Each part comes with the number of local ranks that share one message: 1, or the size of
+    Also returns the number of local ranks that share one message of each part: 1, or the size of
     `intra_node`.
     """
     if intra_node is None:

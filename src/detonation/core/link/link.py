@@ -1,6 +1,6 @@
 """A link is one axis of the cluster: it starts collectives and counts their bytes.
 
-It knows no algorithm.
+A link knows no algorithm.
 """
 
 import json
@@ -172,7 +172,7 @@ class Link:
         self.replicas = self._inter_node.size()
         self.replica = self._inter_node.replica
         self.recycle = self._communicator.recycle
-        # the bytes of these two functions are not counted as sent
+        # bytes that these two functions send are not counted
         self.send_to_all = partial(send_to_all, self._inter_node)
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
@@ -215,7 +215,7 @@ class Link:
         """Waits for collectives. Returns the received tensors, and the replicas that were absent in
         any collective.
 
-        Empties `arriving`, which would keep the received tensors alive.
+        Empties `arriving`, because it would keep the received tensors alive.
         """
         began = time.perf_counter()
         arrived = []
@@ -233,11 +233,11 @@ class Link:
         self.replica = self._inter_node.replica
 
     def collect(self, words: Tensor, apart: bool = False) -> Tensor:
-        """The `words` of every replica, of equal number, in replica order. They are not counted as
-        sent.
+        """The `words` of every replica, equally many of each, in replica order. They are not
+        counted as sent.
 
         Unlike messages, words may differ between the ranks of a node. A weighted sum combines them,
-        so that all ranks notice a difference; with `apart` the words of each rank are returned, in
+        so that all ranks notice a difference. With `apart` the words of each rank are returned, in
         rank order.
 
         Shapes: `[n]` int64 -> `[replicas, n]` int64; apart `[replicas, local ranks * n]`.

@@ -1,6 +1,7 @@
 """Optimizers for the local step: SignSGD as in DeMo's papers, and a Muon that is correct on shards.
 
-Users call them through `detonation`; inside the package only `core.replicator` and `Replicated` do.
+Users call them through `detonation`. Inside the package only `core.replicator` and `Replicated`
+call them.
 """
 
 from detonation.core.optim.base_step import BaseStep, hooks_after, hooks_before, hooks_of

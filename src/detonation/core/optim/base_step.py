@@ -1,4 +1,4 @@
-"""The step of the base optimizer, which all replicas make or none."""
+"""The step of the base optimizer: either all replicas make it, or none does."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +46,7 @@ class BaseStep:
         self.rounding: AbstractContextManager[object] = nullcontext()
         self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._hook: Callable[[], object] | None = None  # removes the hook for held rows
+        self._hook: Callable[[], object] | None = None  # removes the hook that holds rows
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
@@ -74,8 +74,8 @@ class BaseStep:
         return not isinstance(self.rounding, nullcontext)
 
     def round_singly(self, on: bool = True) -> None:
-        """With `on`, rounds every operation of a step separately from now on; else steps as torch
-        does.
+        """With `on`, rounds every operation of a step separately from now on; without it, steps as
+        torch does.
         """
         self.rounding = nullcontext()
         if on:
@@ -142,10 +142,11 @@ def _of_others(hooks: Iterable[Callable[..., object]]) -> list[str]:
 
 
 class _Lookout:
-    """The first hook that runs after each step of an optimizer. It raises for a step outside of a
-    `BaseStep`, which would change only this replica.
+    """The first hook that runs after each step of an optimizer. It raises an error for a step
+    outside of a `BaseStep`, which would change only this replica.
 
-    It is no pre-step hook, because `Update.apply` skips writing gradients only if there is none.
+    It is not a pre-step hook, because `Update.apply` can skip writing gradients only without
+    pre-step hooks.
 
     Attributes:
         stepping: The `BaseStep` that takes a step now.

@@ -1,4 +1,6 @@
-"""Whole matrices of a sharded model: one rank of the node computes each of them for all."""
+"""Whole matrices of a sharded model: for each matrix one rank of the node computes the step of all
+ranks.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ GROUP_BYTES = 2**26
 
 
 class MatrixStep(Protocol):
-    """The step of one matrix. Only its middle part needs the whole.
+    """The step of one matrix. Only its middle part needs the whole matrix.
 
     Attributes:
         matrix: The parameter, [rows, columns].
@@ -33,22 +35,27 @@ class MatrixStep(Protocol):
         """Returns a tensor that is sharded like the matrix. Every rank calls it."""
 
     def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """From the whole of that tensor, the result of the same shape, and the notes."""
+        """The result for the whole tensor that `before` returned parts of, in the same shape, and
+        the notes.
+        """
 
     def divisors(self, notes: Tensor) -> Tensor:
-        """Divisors of the result's rows, [rows, 1]. Every rank calls it, if there are notes."""
+        """Divisors of the result's rows, `[rows, 1]`. Every rank calls this method, if there are
+        notes.
+        """
 
     def after(self, result: Tensor) -> None:
-        """Gets the local shard of the divided result. Every rank calls it."""
+        """Receives the local shard of the divided result. Every rank calls this method."""
 
 
 def take(steps: Iterable[MatrixStep]) -> None:
-    """Takes the steps of matrices, in any order. Collective over the ranks of a node.
+    """Makes the steps of matrices, in any order. Collective over the ranks of a node.
 
     The bits do not depend on the number of shards. A matrix that is sharded over one axis is
-    gathered to one rank, its owner, and shards of the result return. Matrices travel in groups, by
-    two collectives for each; a group is computed while shards of its neighbours are on the way. A
-    matrix that is sharded over several axes is gathered to every rank, and each computes it.
+    gathered to one rank, its owner, and the owner returns shards of the result. Matrices are sent
+    in groups, with two collectives per group. A group is computed while shards of its neighbours
+    are in flight. A matrix that is sharded over several axes is gathered to every rank, and each
+    rank computes it.
     """
     groups: dict[Any, list[_Sharded]] = {}
     for step in steps:
@@ -65,7 +72,7 @@ def take(steps: Iterable[MatrixStep]) -> None:
 
 
 def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each matrix: the next one goes to the rank that has the least to do."""
+    """The owner of each matrix: each matrix goes to the rank with the least work so far."""
     load = [0] * ranks
     owners = []
     for cost in costs:
@@ -81,7 +88,7 @@ def operations(shape: Sequence[int]) -> int:
 
 
 def _axes(matrix: Tensor) -> list[tuple[int, Any]]:
-    """The axes of its mesh over which a matrix is not whole, each with its placement."""
+    """The mesh axes over which a matrix is split, each with its placement."""
     if not isinstance(matrix, DTensor):
         return []
     return [
@@ -146,7 +153,7 @@ class _Sharded:
         return _from_bytes(content, self.step.dtype).view(shape)
 
     def rows(self, rank: int) -> slice:
-        """The rows of the matrix of which `rank` holds a part."""
+        """The rows of the matrix that `rank` holds, at least in part."""
         if self.dim:
             return slice(None)
         first = sum(self.sizes[:rank])
@@ -157,7 +164,7 @@ def _take_by_owners(steps: list[_Sharded]) -> None:
     """Takes steps of matrices that are sharded over the same ranks."""
     steps.sort(key=lambda step: -step.cost)
     computed: _Group | None = None
-    # the next group is on its way while a group is computed
+    # the next group is transferred while this group is computed
     for current, _ in pairwise(chain(_groups(steps), [None])):
         assert current is not None
         current.compute()
@@ -185,7 +192,7 @@ def _groups(steps: Sequence[_Sharded]) -> Iterator["_Group"]:
 
 
 class _Group:
-    """Matrices that travel together. The constructor sends their shards to the owners."""
+    """Matrices that are sent together. The constructor sends their shards to the owners."""
 
     def __init__(self, steps: Sequence[_Sharded], owners: Sequence[int]) -> None:
         self._group = steps[0].group
@@ -210,7 +217,7 @@ class _Group:
         ]
         sent: list[list[Tensor]] = [[] for _ in self._owned]
         for each, *parts in zip(self._mine, *shards, strict=True):
-            # a copy: sums of products may depend on the address of the first number
+            # copied, because a sum of products may depend on the address of its first number
             result, notes = each.step.whole(torch.cat(parts, each.dim))
             for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
                 pieces.extend((_to_bytes(shard), _to_bytes(notes)))
@@ -250,10 +257,10 @@ class _Group:
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:
-    # a contiguous tensor of one number may have any stride, in which `view` sees gaps
+    # a contiguous tensor of one number may have any stride, which `view` rejects
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)
 
 
 def _from_bytes(content: Tensor, dtype: torch.dtype) -> Tensor:
-    return content.clone().view(dtype)  # a view of the buffer may start between two numbers
+    return content.clone().view(dtype)  # a view may start in the middle of a number

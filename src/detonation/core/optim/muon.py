@@ -38,14 +38,14 @@ class Muon(Optimizer):
     """`m = momentum * m + (1 - momentum) * gradient`; a matrix moves by `lr * 0.2 * sqrt(longer
     side) * orthogonal(m)`.
 
-    The momentum is Nesterov's; with this scale the same lr suits matrices and all other parameters.
+    The momentum is Nesterov's. With this scale the same lr suits matrices and all other parameters.
     AdamW moves parameters that are not matrices, and all parameters of groups with
     `orthogonal=False` (use it for embeddings and the output layer).
 
-    The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix to
-    one rank of the node, which computes the direction, and its shards return. Its bits are those of
-    the whole matrix, for any number of shards. `torch.optim.Muon` and `AdamW` together make the
-    same steps on whole matrices; on shards torch 2.13 fails for a matrix with a single row, starts
+    The orthogonal direction depends on the whole matrix. So each step gathers every sharded matrix
+    to one rank of the node, which computes the direction and returns its shards. Its bits are those
+    of the whole matrix, for any number of shards. `torch.optim.Muon` and `AdamW` together make the
+    same steps on whole matrices. On shards torch 2.13 fails for a matrix with a single row, starts
     8 collectives per matrix, and computes each matrix on every rank.
 
     Args:
@@ -105,7 +105,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Options that older versions did not save get their values of then."""
+        """Options that older versions did not save get the values that those versions used."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("coefficients", "jordan")
@@ -179,7 +179,7 @@ class _OrthogonalStep:
 
     def __init__(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         self.matrix = matrix
-        # on accelerators products are computed in bf16: shards travel as such
+        # accelerators compute products in bf16, so shards are sent in bf16
         self.dtype = torch.bfloat16
         if local(matrix).device.type == "cpu":
             self.dtype = matrix.dtype
@@ -190,7 +190,7 @@ class _OrthogonalStep:
         self._state = state
 
     def before(self) -> Tensor:
-        """The momentum, Nesterov's."""
+        """The momentum, with Nesterov's correction."""
         gradient = self.matrix.grad
         assert gradient is not None
         if "momentum_buffer" not in self._state:
@@ -209,7 +209,7 @@ class _OrthogonalStep:
             return direction, direction.new_empty(0, dtype=torch.float32)
         columns = direction.shape[1]
         squares = direction.float().square()
-        # a matrix product has exact sums in `SingleRounding`
+        # in `SingleRounding` a matrix product is an exact sum
         means = (squares @ squares.new_ones(columns, 1)).div_(columns)
         return direction, means.view(-1)
 

@@ -35,7 +35,7 @@ class SignSGD(Optimizer):
     """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`: the
     optimizer of DeMo.
 
-    Under DeMo the scheme holds the momentum: leave `momentum` at 0.
+    Under DeMo the scheme accumulates the momentum: leave `momentum` at 0.
 
     Args:
         params: Parameters or groups of them, as in torch.
@@ -159,7 +159,8 @@ def _groups(
     weights: list[Tensor], directions: list[Tensor], most: int
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Weights and directions in groups of up to `most` coordinates. Larger contiguous tensors are
-    cut."""
+    cut.
+    """
     moved: list[Tensor] = []
     against: list[Tensor] = []
     room = most

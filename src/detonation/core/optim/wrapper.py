@@ -11,12 +11,12 @@ from detonation.core.flat.tensors import local
 
 
 class OptimizerWrapper(Optimizer):
-    """Passes on to `base` all that schedulers and tools ask of an optimizer; subclasses implement
-    the step.
+    """Forwards to `base` everything that schedulers and tools ask of an optimizer. Subclasses
+    implement the step.
     """
 
     # With this flag torch's GradScaler always calls `step`, and sets `grad_scale` and `found_inf`.
-    # Without it, a replica with an overflow would skip `step`, and the other replicas would wait.
+    # Without it a replica with an overflow would skip `step` while the others wait for it.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -54,7 +54,7 @@ class OptimizerWrapper(Optimizer):
                 torch._foreach_mul_(gradients, inverse)
         return vars(self).get("found_inf")
 
-    # properties return the base optimizer's own objects, even after load_state_dict replaced them
+    # properties return the base optimizer's objects, even after load_state_dict replaced them
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.base.param_groups
@@ -68,7 +68,7 @@ class OptimizerWrapper(Optimizer):
         return self.base.defaults
 
     def with_saving_hooks(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of `made`, called between the hooks registered for `state_dict`."""
+        """The result of `made`, which is called between the hooks registered for `state_dict`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         found = made()
@@ -82,7 +82,7 @@ class OptimizerWrapper(Optimizer):
         self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
     ) -> None:
         """Calls `load` between the hooks registered for `load_state_dict`."""
-        given = dict(state_dict)  # a copy, because a hook may modify the state dict in place
+        given = dict(state_dict)  # copied, because a hook may modify the state dict in place
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
             if changed is not None:

@@ -76,7 +76,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 class Settings:
     """The arguments of `replicate` that all levels share.
 
-    products: how fp32 matrix products round outside of steps; inside a step they are exact
+    products: how fp32 matrix products round outside of steps. Inside a step they are exact
     (`Runtime.exact_arithmetic`).
     """
 
@@ -97,8 +97,8 @@ def build_levels(
     settings: Settings,
     routes: dict[tuple[int, int], Route],
 ) -> tuple[list[list[Replicator]], StopConsensus]:
-    """Builds the replicators of each level over the local shards of `parameters`: one, one per
-    fragment, or none.
+    """Builds the replicators of each level over the local shards of `parameters`: one replicator,
+    one per fragment, or none.
 
     With `intra_node` there may be two of each: one for parameters sharded over the node's ranks,
     and one for parameters that each rank holds whole.
@@ -180,7 +180,7 @@ class _Builder:
     channels: Counter[int] = field(default_factory=Counter)
 
     def level(self, index: int, parameters: Mapping[str, Tensor]) -> list[Replicator]:
-        """The replicators of level `index`."""
+        """Builds the replicators of level `index`."""
         axis, scheme = self.levels[index]
         made: list[Replicator] = []
         for part, on, group, local_ranks in _ways(
@@ -190,7 +190,7 @@ class _Builder:
             largest = scheme.codec.layout(
                 {name: largest_local_shape(p) for name, p in group.items()}
             )
-            # the largest shape is equal on all shards, so all of them raise the same error
+            # all shards compare the largest shape, so all raise the same error
             require_below_dense(scheme, largest, link.replicas, link.local_ranks)
             made += self._fragments(index, part, group, link, counts)
         return made
@@ -236,8 +236,8 @@ class _Builder:
 def _ways(
     axis: Axis, scheme: Scheme, parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> Iterator[tuple[int, Axis, dict[str, Tensor], int]]:
-    """The groups of parameters that replicate together: the number of the part, its axis, and the
-    result of `split_by_sharding`.
+    """The groups of parameters that replicate together, each with the number of the part, its axis,
+    and the result of `split_by_sharding`.
     """
     for part, on, mine in divided(axis, parameters) if scheme.signal != "nothing" else []:
         for group, local_ranks in split_by_sharding(mine, intra_node):
@@ -256,7 +256,7 @@ def replicator_of(
     leaks = not scheme.codec.keeps_zeros or channel.exchange.secluded
     held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
     if isinstance(scheme, GradientScheme):
-        # the base optimizer holds whole parameters, so pieces cannot move by signs
+        # the base optimizer holds whole parameters, so signs cannot move their pieces
         last = last and not any(isinstance(each, Piece) for each in parameters.values())
         base.hold(parameters.values() if leaks else ())
         made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
@@ -334,12 +334,11 @@ def compare_replicas(
 class _FirstComparison:
     """Compares replicas along one link after the other.
 
-    See `compare_replicas` for its arguments.
+    `compare_replicas` describes the arguments.
 
-    device: the device of the trained parameters. free: the self-tests that may differ. found:
-    differences that are allowed, by setting, as text. tested: the self-tests of each scheme, shared
-    by its fragments, which decode alike. compared: the links along which replicas were compared so
-    far.
+    device: device of the trained parameters. free: self-tests that may differ. found: allowed
+    differences, by setting, as text. tested: self-tests of each scheme, shared by its fragments,
+    which decode alike. compared: links along which replicas have been compared.
     """
 
     settings: Settings
@@ -401,7 +400,7 @@ class _FirstComparison:
         return description
 
     def _frozen_weights(self, frozen: Mapping[str, Tensor]) -> dict[str, str]:
-        """A checksum of each weight in `frozen`; all are read back at once."""
+        """A checksum of each weight in `frozen`. The host reads all checksums at once."""
         if not frozen:
             return {}
         sums = torch.stack([checksum(tensor).to(self.device) for tensor in frozen.values()])
@@ -419,10 +418,10 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # replicas that decide on the device stop a step later
+    # replicas that decide on the device stop one step later
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
-    if channel.late:  # these decide how many buckets a message has within `overlap`
+    if channel.late:  # the number of buckets in `overlap` depends on these gradients
         settings["gradients at the end of backward"] = ", ".join(sorted(channel.late))
     settings |= {
         name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()

@@ -71,10 +71,10 @@ class ShownUnit:
         return self.shard is not None and parameters.get(name) is not self.shard
 
     def settle(self) -> None:
-        """Gives shards and copies the `requires_grad` that user code set on either since they were
+        """Gives shards and copies the `requires_grad` that user code set on either since both were
         last equal.
 
-        FSDP2 itself copies it from shards to copies when it gathers, but never back.
+        FSDP2 itself copies `requires_grad` from shards to copies when it gathers, but never back.
         """
         self.copies = []
         for ((parameters, name), shard), before in zip(self._shards, self._required, strict=True):
@@ -114,8 +114,8 @@ class ShownUnit:
 
 
 def shown_units(model: nn.Module) -> list[ShownUnit]:
-    """The FSDP units of `model` that have sharded parameters of their own; empty for an unsharded
-    model.
+    """The FSDP units of `model` that have sharded parameters of their own. An unsharded model has
+    none.
     """
     units = [
         vars(m).get(_UNIT) or ShownUnit(m) for m in model.modules() if isinstance(m, FSDPModule)
@@ -151,7 +151,7 @@ def late_parameters(model: nn.Module) -> frozenset[str]:
     parameters = local_parameters(model)
     late = set[int]()
     inner = set[nn.Module]()
-    for unit in model.modules():  # a unit comes before the units inside it
+    for unit in model.modules():  # `modules` yields a unit before the units inside it
         if isinstance(unit, FSDPModule) and unit not in inner:
             inside = {each for each in unit.modules() if isinstance(each, FSDPModule)} - {unit}
             inner |= inside

@@ -71,7 +71,7 @@ def reconfigured(
 
 
 def _division(scheme: Scheme) -> tuple[int, str]:
-    """The settings that decide the division of parameters into fragments."""
+    """The settings that determine how parameters are divided into fragments."""
     return scheme.fragments, scheme.unit if isinstance(scheme, ParameterScheme) else ""
 
 
@@ -126,8 +126,8 @@ def with_scheme(
 
 
 def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, ...]:
-    """The levels with a separate end of each axis for one optimizer; levels on one axis share
-    it.
+    """The levels with a separate end of each axis for one optimizer. Levels on one axis share an
+    end.
     """
     ends = {
         id(axis): axis.for_one(hand_over) if isinstance(axis, RenumberedCommunicator) else axis
@@ -137,8 +137,8 @@ def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, .
 
 
 def lost_before(levels: Sequence[Level], step: int) -> bool:
-    """Begins `step`. Returns True, without beginning it, if replicas were lost and `renumber` must
-    run first.
+    """Begins `step`. If replicas were lost, `renumber` must run first: then it returns True without
+    beginning the step.
     """
     return any(axis.enter_step(step) for axis in renumbered_axes(levels))
 
@@ -187,7 +187,7 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
 
     The sum of all memories, divided by the number of replicas, is unchanged (law 1).
     """
-    # there are no links if the outermost level sends nothing
+    # empty if the outermost level sends nothing
     between = [each.link for each in replicators if each.link.elastic]
     for channel in (each.channel for each in replicators if each.channel.memory and between):
         if channel.link.elastic:
@@ -195,7 +195,7 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
         else:
             link = between[-1]
         _hand_over_residual(channel, link, leaving)
-    # returns after all replicas have received the memory
+    # returns once all replicas have received the memory
     for link in dict.fromkeys(each.link for each in replicators):
         device = replicators[0].channel.runtime.device
         link.collect(torch.zeros(1, dtype=torch.int64, device=device))
@@ -206,7 +206,7 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     memory = channel.memory
     assert memory is not None
     leaves = link.replica in leaving
-    # The server residual of owners inside a replica belongs to the mean of that replica only.
+    # The server residual of owners inside a replica belonged to the mean of that replica.
     # From now on it belongs to the mean of all replicas.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
@@ -279,8 +279,8 @@ def hand_over_by_name(
 
     State of removed parameters is dropped. The parameters `joining` start with an empty memory and
     with an anchor at their current values. The server residual is added to the memory, because rows
-    get other owners; without a memory it is dropped. State without a parameter, such as the steps
-    until a message arrives, moves to the same fragment.
+    get other owners; without a memory it is dropped. State that belongs to no parameter, such as
+    the steps until a message arrives, moves to the same fragment.
     """
     for before, after in zip(old, new, strict=True):
         if before:
@@ -309,7 +309,7 @@ def _hand_over_level(
 def _load_named(
     replicator: Replicator, state: Mapping[str, Tensor], joining: Collection[str]
 ) -> None:
-    """Loads tensors of `state` with the name and shape of one of `replicator`, except server
+    """Loads tensors of `state` that match one of `replicator` in name and shape, except server
     residuals and the parameters `joining`.
     """
     own = replicator.local_state()

@@ -1,4 +1,4 @@
-"""`Replicated`: a torch optimizer whose step all replicas agree on."""
+"""`Replicated`: a torch optimizer on whose step all replicas agree."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# torch's optimizers import it in the same way; it does not import the compiler
+# torch's optimizers import it the same way; it does not import the compiler
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
@@ -31,12 +31,12 @@ from detonation.plugins import plugin
 
 
 class Replicated(OptimizerWrapper):
-    """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
+    """A torch optimizer on whose step all replicas agree. `replicate` creates it.
 
     It shares `param_groups` and `state` with the base optimizer. All ranks may freeze, unfreeze or
-    add parameters (`add_param_group`) between the same two steps; the next step makes the change
-    and completes open rounds. An added parameter starts with an empty memory; a removed one loses
-    its memory. `step_count`: number of steps.
+    add parameters (`add_param_group`) between the same two steps. The next step makes the change
+    and completes open rounds. An added parameter starts with an empty memory; a removed parameter
+    loses its memory. `step_count`: number of steps.
 
     Raises:
         ValueError: The parameters are on several devices, or not all in the model.
@@ -75,7 +75,7 @@ class Replicated(OptimizerWrapper):
         self.memory_lost = False
         self._routes: dict[tuple[int, int], Route] = {}
         self._padding: PaddingRows | None = None  # None if no padding row is held
-        # True if `overlap` sent no gradients because the trained parameters changed
+        # True if `overlap` sent no gradients, because other parameters are trained now
         self._held_back = False
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
@@ -123,7 +123,7 @@ class Replicated(OptimizerWrapper):
         """True if this replica skips the next step and needs no gradient; see `balance`."""
         return self._consensus is not None and self._consensus.idle(self.step_count)
 
-    @_disable_dynamo  # torch.compile calls `step` uncompiled
+    @_disable_dynamo  # torch.compile runs `step` without compiling it
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs one step of training, on all ranks at once.
@@ -151,7 +151,7 @@ class Replicated(OptimizerWrapper):
             self.base_step.lost = self.base_step.overflows
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
-        # the number of the step, from its first message until the weights have moved
+        # the number of the current step, from its first message until the weights have moved
         halfway: int | None = None
         try:
             with ExitStack() as arithmetic:
@@ -164,7 +164,7 @@ class Replicated(OptimizerWrapper):
                     replicator.before(step)
                 # 3. Agree that no rank stops, before the weights move.
                 if "gradients" in signals:
-                    # the agreed update has replaced overflowed gradients
+                    # the agreed update has replaced gradients that overflowed
                     self.base_step.overflow = None
                     consensus.end(step)
                 # 4. Move the weights.
@@ -191,7 +191,9 @@ class Replicated(OptimizerWrapper):
         return loss
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        """The value of `closure`; None, without calling it, while this replica is `idle`."""
+        """The value of `closure`, or None while this replica is `idle`, without calling
+        `closure`.
+        """
         if self.idle:
             return None
         return evaluated(closure)
@@ -201,8 +203,8 @@ class Replicated(OptimizerWrapper):
     ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
         """Enters a step: builds the levels before the first step, and makes pending changes.
 
-        Changes are lost or new replicas, and added or removed parameters. If `overlap` has already
-        sent gradients of this step, all changes wait for the next step.
+        Such changes are lost or new replicas, and added or removed parameters. If `overlap` has
+        already sent gradients of this step, all changes wait for the next step.
 
         Args:
             overlapping: Whether `overlap` has sent gradients of this step.
@@ -225,7 +227,7 @@ class Replicated(OptimizerWrapper):
         if not overlapping:
             if self._renumbers:
                 self.renumber()
-            if not held_back:  # else `overlap` has entered the step
+            if not held_back:  # with `overlap` the step has already been entered
                 self._consensus.enter_step(self.step_count)
             if changed:
                 self._change_trained(in_buckets=held_back)
@@ -241,8 +243,8 @@ class Replicated(OptimizerWrapper):
         """Records that a step ended with `error`.
 
         An error of this replica alone, after its messages and before its weights moved, separates
-        it from the others: the next step raises `HalfStep`. A `DetonationError` is raised on all
-        ranks.
+        it from the other replicas: the next step raises `HalfStep`. A `DetonationError` is raised
+        on all ranks.
 
         Args:
             halfway: The step, if its messages were sent and its weights have not moved yet.
@@ -256,25 +258,25 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def overlap(self, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Context manager in which gradients are sent while `loss.backward()` still computes
-        others; `step()` waits for them.
+        """Context manager in which `loss.backward()` sends gradients while it still computes
+        others. `step()` waits for them.
 
         Use it for the last backward before each step, on all replicas or none. Results equal those
-        of a step without it, bit for bit unless the network itself adds more than two messages;
-        bytes are equal except for one header per bucket. Only the innermost level that exchanges
+        of a step without it, bit for bit unless the network itself adds more than two messages.
+        Bytes are equal except for one header per bucket. Only the innermost level that exchanges
         gradients overlaps, and not in the first step. It raises `OverlapError` if a gradient
         changes before `step()` (clipping, unscaling), after a second backward, or if `step()` is
-        missing. Before the first message it calls `may_send`; if that returns False, nothing is
-        sent before `step()`, and the step may be left out.
+        missing. Before the first message it calls `may_send`. If `may_send` returns False, nothing
+        is sent before `step()`, and the step may be left out.
         """
-        # build no levels here, because FSDP2 now shows whole parameters
+        # build no levels now, because FSDP2 shows whole parameters
         if self._consensus is not None:
             self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
             if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # the changed parameters need other buckets
+                if lost or self._trained.changed:  # other trained parameters need other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count, may_send))
@@ -292,7 +294,7 @@ class Replicated(OptimizerWrapper):
         reads all tensors once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            # this call raises if other code replaced a trained parameter of the model
+            # raises if other code replaced a trained parameter of the model
             self._trained.by_name()
             if self._padding:
                 self._padding.agree()
@@ -305,7 +307,7 @@ class Replicated(OptimizerWrapper):
     def synchronize(self) -> None:
         """Completes open rounds and updates in flight, so that all replicas hold the same weights
         and buffers. Collective. The schedule is unchanged: after a round that ended early, the next
-        one ends as planned.
+        round ends as planned.
         """
         self.refuse_overlap()
         if self._consensus is not None:
@@ -323,7 +325,7 @@ class Replicated(OptimizerWrapper):
         step on.
 
         Memories, anchors and momenta are kept. Open rounds are synchronized first. All ranks call
-        it between the same two steps; they compare settings as at the first step. Raises
+        it between the same two steps, and compare settings as at the first step. It raises
         `ValueError` for another scheme and for settings that would lose state, and
         `LargerThanDense`; the old settings then remain.
         """
@@ -357,10 +359,10 @@ class Replicated(OptimizerWrapper):
         """The base optimizer's state, with the private state of this replica and shard under
         "replication".
 
-        torch.distributed.checkpoint treats equal keys on different ranks as one tensor, so state
+        torch.distributed.checkpoint treats equal keys on different ranks as one tensor. So state
         that differs between replicas has a key that names the replica; under schemes that exchange
         parameters this includes the base optimizer's state. Save one file per rank. With a delay,
-        all ranks call it at the same step, to receive what is in flight. Helpers of torch omit
+        all ranks call it at the same step, to receive messages in flight. Helpers of torch omit
         "replication"; see `detonation.TrainingState`.
         """
         return self.with_saving_hooks(lambda: states.to_state_dict(self))
@@ -374,7 +376,7 @@ class Replicated(OptimizerWrapper):
         self.with_loading_hooks(state_dict, lambda given: states.from_state_dict(self, given))
 
     def local_state(self, alone: bool = False) -> dict[str, Tensor]:
-        """The private state of this replica and shard, read-only; waits for messages in flight.
+        """The private state of this replica and shard, read-only. Waits for messages in flight.
 
         All replicas call it at the same step, unless `alone`; see `Replicator.local_state`.
         """
@@ -383,7 +385,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:
-        """Continues after `step` steps; the caller has replaced the state of everything in `build`.
+        """Continues after `step` steps. The caller has replaced the state of everything in `build`.
 
         Collective.
         """
@@ -401,7 +403,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def set_up(self) -> list[Replicator]:
-        """Builds the levels and compares the replicas, which the first step would do.
+        """Builds the levels and compares the replicas, as the first step would do.
 
         Collective.
         """
@@ -423,7 +425,7 @@ class Replicated(OptimizerWrapper):
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
         """Builds the levels if they do not exist yet, without comparing replicas, and shows the
         shards. With `saved`, they are built for the parameters of a saved state: the next step
-        changes to the currently trained ones.
+        changes to the currently trained parameters.
         """
         self._trained.show_shards()
         if saved:
@@ -475,7 +477,9 @@ class Replicated(OptimizerWrapper):
             replicator.refuse_overlap()
 
     def _begin_anew(self) -> None:
-        """Lets observers begin anew, whose records do not name the padding rows that move."""
+        """Lets observers begin anew, because their records do not name the padding rows that
+        move.
+        """
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
@@ -547,7 +551,7 @@ class Replicated(OptimizerWrapper):
         return replicators
 
     def _take(self, by_level: list[list[Replicator]]) -> list[Replicator]:
-        """Continues with the replicators `by_level`; returns them in one list."""
+        """Continues with the replicators `by_level`, and returns them in one list."""
         self._by_level = by_level
         self._replicators = replicators = [each for level in by_level for each in level]
         for each in by_level[0]:
@@ -560,7 +564,7 @@ class Replicated(OptimizerWrapper):
     ) -> None:
         """Compares the replicas. Collective.
 
-        Replicas that round differently round each operation separately from now on; if that does
+        Replicas that round differently round each operation separately from now on. If this does
         not make them equal, a gate keeps them close.
         """
         compare = partial(

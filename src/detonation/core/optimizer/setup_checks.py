@@ -141,8 +141,8 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
     """Warns, on one replica, about two set-ups that train with a far higher loss
     (docs/findings.md).
 
-    For the first see `warn_of_second_momentum`. In the second, error feedback keeps the errors of
-    signs in a top-k memory: they are as large as the values, and are selected again.
+    `warn_of_second_momentum` describes the first. In the second, error feedback keeps the errors of
+    signs in a top-k memory. These errors are as large as the values, and are selected again.
     """
     warn_of_second_momentum(optimizer, levels)
     for _, scheme in levels if _is_first(levels) else ():
@@ -242,8 +242,8 @@ def check_layout(
     """Raises `ValueError` if `parameters` span the replicas of `levels`, or have no visible layout.
 
     Replicas that share a sharded or averaged parameter would exchange its whole gradient over the
-    slow link, in addition to the scheme. Warns if no axis connects all ranks of the world, and of a
-    policy without `reduce_dtype`.
+    slow link, in addition to the scheme. Warns if no axis connects all ranks of the world, and if a
+    policy has no `reduce_dtype`.
     """
     if _is_first(levels):
         _warn_of_reduce_dtype(model, parameters)
@@ -266,9 +266,10 @@ def check_layout(
 
 
 def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Warns once if FSDP2 chooses a dtype for sums of gradients, which depends on torch's version.
+    """Warns once if FSDP2 chooses the dtype of sums of gradients, because its choice depends on
+    torch's version.
 
-    Torch 2.15 no longer takes `param_dtype`, but the dtype of the parameter.
+    Torch 2.15 uses the dtype of the parameter instead of `param_dtype`.
     """
     units: Any = [module for module in model.modules() if isinstance(module, FSDPModule)]
     policies = [unit._get_fsdp_state()._mp_policy for unit in units]
@@ -322,7 +323,7 @@ def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
     """Raises `ValueError` if ranks of a replica hold whole parameters but `intra_node` is not
     given.
 
-    Each rank would send its own messages for them, and the copies would diverge.
+    Each rank would send its own messages for these parameters, and the copies would diverge.
     """
     if intra_node is not None:
         joined = set(dist.get_process_group_ranks(intra_node.get_group()))

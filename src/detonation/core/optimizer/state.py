@@ -86,8 +86,9 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a saved state; builds the levels for them.
 
-    Empty for a state saved before the first step. Raises `ValueError` if they do not fit, and
-    `OverlapError` if gradients were sent without their step. Nothing has changed then.
+    The result is empty for a state saved before the first step. Raises `ValueError` if the tensors
+    do not fit, and `OverlapError` if gradients were sent without their step. In both cases nothing
+    has changed.
     """
     optimizer.refuse_overlap()
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
@@ -122,7 +123,7 @@ def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) ->
 
 
 def local_state_of(replicators: Sequence[Replicator], alone: bool = False) -> dict[str, Tensor]:
-    """See `Replicated.local_state`."""
+    """Implements `Replicated.local_state`."""
     found = enumerate(replicator.local_state(alone).named() for replicator in replicators)
     return {f"{index}.{key}": tensor for index, named in found for key, tensor in named.items()}
 
@@ -142,9 +143,9 @@ def only_creates_state() -> bool:
     """True in the call of `step()` with which torch's state-dict helpers create the base
     optimizer's state.
 
-    It is no training step: it must not communicate, count or decay. The caller is the same on all
-    ranks. The helpers set lr 0 and zero gradients, but these may also occur in training, on a part
-    of the ranks. So lr 0 is not sufficient.
+    Such a call is not a training step: it must not communicate, count or decay. The caller is the
+    same on all ranks. The helpers set lr 0 and zero gradients, but these may also occur in
+    training, on some of the ranks. So lr 0 is not a sufficient test.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -155,7 +156,7 @@ def only_creates_state() -> bool:
 
 
 def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:
-    """See `Replicated.state_dict`."""
+    """Implements `Replicated.state_dict`."""
     saved = optimizer.base.state_dict()
     if not alike(optimizer.levels):
         mark = f"replica{optimizer.coordinates.replica}."
@@ -167,11 +168,11 @@ def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:
 
 
 def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> None:
-    """See `Replicated.load_state_dict`."""
+    """Implements `Replicated.load_state_dict`."""
     optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
-    mark = (  # the mark is "" if replicas are alike or not replicated
+    mark = (  # the mark is "" if replicas are equal or not replicated
         f"replica{coordinates.replica}."
     )
     for other in (key for values in rest["state"].values() for key in values):
@@ -189,21 +190,21 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
             odd = f"the saved state is of {', '.join(replicas)}, this rank is {coordinates.name}"
             raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
         private = replicas[coordinates.name]
-        saved = fitting_state(optimizer, private)  # checks the state before replacing anything
+        saved = fitting_state(optimizer, private)  # check the state before replacing anything
         with optimizer.levels_back_on_error():
             optimizer.base.load_state_dict({**rest, "state": own})
         _replace(optimizer, saved, int(private["step"]))
     else:
         optimizer.base.load_state_dict({**rest, "state": own})
         schemes = [scheme for _, scheme in optimizer.levels]
-        optimizer.forget_levels()  # drop the levels, or an old anchor would undo the load
+        optimizer.forget_levels()  # an old anchor would undo the load
         optimizer.memory_lost = any(
             s.feedback or s.round.delay or s.signal == "parameters" for s in schemes
         )
 
 
 def _without(mark: str, key: Any) -> Any:
-    """`key` without `mark`, if the optimizer's own key is text."""
+    """The `key` without `mark`, if the optimizer's own key is text."""
     if isinstance(key, str):
         return key.removeprefix(mark)
     return key

@@ -16,7 +16,7 @@ from detonation.core.schemes import arguments_text, collective_for, dense_bytes,
 
 
 class Stats:
-    """Counts since the optimizer was created, as seen by this rank.
+    """Counts of this rank since the optimizer was created.
 
     Args:
         links: Of each level, from the innermost tier of the network to the outermost.
@@ -49,7 +49,7 @@ class Stats:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to its replicas."""
+        """Bytes that this rank has sent to other replicas."""
         return sum(self.bytes_sent_by_level)
 
     @property
@@ -83,7 +83,9 @@ class Stats:
 
     @property
     def skipped_by_parameter(self) -> dict[str, int]:
-        """Omitted contributions by the parameter with the nonfinite gradient."""
+        """Number of omitted contributions, by the name of the parameter whose gradient was not
+        finite.
+        """
         return dict(sum((counts.by_parameter for counts in self._counts), Counter()))
 
     @property
@@ -111,11 +113,12 @@ def described(
     """Describes the exchange of a replicated optimizer in one line per level, computed without a
     step.
 
-    Bytes are a rank's mean per step; if shards differ in size, those of this rank.
+    Bytes are the mean per step of one rank. If shards differ in size, they are the bytes of this
+    rank.
     """
     try:
         parameters = trained.by_name()
-    except ValueError:  # the first step raises and explains this error
+    except ValueError:  # the first step raises this error with its reason
         return "Replicated, with parameters that are not in the model"
     lines = [
         f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this"

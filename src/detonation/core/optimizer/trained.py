@@ -1,5 +1,5 @@
 """The trained parameters: parameters of the optimizer that require a gradient, and whether they
-changed since the last layout.
+have changed since the last layout.
 """
 
 import gc
@@ -21,7 +21,8 @@ _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
 iterates.
 """
 
-_KIND = attrgetter("dtype", "shape")  # implemented in C, so a step calls no Python function for it
+# implemented in C, so that a step calls no Python function here
+_KIND = attrgetter("dtype", "shape")
 
 
 class TrainedParameters:
@@ -35,8 +36,7 @@ class TrainedParameters:
         self._ids = set[int]()
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        # of each parameter of the optimizer: the parameters of its module, its name there and in
-        # the model, and its id
+        # for each parameter: the parameters of its module, its name there and in the model, its id
         self._owners: list[dict[str, nn.Parameter | None]] = []
         self._own_names: list[str] = []
         self._full_names: list[str] = []
@@ -74,7 +74,7 @@ class TrainedParameters:
         device.
 
         A parameter of another replicated optimizer may be frozen temporarily, as by Lightning's
-        `toggle_optimizer`; a parameter of a plain optimizer may differ between replicas.
+        `toggle_optimizer`. A parameter of a plain optimizer may differ between replicas.
         """
         found = {
             name: parameter
@@ -85,18 +85,18 @@ class TrainedParameters:
         ids = {id(p) for p in found.values()}
         trained = self._trained_elsewhere()
         if ids & trained:
-            gc.collect()  # frees dropped optimizers that reference cycles keep on some ranks
+            gc.collect()  # frees dropped optimizers that reference cycles keep alive on some ranks
             trained = self._trained_elsewhere()
         return {name: p for name, p in found.items() if id(p) not in trained}
 
     def _trained_elsewhere(self) -> set[int]:
-        """The ids of parameters of other optimizers, without those that a later one replaces.
+        """The ids of parameters of other optimizers, except optimizers that a later one replaces.
 
         Some ranks may still hold an optimizer that others dropped. A later optimizer that has one
         of its parameters replaces it on all ranks.
         """
         found = dict[TrainedParameters, set[int]]()
-        for each in _TRAINED.keyrefs():  # in the order in which they were made
+        for each in _TRAINED.keyrefs():  # in the order in which the optimizers were created
             if (one := each()) is not None:
                 ids = {id(p) for p in one.everyone}
                 found = {other: had for other, had in found.items() if had.isdisjoint(ids)}

@@ -1,7 +1,7 @@
 """Replicators connect a scheme to the training step: gradients before it, or parameters after it.
 
-Only the channel passes a signal through memory, engine and exchange. Called by `core.agreement` and
-`core.optimizer`.
+Only the channel passes a signal through memory, engine and exchange. `core.agreement` and
+`core.optimizer` call replicators.
 """
 
 from detonation.core.replicator.base import Replicator

@@ -35,7 +35,7 @@ class Replicator(ABC):
         self.parameters = parameters
         self.channel = channel
         self.round = channel.scheme.round
-        # True if gradients were or will be sent in buckets, and their step is still to come
+        # True if this step's gradients were or will be sent in buckets
         self.overlapping = False
         self.scheme = channel.scheme
         self.layout = channel.layout
@@ -52,11 +52,11 @@ class Replicator(ABC):
 
     @abstractmethod
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends `Channel.announce` instead of the message of step `at`, if that step has one; all
-        earlier messages have been sent.
+        """Sends `Channel.announce` instead of the message of step `at`, if that step has a message.
+        All earlier messages have been sent.
 
-        It runs the same collectives as a step `at`, so they match those of a replica that announces
-        nothing. No other part of the step runs.
+        It runs the same collectives as step `at`, so they match the collectives of a replica that
+        announces nothing. No other part of the step runs.
 
         Args:
             step: The next step, up to `at`.
@@ -67,13 +67,13 @@ class Replicator(ABC):
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
         """Receives an announcement and the messages sent before it, without using them."""
-        if self.scheme.round.delay:  # without a delay, `announce` has already received the messages
+        if self.scheme.round.delay:  # without a delay, `announce` has received the messages
             self.local_state()
             self.channel.discard(transfers)
 
     def drain(self) -> None:
-        """Waits for messages in flight, up to the first one whose announcement this rank did not
-        make.
+        """Waits for messages in flight, up to the first message whose announcement this rank did
+        not make.
         """
         self.local_state()
 
@@ -119,13 +119,15 @@ class Replicator(ABC):
         """
 
     def forget_held_rows(self) -> None:
-        """Looks for the padding rows of its parameters again, because they may move from now on."""
+        """Looks for the padding rows of its parameters again, because these rows may move from now
+        on.
+        """
         return
 
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of `tensors` of the model that each of its replicas holds on this rank.
+        """The part of the model's `tensors` that this replicator's replicas hold on this rank.
 
-        These are all of them, or pieces if its parameters are pieces.
+        This is all of them, or pieces if the parameters are pieces.
         """
         first = next(iter(self.parameters.values()), None)
         if first is not None:

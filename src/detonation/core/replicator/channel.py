@@ -45,10 +45,11 @@ class Transfer:
     update.
 
     It is one message with one header for any number of collectives: all replicas decide once
-    whether to use it. pipeline: of the bucket that is the message, or of the whole flat. own: the
-    update of each bucket that would result if all replicas had sent this message, for schemes that
-    need it. verdict: on the signals of a message that is sent whole. unreleased: selections that
-    are not yet subtracted from memory, with their values as receivers decode them, if these differ.
+    whether to use it. pipeline: pipeline of the bucket that is the message, or of the whole flat.
+    own: for schemes that need it, the update of each bucket that would result if all replicas had
+    sent this message. verdict: verdict on the signals of a message that is sent whole. unreleased:
+    selections that are not yet subtracted from memory, with their values as receivers decode them,
+    if these differ.
     """
 
     pipeline: BucketPipeline
@@ -59,7 +60,7 @@ class Transfer:
     unreleased: list[tuple[ReferenceEngine, Selected, Tensor | None]] = field(default_factory=list)
 
     def forward(self) -> None:
-        """Starts the second collective, if there is one and it has not started."""
+        """Starts the second collective, if the exchange has one and has not started it."""
         if not self.forwarded:
             self.pipeline.exchange.forward(self.message)
         self.forwarded = True
@@ -121,13 +122,13 @@ class Update:
         received = self.received
         may_move = signs is not None and not (  # hooks may read gradients
             signs._optimizer_step_pre_hooks
-            or len(signs._optimizer_step_post_hooks) > 1  # the first is this library's
+            or len(signs._optimizer_step_post_hooks) > 1  # the first hook belongs to this library
             or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
         )
         if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
-                # this tensor moves instead of the update
+                # this tensor is moved in place of the update
                 moved[number] = torch.empty_like(moved[number])
             adds_up = any(group["momentum"] for group in signs.param_groups)
             if not adds_up and self.engine.can_apply_signs(received, moved):
@@ -136,7 +137,7 @@ class Update:
                 signs.deferred[id(each[0])] = Deferred(each, move, received.release)
                 return
         self.engine.write(received, gradients_to_fill(parameters, unused))
-        if received.release:  # free the messages, which are not used any more
+        if received.release:  # free the messages, which have no further use
             received.release()
 
 
@@ -177,7 +178,7 @@ class Channel:
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        # one reference norm for all guards, because the norms of their messages are similar
+        # all guards share one reference norm, because their messages have similar norms
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)
         # True if messages omit indices, because all replicas can compute them.
         # Schemes that send whole rows need indices only for kernels.
@@ -198,7 +199,7 @@ class Channel:
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
-        """One per bucket, in the order in which all replicas send them."""
+        """One pipeline per bucket, in the order in which all replicas send them."""
         buckets = buckets_of(
             self.scheme,
             self.layout,
@@ -220,8 +221,8 @@ class Channel:
         return self.engine.inspector(len(self.pipelines))
 
     def start(self, step: int, pipeline: BucketPipeline | None = None) -> Transfer:
-        """An empty transfer for `step`: of the whole flat, or of a bucket that is a message of its
-        own.
+        """An empty transfer for `step`, either of the whole flat or of a bucket that is a message
+        of its own.
         """
         self.counts.due.add(step + self.scheme.round.delay)
         return Transfer(pipeline or self._whole, self._message(step))
@@ -257,7 +258,7 @@ class Channel:
         bad = transfer.verdict.bad
         whole = transfer.pipeline
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # CPU engines use their own blocks, which fit into caches; kernels need no temporaries
+        # CPU engines use their own cache-sized blocks; kernels need no temporaries
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)
@@ -265,7 +266,7 @@ class Channel:
                 self._release(transfer)
         else:
             self._encode_in_buckets(transfer, run, signals, bad)
-        del run  # free the encoded rows, of which the exchange may send a copy
+        del run  # free the encoded rows, because the exchange may send a copy
         whole.exchange.send(transfer.message, transfer.verdict.status)
         if transfer.unreleased:
             self._release(transfer)
@@ -294,7 +295,7 @@ class Channel:
         bad = self._inspector.look(pieces, numbers, pipeline.engine)
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
         self._encode(transfer, pipeline, run, pieces, bad)
-        del run  # free the encoded rows, of which the exchange may send a copy
+        del run  # free the encoded rows, because the exchange may send a copy
         status: int | Tensor | None = None
         if is_last:
             status = self._inspector.status()
@@ -432,7 +433,7 @@ class Channel:
             else:
                 own = None
             kept = selected
-            if own is not None:  # `own` replaces the values before rounding
+            if own is not None:  # `own` becomes the values before rounding
                 kept = replace(selected, values=own)
             transfer.unreleased.append((engine, kept, own))
         if self._needs_own_update:
@@ -453,7 +454,7 @@ class Channel:
             engine.release(selected, own)
 
     def _guard(self, layout: Layout, number: int) -> Guard:
-        """The guard of bucket `number`, 0 for the whole."""
+        """The guard of bucket number `number`; 0 for the whole flat."""
         arguments = (self.scheme.name, dict(self.scheme.arguments))
         schema = repr((*arguments, layout.slots, self.runtime.seed, self.link.replicas))
         forget = self.memory.clear if self.memory else lambda: None
@@ -481,11 +482,11 @@ class Channel:
     def _pipeline_of(
         self, bucket: Bucket, engine: ReferenceEngine, exchange: Exchange
     ) -> BucketPipeline:
-        """The pipeline of `bucket`; it releases large selections early."""
+        """The pipeline of `bucket`. It subtracts large selections from memory early."""
         on_device = self._needs_own_update and self.runtime.decides_on_device
         return BucketPipeline(bucket, engine, exchange, engine.is_heavy or on_device)
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:
-    """The status for reason `number` among those that concern no single parameter."""
+    """The status for reason `number` among the reasons that concern no single parameter."""
     return 1 + len(transfer.pipeline.bucket.layout.slots) + number

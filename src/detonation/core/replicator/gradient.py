@@ -1,6 +1,6 @@
 """GradientReplicator: replaces gradients by the agreed update before the local step.
 
-With a delay updates are applied a number of steps after their messages were sent.
+With a delay, updates are applied a number of steps after their messages were sent.
 """
 
 from collections import deque
@@ -38,9 +38,9 @@ class Flat:
     """An update as a tensor, `[rows, chunk]` fp32: zeros before the first message, or the update of
     a checkpoint.
 
-    Once all replicas agree on the parameters that nobody used, their rows are set to infinity,
-    which no other update contains. So this information is saved, and moves to other layouts with
-    the update.
+    Once all replicas agree on the parameters that none of them used, the rows of these parameters
+    are set to infinity, which no other update contains. So checkpoints save this information, and
+    it moves to other layouts with the update.
     """
 
     layout: Layout
@@ -64,7 +64,7 @@ class Flat:
         copy(gradients_to_fill(parameters, unused), self.layout.parts(self.of_rows))
 
     def settle(self, unused: Unused) -> None:
-        """Agrees on the parameters that nobody used. Collective."""
+        """Agrees on the parameters that no replica used. Collective."""
         if self.missing:
             numbers = unused.settle(self.missing, self.missing.step)
             rows = self.layout.row_numbers(numbers) >= 0
@@ -84,8 +84,8 @@ class Flat:
 class Pending:
     """The updates of the last `delay` steps, oldest first, as messages.
 
-    Before the first update arrives, and after `step_on`, the list holds blanks without a message:
-    tensors of negative zeros, which a saved state distinguishes from an update of zeros.
+    Before the first update arrives, and after `step_on`, the list holds blanks without a message. A
+    blank is a tensor of negative zeros, which a saved state distinguishes from an update of zeros.
     """
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
@@ -94,7 +94,7 @@ class Pending:
         self._updates: deque[Transfer | Flat] = deque(self._blank() for _ in range(delay))
 
     def exchange(self, update: Transfer) -> Transfer | Flat:
-        """Appends an update, and removes the one that is due."""
+        """Appends an update, and removes the update that is due."""
         self._updates.append(update)
         due = self._updates.popleft()
         if isinstance(due, Flat):
@@ -111,7 +111,9 @@ class Pending:
         return arrived.of_rows
 
     def settle(self, index: int, unused: Unused) -> None:
-        """Waits for update `index`, and agrees on the parameters that nobody used. Collective."""
+        """Waits for update `index`, and agrees on the parameters that no replica used.
+        Collective.
+        """
         self.wait(index)
         settled = self._updates[index]
         assert isinstance(settled, Flat)
@@ -124,14 +126,14 @@ class Pending:
         )
 
     def arrived(self) -> list[Tensor]:
-        """All updates; waits for those in flight.
+        """All updates. Waits for messages in flight.
 
         Shapes: `[rows, chunk]` each.
         """
         return [self.wait(index) for index in range(len(self._updates))]
 
     def step_on(self, base: BaseStep, applies: Applies, unused: Unused, step: int) -> None:
-        """Steps `base` on each update except blanks, and replaces them by blanks.
+        """Steps `base` on each update except blanks, and replaces the updates by blanks.
 
         Gradients are unchanged, because a following backward pass may add to them.
 
@@ -170,9 +172,9 @@ class Pending:
 class GradientReplicator(Replicator):
     """Replaces each gradient by the agreed update before the base optimizer reads it.
 
-    With a delay it is the update of an earlier step. A missing gradient counts as zero if another
-    replica has one. A parameter that no replica used gets no gradient, so the base optimizer skips
-    it.
+    With a delay, the update belongs to an earlier step. A missing gradient counts as zero if
+    another replica has one. A parameter that no replica used gets no gradient, so the base
+    optimizer skips it.
 
     Args:
         last: Whether no later level exchanges gradients. SignSGD then reads the update directly
@@ -198,7 +200,7 @@ class GradientReplicator(Replicator):
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        # readback: are gradients still those sent by the last overlapped step?
+        # readback: do gradients equal those sent by the last overlapped step?
         self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base
@@ -236,7 +238,7 @@ class GradientReplicator(Replicator):
 
     def drain(self) -> None:
         for index in range(self.scheme.round.delay):
-            # the replica that announced a change skips all later messages
+            # all later messages of a replica that announced a change are skipped
             if not self.counts.changed_apart:
                 self._updates.wait(index)
 

@@ -7,8 +7,8 @@ from detonation.core.schemes import Outer
 
 
 class OuterSGD:
-    """A flat, and the SGD that moves it by received updates, a range of rows at a time; its
-    momentum starts at zero.
+    """A flat and the SGD that moves it by received updates, a range of rows at a time. Its momentum
+    starts at zero.
 
     It computes like `torch.optim.SGD`, in place and without fused multiply-add.
 
@@ -23,12 +23,12 @@ class OuterSGD:
             self._momentum = torch.zeros_like(flat)
 
     def step(self, rows: slice, update: Tensor) -> None:
-        """Steps a range of rows with `update` as the gradient, which is overwritten.
+        """Steps a range of rows with `update` as the gradient. The update is overwritten.
 
         Shapes: `[len(rows), chunk]`.
         """
         direction = self._direction(rows, update)
-        # product and sum are rounded separately
+        # the product and the sum are rounded separately
         moves = torch.mul(direction, self._outer.lr, out=update)
         self.flat[rows].sub_(moves)
 
@@ -45,7 +45,7 @@ class OuterSGD:
         """The direction for a gradient of a range of rows; read-only. The gradient is
         overwritten.
         """
-        # [len(rows), chunk] -> the same
+        # [len(rows), chunk] -> [len(rows), chunk]
         if self._momentum is None:
             return gradient
         momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)

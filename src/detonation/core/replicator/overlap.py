@@ -23,13 +23,13 @@ SAMPLED_VALUES = 1024
 
 
 class OverlapError(DetonationError, RuntimeError):
-    """Gradients sent during backward have since changed, were computed twice, or were not followed
-    by a step.
+    """Gradients that were sent during backward have since changed, were computed twice, or were not
+    followed by a step.
     """
 
 
 class CommStream:
-    """The stream of an accelerator on which messages are sent; nothing on a CPU.
+    """The accelerator stream on which messages are sent. It does nothing on a CPU.
 
     Hooks run on the stream that computed the gradient (FSDP2 has its own), so this stream waits for
     each of them. This stream orders the buckets, and their use of memory shared with the previous
@@ -98,12 +98,12 @@ class Overlap:
         self._count = len(channel.pipelines)
         self._left = deque(channel.pipelines)
         self._everything = frozenset(range(len(self._names)))
-        # numbers of the parameters whose gradients are computed
+        # numbers of the parameters with computed gradients
         self._arrived: set[int] = set()
-        # each gradient's version when its first piece was sent, see `GradientStamp`
+        # each gradient's version when its first piece was sent; see `GradientStamp`
         self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
-        # data pointer of a storage: names of the sent gradients that are views of it
+        # by the data pointer of a storage: names of the sent gradients that are views of it
         self._views: dict[int, list[str]] = {}
         if stream:
             stream.wait_for_current()
@@ -118,7 +118,7 @@ class Overlap:
         """Context manager in which backward sends gradients."""
         hooks = []
         for index, parameter in enumerate(self._parameters.values()):
-            if parameter.requires_grad:  # the parameter may have been frozen since
+            if parameter.requires_grad:  # the parameter may have been frozen in the meantime
                 hook = partial(self._on_gradient, index)
                 hear: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
                 hooks.append(hear(hook))
@@ -156,7 +156,7 @@ class Overlap:
 
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
-        if parameter.grad is None:  # nobody used it, and a shard wire took back its zeros
+        if parameter.grad is None:  # no rank used the parameter, and a shard wire removed its zeros
             return
         if index in self._arrived:
             raise OverlapError(
@@ -170,7 +170,7 @@ class Overlap:
         if self._stream:
             self._stream.wait_for_current()
         while self._left:
-            # the last bucket needs all gradients, because its header reports missing ones
+            # the last bucket needs all gradients, because its header lists missing ones
             last = len(self._left) == 1
             if last:
                 needed = self._everything
@@ -203,7 +203,7 @@ class Overlap:
             self._stamps = gradient_stamps(parameters) | self._stamps
             pieces = pipeline.bucket.cut(signals)
             largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
-            # torch's GradScaler changes gradients without changing their versions
+            # torch's GradScaler modifies gradients without a new version
             if largest is not None:
                 sample = largest.reshape(-1)[:: max(1, largest.numel() // SAMPLED_VALUES)]
                 self._samples.append((sample, sample.clone()))
@@ -211,7 +211,7 @@ class Overlap:
         self._left.popleft()
 
     def _forgive_accumulation(self, gradient: Tensor) -> None:
-        """Updates the stamps of sent gradients that are views of the memory of a new one.
+        """Updates the stamps of sent gradients that are views of a new gradient's memory.
 
         FSDP2 adds the gradients of a unit one after the other into views of one tensor, and torch
         counts these additions for the tensor.

@@ -15,9 +15,9 @@ from detonation.core.replicator.base import Replicator
 class PaddingRows:
     """Holds the padding rows of `replicators`, until a replica has a gradient for them.
 
-    The replicas exchange which rows have had a gradient: in the first step, and in each later one
-    until some replica has had a gradient of every parameter with a padding row. A later gradient of
-    a row is found by the next comparison of the replicas, which exchanges this, too.
+    The replicas exchange which rows have had a gradient: in the first step, and in each later step
+    until some replica has had a gradient of every parameter with a padding row. The next comparison
+    of the replicas finds a later gradient of a row, because it exchanges this, too.
 
     Args:
         released: Called after rows were released.
@@ -35,7 +35,7 @@ class PaddingRows:
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))
-        # for each row: whether this replica has had a gradient of the parameter, and of the row
+        # for each row: did this replica ever have a gradient of the parameter, and of the row?
         self._seen = {
             link: torch.zeros(
                 len(rows), 2, dtype=torch.int64, device=rows[0][0].channel.runtime.device
@@ -80,14 +80,14 @@ class PaddingRows:
 def held_rows(
     replicators: Sequence[Replicator], base: BaseStep, released: Callable[[], object]
 ) -> PaddingRows | None:
-    """The padding rows that `replicators` hold; None where they hold none."""
+    """The padding rows that `replicators` hold; None if they hold none."""
     if any(each.holds_padding for each in replicators):
         return PaddingRows(replicators, base, released)
     return None
 
 
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:
-    """Releases the padding rows of the embeddings `names`, as the replicas of a training did."""
+    """Releases the padding rows of the embeddings `names`, as the replicas did in training."""
     for replicator in replicators:
         for name in replicator.parameters.keys() & set(names):
             _use(replicator, name, base)

@@ -50,11 +50,11 @@ class ParameterReplicator(Replicator):
         self._divides = scheme.divides_messages
         self._cycle = (
             scheme.codec.selection.period if scheme.resume_from == "sent" else 1
-        )  # messages that contain all coordinates
+        )  # messages that together contain all coordinates
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
         self._arrived: Tensor | None = (
-            # the update, which replaces the parts in flight once a checkpoint has asked for it
+            # the update, which replaces the messages in flight once a checkpoint reads it
             None
         )
         self._lost: dict[
@@ -105,11 +105,11 @@ class ParameterReplicator(Replicator):
         if self._cycle > 1 or not self.round.sends(step - 1):
             first = -(-step // self._cycle) * self._cycle
             for each in range(first, first + self._cycle):
-                self.counts.catch_up(math.inf)  # each message contains a digest of earlier ones
+                self.counts.catch_up(math.inf)  # each message contains a digest of earlier messages
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # the parameters are already at the anchor, or an outer level has moved them
+        ):  # the parameters already equal the anchor, or an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -131,7 +131,7 @@ class ParameterReplicator(Replicator):
         shift = self._anchor.flat - before
         parts = map(self.layout.parts, (before, shift, self._anchor.flat))
         for weight, was, by, anchor in zip(locals_of(self.parameters), *parts, strict=True):
-            moved = weight + by  # the replica keeps its own movement of this round
+            moved = weight + by  # the replica keeps its own movement in this round
             unmoved = weight == was.to(weight.dtype)
             alone = unmoved | moved.isfinite().logical_not()
             weight.copy_(torch.where(alone, anchor, moved))
@@ -155,7 +155,7 @@ class ParameterReplicator(Replicator):
     def _exchange(self, step: int, delay: int) -> None:
         """Sends the movement of this round, bucket by bucket.
 
-        Without a delay, a bucket with a message of its own is applied while the next one is in
+        Without a delay, a bucket with a message of its own is applied while the next bucket is in
         flight, so at most two are in memory.
         """
         self._arrived = None
@@ -196,13 +196,13 @@ class ParameterReplicator(Replicator):
             transfer, _ = self._in_flight[-1]
             lost = self.channel.send_bucket(transfer, pipeline, pieces)
         if isinstance(lost, Tensor) and lost.dim():
-            # True if nonfinite numbers were lost, which the next message replaces
+            # True if nonfinite numbers were dropped; the next message replaces them
             lost = lost.any()
         self._lost[pipeline.bucket.first] = lost
         unsent: Unsent = None
         if transfer.own:
             own = transfer.own.pop()
-            # an accelerator recomputes the movement when the message is applied, which saves memory
+            # an accelerator recomputes the movement later, when the message is applied
             kept = delay > 0 or not self.channel.runtime.decides_on_device
             if kept:
                 unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
@@ -293,12 +293,14 @@ class ParameterReplicator(Replicator):
             pass
         elif isinstance(lost, Tensor):
             torch.where(lost, anchor, target, out=target)
-        elif lost:  # these weights are nonfinite: nothing of their own movement is kept
+        elif lost:  # these weights are nonfinite, so nothing of their movement is kept
             target = anchor
         copy(bucket.cut(weights), bucket.layout.parts(target))
 
     def _arriving(self) -> Tensor:
-        """Waits for the update in flight and returns it; zeros if there is none."""
+        """Waits for the update in flight and returns it. Without an update in flight, returns
+        zeros.
+        """
         # [rows, chunk]
         if self._arrived is None:
             self._arrived = self.layout.zeros(self.channel.runtime.device)
@@ -325,8 +327,8 @@ class ParameterReplicator(Replicator):
         return bucket.layout.flatten(parts, rows.device)
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The local parameters, and contiguous versions of which pieces can be written; copy these
-        back if they are copies.
+        """The local parameters, and contiguous versions that can be written in pieces. If a version
+        is a copy, copy it back.
         """
         found = locals_of(self.parameters)
         return found, found if all(each.is_contiguous() for each in found) else [
@@ -356,7 +358,7 @@ class HoldingReplicator(ParameterReplicator):
 
     @cached_property
     def _places(self) -> dict[int, Tensor]:
-        """By the first row of a bucket: its positions that belong to padding rows."""
+        """For each bucket, by its first row: the positions that belong to padding rows."""
         marks = [torch.zeros_like(weight) for weight in locals_of(self.parameters)]
         for mark, parameter in zip(marks, self.parameters.values(), strict=True):
             if (row := padding_row(parameter)) is not None:

@@ -1,5 +1,5 @@
-"""Schemes: frozen descriptions of messages and their schedule, a registry of them, and formulas for
-their bytes.
+"""Schemes: frozen descriptions of messages and their schedule, a registry of schemes, and formulas
+for their bytes.
 
 Importing this package registers every scheme. A scheme knows nothing of links.
 """

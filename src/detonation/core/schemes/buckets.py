@@ -23,8 +23,8 @@ def aligned_rows(*codecs: Codec) -> int:
 
 
 def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
-    """Number of rows that one owner gets before the next owner gets rows. Messages and replies may
-    be cut at multiples of it.
+    """Number of consecutive rows of one owner, before the rows of the next owner. Messages and
+    replies may be cut at multiples of it.
     """
     return aligned_rows(scheme.codec, scheme.reply_codec(replicas))
 
@@ -74,8 +74,8 @@ def _cut(
 ) -> list[Bucket]:
     """Buckets of about `rows` rows, which contain either `early` or late rows.
 
-    An early run of less than half a bucket counts as late: a bucket of it would hide little, and
-    would need one more collective.
+    An early run of less than half a bucket counts as late, because a bucket for it would hide
+    little and would need one more collective.
     """
     runs: list[tuple[int, int, bool]] = []
     end = 0
@@ -96,8 +96,8 @@ def _cut(
 def sending_order(buckets: Sequence[Bucket]) -> list[Bucket]:
     """The order in which all replicas send `buckets`: last rows first, as backward computes them.
 
-    Late buckets follow the others, and the bucket with the first rows, which carries the header, is
-    the last.
+    Late buckets follow the others. The bucket with the first rows is the last, because it carries
+    the header.
     """
     return sorted(buckets, key=lambda each: (not each.first, each.late, -each.first))
 
@@ -120,5 +120,5 @@ def block_rows(scheme: Scheme, rows: int, few: bool) -> int:
 
 
 def codec_of(bucket: Bucket, codec: Codec, rows: int) -> Codec:
-    """`codec` for the rows of `bucket`, in a flat of `rows` rows."""
+    """The part of `codec` for the rows of `bucket`, in a flat of `rows` rows."""
     return replace(codec, selection=codec.selection.for_rows(bucket.first, rows))

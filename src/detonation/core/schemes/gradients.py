@@ -208,12 +208,12 @@ def decoupled_adamw(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """`demo` under its name with AdamW: no replica sends AdamW's two moments.
+    """The name of `demo` with AdamW: no replica sends AdamW's two moments.
 
     The moments are computed from the agreed update, so they are equal on all replicas. Unlike the
     published code, it does not reduce the update to its sign, which would make AdamW a smoothed
-    `SignSGD`. The scheme does not choose the optimizer: use it with `torch.optim.AdamW`, as you can
-    `random` and `striding`.
+    `SignSGD`. The scheme does not choose the optimizer: use it with `torch.optim.AdamW`. You can do
+    the same with `random` and `striding`.
 
     Args:
         topk, chunk, tiles, decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.
@@ -317,7 +317,7 @@ def striding(
 ) -> GradientScheme:
     """Sends every n-th coordinate of the momentum, and shifts by one coordinate at each step.
 
-    All coordinates are covered in turn; in the published code the offset does not move at
+    All coordinates are covered in turn. In the published code the offset does not move at
     power-of-two rates.
 
     Args:

@@ -1,5 +1,5 @@
-"""Schemes that exchange once per round how far the parameters moved from the last agreed
-weights.
+"""Schemes that exchange once per round: the message is the movement of the parameters from the last
+agreed weights.
 """
 
 from dataclasses import replace
@@ -80,7 +80,7 @@ def diloco(
     """Local steps with any optimizer; every `every` steps the replicas average the movement of
     their parameters.
 
-    The mean of anchor - parameters is the gradient of an outer SGD, which moves the anchor; all
+    The mean of anchor - parameters is the gradient of an outer SGD, which moves the anchor. All
     replicas start the next round from the anchor, bitwise equal. The state of the inner optimizer
     stays local. With outer_lr 1 and outer_momentum 0 this is plain averaging.
 
@@ -121,8 +121,8 @@ def streaming_diloco(
 
     Fragments are as equal in size as their units allow. Fragment f (from 1) moves to its anchor
     after f * every / fragments steps and then every `every` steps, except for the share `keep` of
-    its own movement; its message is sent `delay` steps earlier. torchft does the same. Anchors are
-    bitwise equal on all replicas; parameters are equal only after `synchronize()`.
+    its own movement. Its message is sent `delay` steps earlier, as in torchft. Anchors are bitwise
+    equal on all replicas; parameters are equal only after `synchronize()`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
@@ -190,8 +190,8 @@ def muloco(
     needs less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
 
     The replicas' movements point in different directions, so their mean has a smaller norm than
-    each. Compensate with `outer_lr` above 1, or with `aggregate="rescaled_mean"` and `outer_lr=1`,
-    which rescales each row of 256 values to the mean norm.
+    each movement. Compensate with `outer_lr` above 1, or with `aggregate="rescaled_mean"` and
+    `outer_lr=1`, which rescales each row of 256 values to the mean norm.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
@@ -230,12 +230,12 @@ def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
     """Averages a random subset of the parameters themselves after every step, the same subset on
     all replicas.
 
-    Any local optimizer works; between two steps replicas differ. An anchor holds the last agreed
-    value of each coordinate, bitwise equal on all replicas; `synchronize()` averages every
+    Any local optimizer works. Between two steps replicas differ. An anchor holds the last agreed
+    value of each coordinate, bitwise equal on all replicas. `synchronize()` averages every
     coordinate once, in one whole cycle of messages, and so makes all replicas equal. The paper
     draws and broadcasts a random mask; here every replica computes it, and each coordinate is sent
-    once in 1 / rate steps. Chained before `diloco` on the same axis, it keeps replicas close to
-    each other in long rounds.
+    once in 1 / rate steps. Before `diloco` on the same axis, it keeps replicas close to each other
+    in long rounds.
 
     Args:
         rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to

@@ -1,6 +1,6 @@
 """A scheme is a frozen, serialisable description of one level of replication.
 
-It knows codec and round, but no link.
+A scheme knows codec and round, but no link.
 """
 
 import functools
@@ -111,8 +111,8 @@ class Scheme:
 
     @property
     def rounds(self) -> list[Round]:
-        """The round of each fragment; their offsets are evenly spaced, and the last fragment's is
-        0.
+        """The round of each fragment. Offsets of rounds are evenly spaced; the last fragment's
+        offset is 0.
         """
         every = self.round.every
         count = self.fragments
@@ -130,15 +130,15 @@ class Scheme:
 
     @property
     def worth_overlapping(self) -> bool:
-        """True if sending during backward hides the exchange: for gradients of which the same step
-        needs the mean.
+        """True if sending during backward hides the exchange, because the same step needs the mean
+        of the gradients.
         """
         return self.signal == "gradients" and not self.round.delay
 
     @property
     def divides_messages(self) -> bool:
-        """True if each bucket is a message of its own; else all buckets are pieces of one message
-        with one header.
+        """True if each bucket is a message of its own; False if all buckets are pieces of one
+        message with one header.
         """
         return self.signal == "parameters" and self.aggregation.rowwise
 
@@ -176,7 +176,7 @@ class Scheme:
         return self.codec.summable and isinstance(self.aggregation, Mean)
 
     def aligned(self, local_ranks: int = 1) -> Self:
-        """The scheme as an accelerator sends it: the ranks that share a gathered message pad it to
+        """The scheme as an accelerator sends it. The ranks that share a gathered message pad it to
         whole `ALIGNMENT` bytes each.
         """
         return replace(self, codec=replace(self.codec, alignment=ALIGNMENT * local_ranks))
@@ -184,10 +184,10 @@ class Scheme:
     def reply_codec(self, replicas: int) -> Codec:
         """The codec for the replies of owners among `replicas` replicas.
 
-        If each sender selects its own coefficients, messages contain different ones. A reply as
-        large as one message would leave most of them in the server residual, to be sent late, which
-        costs up to a third of loss. A reply therefore holds as many coefficients per row as may
-        have arrived, at most a quarter of the row or four messages, in two bits each
+        If each sender selects its own coefficients, messages contain different coefficients. A
+        reply as large as one message would leave most of them in the server residual, to be sent
+        late, which costs up to a third of loss. A reply therefore holds as many coefficients per
+        row as may have arrived, at most a quarter of the row or four messages, in two bits each
         (research/log.md). With a shared selection a reply has the format of a message.
 
         Example:
@@ -275,14 +275,14 @@ class ParameterScheme(Scheme):
 
 
 def precision_named(name: str) -> Precision:
-    """The precision called `name`; raises `ValueError` if there is none."""
+    """The precision called `name`. Raises `ValueError` if it does not exist."""
     if name not in PRECISIONS:
         raise ValueError(f"precision is {name!r}, must be one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def aggregation_named(name: str) -> Aggregation:
-    """The aggregation called `name`; raises `ValueError` if there is none."""
+    """The aggregation called `name`. Raises `ValueError` if it does not exist."""
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}, must be one of {', '.join(AGGREGATIONS)}")
     return AGGREGATIONS[name]

@@ -68,9 +68,10 @@ def exchange_bytes(
 ) -> int:
     """Bytes that one of `replicas` sends on a ring if each message has `rows` rows.
 
-    For n bytes and R replicas: an all-reduce sends 2 n (R - 1) / R, an all-gather n (R - 1), owners
-    R - 1 slices and as many replies. If `local_ranks` ranks of a node share one message, n is the
-    part of each. bare: without the header of a message, or the status numbers of an all-reduce.
+    For n bytes and R replicas: an all-reduce sends 2 n (R - 1) / R, an all-gather n (R - 1), and
+    owners send R - 1 slices and as many replies. If `local_ranks` ranks of a node share one
+    message, n is the part of each rank. bare: without the header of a message, or the status
+    numbers of an all-reduce.
     """
     codec = scheme.codec
     if kind == "owner":
@@ -95,7 +96,8 @@ def stage_bytes(
 
 @lru_cache(maxsize=256)
 def bytes_per_rank(nbytes: int, local_ranks: int, unit: int = 1) -> int:
-    """Bytes of a message per rank if `local_ranks` ranks share it, in multiples of `unit` bytes.
+    """Bytes of a message per rank if `local_ranks` ranks share the message, in multiples of `unit`
+    bytes.
 
     >>> bytes_per_rank(10, 4), bytes_per_rank(12, 2, unit=4)
     (3, 8)
@@ -132,7 +134,7 @@ def bytes_sent(
 ) -> int:
     """Bytes that one rank sends at `step` (from 0), exactly as its link counts them.
 
-    layout: of all parameters of the rank. sizes: see `Scheme.divide`.
+    layout: layout of all parameters of the rank. sizes: see `Scheme.divide`.
     """
     if scheme.signal == "nothing":
         return 0
@@ -181,8 +183,8 @@ def buckets_of(
 ) -> list[Bucket]:
     """The buckets in which `layout` is sent during backward, or at the end of a round.
 
-    All but the last have a multiple of the rows at which each of the (replicas x local ranks) ranks
-    may cut a message, so that owners get equal parts and shares have no remainder.
+    Every bucket except the last has a multiple of the rows at which each of the (replicas x local
+    ranks) ranks may cut a message. So owners get equal parts, and shares have no remainder.
 
     Args:
         few: See `block_rows`.
@@ -197,8 +199,8 @@ def buckets_of(
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
-    """`message_bytes` of gradients sent during backward: equal except for rounding, because all
-    buckets share one header.
+    """Bytes of `message_bytes` for gradients sent during backward. They are equal except for
+    rounding, because all buckets share one header.
     """
     way = collective_for(scheme, layout, replicas, local_ranks)
     last, *others = [

@@ -80,7 +80,7 @@ def why_decoded_in_torch(received: Received) -> str:
         if source.codec.precision not in PRECISION_NAMES:
             return f"no kernel decodes {source.codec.precision!r}"
         if type(source.codec.selection) in (TopK, Everything):
-            return ""  # these messages can be decoded without the step of `SharedIndices`
+            return ""  # these messages can be decoded without the step number in `SharedIndices`
     if isinstance(source.shared, SharedIndices):
         return ""
     return "it is given indices in the place of their rule"

@@ -126,7 +126,8 @@ class TritonEngine(ReferenceEngine):
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
-        self._coded: tuple[Codec | None, Any] = (None, None)  # the last: a codec hashes all it has
+        # the previous codec and its result: computing the hash of a codec is slow
+        self._coded: tuple[Codec | None, Any] = (None, None)
 
     def encode(
         self,
@@ -136,7 +137,8 @@ class TritonEngine(ReferenceEngine):
         out: Tensor | None = None,
     ) -> Selected:
         codec = self.codec
-        if self._releases != "read":  # otherwise the values to release are read from the message
+        # without rounding errors, the values to release are read from the message
+        if self._releases != "read":
             codec = replace(codec, precision=FP32)
         rows = self.layout.rows
         octets = partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
@@ -158,7 +160,7 @@ class TritonEngine(ReferenceEngine):
 
     def inspect(self, signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
         if self._runtime.stops_when_bad:
-            # the encoder looks for bad values in the same pass and writes the status
+            # the same pass also finds nonfinite values and writes the status
             return Verdict(self._found, self._found)
         status = self.scan(signals, range(len(signals)))
         return Verdict(status, status)
@@ -187,7 +189,7 @@ class TritonEngine(ReferenceEngine):
         rows = self.layout.rows
         if not selection.shared:
             return super().empty(step)
-        # indices in the form of a shared selection, so that all replicas decode by the same kernels
+        # indices in the format of a shared selection, so that one kernel decodes both
         shared = SharedIndices(selection, rows, step, self._seed, self.device)
         values = torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device)
         return Selected(values, shared)
@@ -228,7 +230,7 @@ class TritonEngine(ReferenceEngine):
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
         if not self.reads(received):
             return super().can_apply_signs(received, weights)
-        known = launching.KIND_OF  # of thousands of weights none costs a call of Python
+        known = launching.KIND_OF  # this loop over thousands of weights calls no Python function
         odd = [each for each in weights if each.dtype not in known or not each.is_contiguous()]
         return not odd
 
@@ -349,7 +351,7 @@ class TritonEngine(ReferenceEngine):
         addresses = self._targets
         if targets:
             addresses = addresses.update(targets)
-        # autograd does not see these writes; the new version invalidates graphs with the old values
+        # autograd does not see these writes; a new version invalidates graphs that saved old values
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
             _, first = source.runs[0]

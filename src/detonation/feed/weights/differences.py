@@ -1,4 +1,5 @@
-"""Exact differences of weights: bit patterns are compared as integers, and the changes compressed.
+"""Exact differences of weights: bit patterns are compared as integers, and their changes are
+compressed.
 
 A pattern has 16 bits. A wider element has several patterns; a one-byte element is widened to one
 pattern. A difference consists of the gaps between changed positions and the deltas at these
@@ -43,7 +44,7 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
     """Inverse of `patterns_of`, with the dtype and shape of `like`; a view of `patterns` if
     elements have more than one byte.
     """
-    # [patterns] int16 -> the shape of like
+    # [patterns] int16 -> the shape of `like`
     bits = patterns
     if like.element_size() == 1:
         bits = patterns.to(torch.uint8)
@@ -51,8 +52,8 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Index of each tensor's first pattern in the concatenation of all; the key "" has the
-    total.
+    """Index of each tensor's first pattern in the concatenation of all tensors. The key "" has the
+    total number of patterns.
     """
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
@@ -117,7 +118,7 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
         return {}
     gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
     wide = deltas.to(torch.int32)
-    zigzag = (wide << 1) ^ (wide >> 15)  # zigzag code: 1, 2, 3, 4 for -1, 1, -2, 2
+    zigzag = (wide << 1) ^ (wide >> 15)  # zigzag code: -1, 1, -2, 2 become 1, 2, 3, 4
     return {
         f"{name}.{number}": _compressed(plane)
         for name, numbers in (("gaps", gaps), ("deltas", zigzag))
@@ -153,7 +154,7 @@ def _planes(numbers: Tensor) -> list[Tensor]:
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # runs and a Huffman code only: a search for repetitions needs 4 times as long and finds none
+    # runs and a Huffman code only: searching for repetitions takes 4 times as long and finds none
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8
@@ -172,7 +173,7 @@ def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
 
 
 def _expanded(plane: Tensor, count: int) -> Tensor:
-    """Decompresses a plane of `count` bytes; refuses a larger one before allocating memory."""
+    """Decompresses a plane of `count` bytes. Refuses a larger plane before allocating memory."""
     coder = zlib.decompressobj()
     try:
         content = coder.decompress(octets(plane), count + 1)

@@ -18,7 +18,7 @@ from detonation.whole_files import reading, write_whole
 
 
 class Folder(Protocol):
-    """Files by name.
+    """A folder of files, which are found by name.
 
     Writes must be atomic for readers. All methods raise `OSError`.
     """
@@ -33,7 +33,7 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """A local directory, which may be mounted by other machines."""
+    """A local directory, which other machines may mount."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +83,7 @@ class RemoteFolder:
         self._system, self._path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
 
     def names(self) -> list[str]:
-        # the folder does not exist before the first file
+        # the folder does not exist before the first file is written
         with _os_errors(), contextlib.suppress(FileNotFoundError):
             return [
                 str(path).rpartition("/")[2]

@@ -38,8 +38,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     """Publishes the weights of a model as files: bases, and exact differences between them. See
     `Feed.of_weights`.
 
-    step: the last published step; -1 if none. bytes_written: in all files. trouble: why the last
-    call did not write a file; "" if it wrote all files.
+    step: the last published step; -1 if no step was published. bytes_written: bytes in all files.
+    trouble: the reason why the last call did not write a file; "" if it wrote all files.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
                 self._folder.make()
             self._run = max((file.run for file in _begun(self._folder.names())), default=0)
         self._like: dict[str, Tensor] = {}
-        self._held: dict[str, Tensor] = {}  # the bit patterns that readers have
+        self._held: dict[str, Tensor] = {}  # the bit patterns that readers already have
         # the checksum of the last difference, or the random name of the first base
         self._state = ""
         self._since = self._since_bytes = self._base_bytes = 0
@@ -80,8 +80,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
         Each rank of a sharded model calls it, because the shards are gathered. If writing fails,
         for example on a full disk, training continues: this call logs a warning, sets `trouble` and
-        returns 0, and the next call publishes all changes. If `step` is not above the last one,
-        training went back, and readers get a base.
+        returns 0, and the next call publishes all changes. If `step` is not above the last step,
+        training returned to an earlier state, and readers get a base.
 
         Raises `ValueError` if `step` is negative, or if safetensors lacks the type of a tensor,
         such as complex128.
@@ -107,8 +107,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return self.bytes_written - before
 
     def close(self, ended: bool = True) -> None:
-        """Announces to readers that training has ended, if `ended`. There is nothing else to
-        close.
+        """Announces to readers that training has ended, if `ended`. Without `ended` it does
+        nothing.
         """
         if ended and self._folder is not None and self.step >= 0:
             try:
@@ -139,14 +139,14 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _begin(
         self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder
     ) -> None:
-        """Starts a run with a base. If that fails, the next call tries again."""
+        """Begins a run with a base. If this fails, the next call tries again."""
         self._like = {}
         self._held = {}
         held = {
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
         }
-        # another process may start the same run now: readers refuse its differences by this name
+        # another process may start the same run now: readers reject its differences by their name
         state = secrets.token_hex(8)
         base = {name: tensor_of(held[name], like[name]) for name in like}
         self._write_base(folder, self._run + 1, step, state, base)
@@ -169,7 +169,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         file, size = self._write(
             folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about
         )
-        # only after the write succeeded: else the next difference includes these changes
+        # set after a successful write: otherwise the next difference includes these changes
         for name, (changed, moved) in found.items():
             move(self._held[name], changed, moved)
         self.step = step
@@ -226,7 +226,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
 
 def _begun(names: Iterable[str]) -> list[WeightFile]:
-    """The files among `names`, including incomplete ones of a killed trainer."""
+    """The weight files among `names`, including incomplete files of a killed trainer."""
     return WeightFile.known(name.removesuffix(".part") for name in names)
 
 

@@ -33,7 +33,7 @@ POLL_S = 0.1
 class WeightPatch:
     """New values of one tensor, with the fields of vLLM's `CheckpointWeightPatch`.
 
-    Three of these are also fields of its `SparseWeightPatch`.
+    Three of these fields are also fields of its `SparseWeightPatch`.
 
     name: the tensor's name in the model. indices: `[changed]` int64 in rising order, into the
     flattened tensor. values: `[changed]`.
@@ -49,11 +49,12 @@ class WeightPatch:
 class WeightFollower(AbstractContextManager["WeightFollower"]):
     """Keeps the weights of a training in a model of this process, from the files of a `WeightFeed`.
 
-    Made by `follow`. Only `update` and `patches` change the model, and only after checking a
+    `follow` creates it. Only `update` and `patches` change the model, and only after checking a
     complete file.
 
     model: the argument of `follow`. step: the step of training; -1 before the first base. joins:
-    number of bases loaded. trouble: why a file could not be used; "" if all could.
+    number of bases loaded. trouble: the reason why a file could not be used; "" if all files could
+    be used.
     """
 
     def __init__(self, model: nn.Module, folder: Folder) -> None:
@@ -92,8 +93,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
         """Applies the published steps; returns `step`. See `Follower.update` for the arguments.
 
-        If training went back to an earlier step, so does the model. If a file is missing or
-        damaged, the model keeps its weights until the next base, and `trouble` gives the reason.
+        If training returned to an earlier step, so does the model. If a file is missing or damaged,
+        the model keeps its weights until the next base, and `trouble` gives the reason.
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.
@@ -125,9 +126,10 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             raise LostFeed(f"training has ended after {self.step} steps, before {to}")
 
     def patches(self, to: int | None = None, wait_s: float | None = None) -> list[WeightPatch]:
-        """Applies steps like `update`; returns their changes, for a server with its own weights.
+        """Applies steps like `update`, and returns their changes, for a server with its own
+        weights.
 
-        After a base, the patches contain all values that differ from the model's previous ones. A
+        After a base, the patches contain all values that differ from the model's previous values. A
         server that has the weights of `model` before the first call has the same weights after each
         call, unless a call raised an error or `update` was called in between. `follow(wait=True)`
         already changes `model`.
@@ -169,7 +171,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         """The files of the feed; empty while the folder cannot be read."""
         try:
             return WeightFile.known(self._folder.names())
-        except OSError as error:  # a mounted folder may be gone for a while
+        except OSError as error:  # a mounted folder may be unavailable for a while
             self.trouble = f"the folder cannot be read: {error}"
             return []
 
@@ -197,8 +199,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         return (self._run, self.step) != before
 
     def _later(self, files: Sequence[WeightFile], run: int) -> list[WeightFile]:
-        """Files of `run` that are newer than the model; all of them if the model belongs to another
-        run.
+        """Files of `run` that are newer than the model. If the model belongs to another run, all
+        files of `run`.
         """
         found = [each for each in files if each.run == run]
         if run != self._run:
@@ -245,7 +247,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
                     f" {own.dtype} {tuple(own.shape)}"
                 )
-        # if interrupted from here on, only the next base restores the weights
+        # after an interruption in this loop, only the next base restores the weights
         self._run = self.step = -1
         for name, new in tensors.items():
             own = self._tensors[name]

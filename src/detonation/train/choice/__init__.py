@@ -1,1 +1,3 @@
-"""The scheme of a run: asked for as auto, chosen from the measured link, and adapted to it."""
+"""The scheme of a run: requested as "auto", chosen from the measured link, and adapted to the
+link.
+"""

@@ -98,9 +98,9 @@ class Followed:
 class Adapter:
     """Changes a setting of a session's scheme so that waiting stays within a budget.
 
-    It measures how long ranks wait in the run's own exchanges. Reports of losses are tiny, so
-    waiting for them measures the latency. The planner predicts the wait for a message at any rate,
-    which gives the rate for a measured wait. It uses the shortest wait of all replicas, because the
+    It measures how long ranks wait in the run's own exchanges. Reports of losses are tiny, so the
+    wait for them measures the latency. The planner predicts the wait for a message at any rate, so
+    a measured wait gives the rate. The adapter uses the shortest wait of all replicas, because the
     slowest replica waits only for the link.
     """
 
@@ -165,8 +165,8 @@ class Adapter:
         later = 1 / followed.later
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
-        # If the waits match the initial link better, the link has recovered.
-        # `_factors` would return a link of a speed in between, if it explains the waits.
+        # If the waits fit the initial link better, the link has recovered.
+        # `_factors` would return a speed in between, if that explains the waits.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)
@@ -183,8 +183,8 @@ class Adapter:
         return times, later, dict(chosen.arguments)
 
     def _least(self, seconds: Sequence[float]) -> float:
-        """The shortest wait of all replicas; within a replica the longest wait of its shards
-        counts.
+        """The shortest wait of all replicas. The wait of a replica is the longest wait of its
+        shards.
         """
         shards = self._session.config.mesh.shards
         return max(min(seconds[shard::shards]) for shard in range(shards))
@@ -199,7 +199,7 @@ class Adapter:
             for value in _MOVED[key]:
                 try:
                     other = scheme(now.name, {**self._first.arguments, key: value})
-                except ValueError:  # skip values outside of the scheme's range
+                except ValueError:  # skip values outside the scheme's range
                     continue
                 if self._collectives(other) == self._collectives(now):
                     found.setdefault(spelled(other), other)
@@ -237,27 +237,29 @@ def _factors(
     certain: float,
     shows_latency: bool,
 ) -> tuple[float, float]:
-    """Factors of rate and latency that explain the waits; 1 unless a factor is above `FACTOR`."""
+    """Factors of rate and latency that explain the waits. They are 1 unless a factor is above
+    `FACTOR`.
+    """
     later = 1.0
     if shows_latency:
         later = 1 / _large(explained(reported, lambda x: expected(1.0, 1 / x)[1], certain))
     times = explained(waited, lambda x: expected(x, later)[0], certain)
-    # backward may hide the reports: try whether latency explains the wait
+    # backward may hide the reports, so test whether latency explains the wait
     if times == later == 1.0:
         later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
     return _large(times), _large(later)
 
 
 def _large(factor: float) -> float:
-    """`factor`, or 1 if it is too close to 1 to react to."""
+    """Returns `factor`, or 1 if the factor is too close to 1 to react."""
     if 1 / FACTOR < factor < FACTOR:
         return 1.0
     return factor
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
-    """The factor of the rate that explains a wait, as close to 1 as possible; 1 if no rate explains
-    it.
+    """The factor of the rate that explains a wait, as close to 1 as possible; 1 if no factor
+    explains it.
 
     Args:
         waited_s: Measured wait.

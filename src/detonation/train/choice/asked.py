@@ -1,4 +1,4 @@
-"""Scheme auto in a recipe: the candidates that it asks for, and the goal that ranks them."""
+"""Scheme auto in a recipe: its candidates, and the goal that ranks them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,9 @@ class Auto:
 
     @classmethod
     def of(cls, config: Config) -> "Auto | None":
-        """Arguments in `config`; None for another scheme. Raises `ValueError` for bad arguments."""
+        """The arguments in `config`; None for another scheme. Raises `ValueError` for bad
+        arguments.
+        """
         names = [level.scheme.name for level in config.levels]
         if AUTO not in names:
             return None
@@ -55,7 +57,7 @@ class Auto:
 
 @dataclass(frozen=True)
 class Asked:
-    """A run whose scheme is still to be chosen.
+    """A run whose scheme has not been chosen yet.
 
     Args:
         auto: Rules of the choice.
@@ -66,7 +68,8 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe under every scheme, each with several settings: also the recipe's own.
+        """The recipe under every scheme, each with several settings, which include the recipe's
+        own.
 
         Omits `none` if the recipe requires equal replicas.
         """
@@ -81,12 +84,12 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # the error is in the recipe itself
+                    if not arguments:  # the error is in the recipe, not in an argument
                         raise
         return found
 
     def under(self, scheme: Mapping[str, Any]) -> Config:
-        """The recipe with the scheme of a table."""
+        """The recipe with the scheme of this table."""
         arguments = {key: value for key, value in scheme.items() if key != "name"}
         return check_config(self.layers.under(scheme["name"], arguments))
 
@@ -102,7 +105,7 @@ class Asked:
 
 
 def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
-    """Candidate schemes, each with the recipe's optimizer for it."""
+    """The candidate schemes, each with the optimizer that the recipe sets for it."""
     found = {}
     for name, config in candidates.items():
         optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
@@ -121,13 +124,15 @@ def goal_of(config: Config, work: Work) -> Goal:
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
-    """Arguments of `chosen` that differ from those that the recipe sets for this scheme."""
+    """Arguments of `chosen` that differ from the arguments that the recipe sets for this scheme."""
     own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
     return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 
 
 def standing(layers: Layers) -> Config:
-    """The configuration; an unchosen scheme is replaced by full synchronisation."""
+    """The configuration, in which full synchronisation replaces a scheme that has not been
+    chosen.
+    """
     config = layers.config()
     if Auto.of(config) is None:
         return config
@@ -135,8 +140,8 @@ def standing(layers: Layers) -> Config:
 
 
 def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
-    """The configuration that the run in `path` chose earlier; None if rank 0 cannot read it.
-    Collective.
+    """The configuration that the run in `path` chose at an earlier start; None if rank 0 cannot
+    read it. Collective.
 
     The other ranks need not see the directory.
     """

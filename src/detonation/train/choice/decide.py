@@ -25,7 +25,7 @@ from detonation.train.recipe.tables import to_table
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice.
+    """The chosen scheme, and the measurements behind the choice.
 
     Args:
         config: Configuration with the chosen scheme.
@@ -41,7 +41,8 @@ class Chosen:
 
 
 def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None = None) -> Chosen:
-    """Measures the link and the compute of a step, and chooses one scheme for all. Collective.
+    """Measures the link and the compute of a step, and chooses one scheme for all ranks.
+    Collective.
 
     Args:
         axis: Axis of an elastic run. Steps are measured on a loopback instead, because a second
@@ -50,7 +51,7 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
     candidates = asked.candidates()
     device = everyone.device
     config = asked.check()
-    # This session only measures: the run builds another one with its own weights.
+    # This session only measures: the run builds another session with its own weights.
     session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
     measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
     network = Network.of_axis(measured, session.config.mesh.shards)
@@ -85,9 +86,9 @@ def _search(
 ) -> tuple[Option, list[Option], Work]:
     """Returns the choice, all options, and the work with the measured optimizer steps.
 
-    A scheme's step is measured only if the scheme would be chosen, because that time changes its
-    share of waiting. Steps without an exchange are equal for all settings of a scheme, so the
-    fastest measurement is used for all.
+    A scheme's step is measured only if the scheme would be chosen, because the duration of this
+    step changes its share of waiting. Steps without an exchange are equal for all settings of a
+    scheme, so the fastest measurement is used for all settings.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -154,7 +155,7 @@ def chosen_config(
 ) -> tuple[Config, Chosen | None]:
     """The configuration of the run, and the choice of its scheme if it is made now. Collective.
 
-    begun: Directory of a run that has begun. It keeps the scheme stored in its directory.
+    begun: directory of a run that has begun, and keeps the scheme stored there.
     """
     if begun is not None:
         before = again(asked, begun, everyone)

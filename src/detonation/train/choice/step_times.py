@@ -64,7 +64,7 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
             optimizer.step_count = step
             optimizer.step()
 
-        return min(_times(again, everyone))  # disturbances only lengthen a step
+        return min(_times(again, everyone))  # disturbances can only lengthen a step
 
     last = scheme.round.every - 1
     exchange_s = at(last)

@@ -59,15 +59,15 @@ def save_async(
 
 
 def as_json(extra: Table) -> Table:
-    """`extra` as it will be read back from JSON: tuples become lists."""
+    """The value of `extra` after reading it back from JSON: tuples become lists."""
     return dict(json.loads(json.dumps(extra)))
 
 
 def save_now(
     session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
 ) -> Path:
-    """Saves and waits until the checkpoint is complete. Raises `Unwritable` on all ranks if one of
-    them cannot write.
+    """Saves, and waits until the checkpoint is complete. Raises `Unwritable` on all ranks if a rank
+    cannot write.
     """
     save_async(session, checkpoints, before, followed)
     try:
@@ -114,7 +114,7 @@ def resume(
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):
         if len(positions) == session.world_size:
             session.data.train.go_to(session.rank, session.world_size, positions[session.rank])
-        else:  # another number of ranks divides the stream differently
+        else:  # another number of ranks divides the stream in another way
             changed.append(
                 "the stream is read again up to this step, because other ranks divide it"
             )
@@ -153,7 +153,7 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     before = dict(settings_of(saved))
     after = dict(settings_of(here))
     changes = []
-    for key, was in before.items():  # an older version did not save every setting
+    for key, was in before.items():  # older versions did not save every setting
         now = after.get(key)
         if was != now and key not in _ANNOUNCED:
             changes.append(f"{key} is {now}, was {was}")

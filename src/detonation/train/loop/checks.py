@@ -1,4 +1,6 @@
-"""Checks of a recipe before its first process starts: its parts are built and must fit together."""
+"""Checks of a recipe before its first process starts: its parts are built, and must fit
+together.
+"""
 
 import functools
 import importlib.util
@@ -126,7 +128,7 @@ def check_translates(model: Any, data: Data) -> None:
 
 
 def _with_steps(config: Config, loaded: Data) -> TrainConfig:
-    """[train] with its epochs converted to steps; unchanged if it sets steps."""
+    """The table [train] with its epochs converted to steps; unchanged if it sets steps."""
     train = config.train
     if train.steps:
         return train
@@ -209,7 +211,7 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Stores only the inputs of each layer for backward, which recomputes everything else.
+    """Stores only the inputs of each layer for backward, which recomputes all other values.
 
     Changes the model in place, and keeps all names. Call it after `compile_layers` and before
     `shard`, whose hooks gather a layer's weights for both computations. Raises `ValueError` if the
@@ -296,8 +298,8 @@ def _load_data(task: str, arguments: str) -> Data:
 
 
 def mark_of_data(data: Data, most: int = _MARKED) -> list[object]:
-    """Number of training examples, and a hash of `most` of them. For a stream, the same of its
-    held-out examples.
+    """Number of training examples, and a hash of at most `most` of them. For a stream, both are
+    computed from its held-out examples.
     """
     examples = data.train
     if isinstance(examples, Streamed):
@@ -309,8 +311,8 @@ def mark_of_data(data: Data, most: int = _MARKED) -> list[object]:
 
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
-    """Arguments of the model with the sizes of the data; the vocabulary may be larger than the
-    data's.
+    """Arguments of the model with the sizes of the data. The model's vocabulary may be larger than
+    the data's.
     """
     parameters = inspect.signature(model_function(model.name)).parameters
     needed: dict[str, Any] = {"task": loaded.kind, **loaded.model}

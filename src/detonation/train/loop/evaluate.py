@@ -27,7 +27,7 @@ def validate(session: Session) -> dict[str, float]:
     held_out = list(batches(session.data.validation, train.batch_size, most))
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
-        # A rank without a batch repeats one without counting it, because FSDP gathers in forward.
+        # A rank without a batch repeats an uncounted batch, because FSDP gathers in forward.
         index = i * session.world_size + session.rank
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):
@@ -52,8 +52,8 @@ def validate(session: Session) -> dict[str, float]:
 def translate(session: Session) -> dict[str, float]:
     """`val_bleu` of greedy translations of held-out sentences, from 0 to 100.
 
-    Collective: ranks share the sentences. Each generated id needs a forward pass; all ranks run the
-    same number, because FSDP gathers weights in each.
+    Collective: ranks share the sentences. Each generated id needs a forward pass. All ranks run the
+    same number of passes, because FSDP gathers weights in each.
     """
     from sacrebleu.metrics.bleu import BLEU
 
@@ -67,7 +67,7 @@ def translate(session: Session) -> dict[str, float]:
     wanted = min(train.bleu_sentences, len(pairs))
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
-        indices = [*mine] or [0]  # a rank without a sentence translates one that does not count
+        indices = [*mine] or [0]  # a rank without a sentence translates one that is not counted
         batch = to(pairs[torch.tensor(indices)], session.device)
         ids = greedy(session, batch)
         if mine:
@@ -86,7 +86,7 @@ def translate(session: Session) -> dict[str, float]:
 
 
 def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
-    """Greedy decoding: [B, target_length] ids, as many as the labels have."""
+    """Greedy decoding. Returns ids `[B, target_length]`, as many as the labels have."""
     model: Any = session.model
     ids = [torch.full_like(batch["labels"][:, 0], model.config.decoder_start_token_id)]
     given: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask")}
@@ -94,10 +94,10 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
         with autocast(session):
             output = model(**given, decoder_input_ids=ids[-1][:, None], use_cache=True)
         ids.append(output.logits[:, -1].argmax(-1))
-        # the next pass reads one id, and reuses the encoder's output and cached keys and values
+        # the next pass reads one id, and reuses the encoder's output with cached keys and values
         given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         cached = "past_key_values"
-        if hasattr(output, "cache"):  # its name since transformers 5.24
+        if hasattr(output, "cache"):  # the attribute's name since transformers 5.24
             cached = "cache"
         given[cached] = getattr(output, cached)
     return torch.stack(ids[1:], 1)

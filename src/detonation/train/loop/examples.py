@@ -1,7 +1,7 @@
 """The examples of a step that one rank computes.
 
 A step has as many examples as the ranks of the start compute: each of these *parts* has
-`train.accumulate` batches of `train.batch_size`. The ranks that are there divide them.
+`train.accumulate` batches of `train.batch_size`. The current ranks divide the parts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ def draws(session: Session, step: int) -> Iterator[tuple[dict[str, Tensor], floa
     """Yields the examples of each micro-batch of this rank, and the weight of their mean loss in
     the mean of the batch that they are a part of.
 
-    A batch is drawn whole, so its augmentation does not depend on the ranks that divide it; and
-    once, because a stream reads forwards.
+    A batch is drawn whole, so its augmentation does not depend on the ranks that divide it. It is
+    drawn once, because a stream can only be read forwards.
     """
     drawn = -1
     whole: dict[str, Tensor] = {}
@@ -54,7 +54,7 @@ def _batch(session: Session, step: int, number: int) -> dict[str, Tensor]:
 def _part(
     session: Session, whole: dict[str, Tensor], rows: slice
 ) -> tuple[dict[str, Tensor], float]:
-    """These rows of a batch, and the part of its predictions that they have."""
+    """These rows of a batch, and their share of the batch's predictions."""
     if rows == slice(0, session.config.train.batch_size):
         return whole, 1.0
     cut = {name: values[rows] for name, values in whole.items()}

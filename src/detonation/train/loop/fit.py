@@ -77,7 +77,7 @@ def fit(
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # the number of a rank selects its data
+        session.optimizer.renumber()  # a rank's number selects its data
         meter.begin()
         with _safely():
             if rounds:
@@ -158,7 +158,7 @@ class _Meter:
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # only real CPU replicas lose this time: an accelerator computes meanwhile
+            # only real CPU replicas lose this time, because an accelerator computes meanwhile
             record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
             record = replace(record, shard_bytes_sent=self._shard_bytes())
@@ -202,7 +202,7 @@ class UnevenRounds:
 
     A replica whose loss is not finite skips the rest of the round. At the end of the round all
     ranks learn of nonfinite losses and of stop signals. A step reports the mean loss of all ranks
-    in the previous round; in the first round, this rank's latest loss.
+    in the previous round. In the first round it reports this rank's latest loss.
     """
 
     def __init__(self, session: Session, until: int) -> None:
@@ -296,7 +296,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
 
 @dataclass
 class _Agreement:
-    """The agreement of all ranks on one step.
+    """The agreement of all ranks on the result of one step.
 
     Args:
         arriving: Waits for the reports of all ranks, which begin with a loss.
@@ -312,7 +312,7 @@ class _Agreement:
 
     def reports(self) -> list[list[Any]]:
         """The reports in rank order. Waits for them."""
-        # no cached property, which locks out the threads of other simulated replicas
+        # not a cached property, which would lock out threads of other simulated replicas
         if self.arrived is None:
             began = time.perf_counter()
             self.arrived = self.arriving()
@@ -347,7 +347,7 @@ class _Agreement:
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """Yields the loss of each micro-batch of this rank.
 
-    Their factors make the mean over all ranks that of the batches of the step.
+    Their factors make the mean over all ranks equal to the mean over the batches of the step.
     """
     batches = session.config.train.accumulate * session.world.parts
     _seed_dropout(session, step)
@@ -362,7 +362,7 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
 
 
 def _seed_dropout(session: Session, step: int) -> None:
-    """Makes dropout a function of seed, step and rank, so that a resumed run repeats it."""
+    """Makes dropout depend only on seed, step and rank, so that a resumed run repeats it."""
     seed = (session.config.seed * 1_000_003 + step) * session.world_size + session.rank
     if session.device.type == "cpu":
         # `torch.manual_seed` queues a call, with a stack trace, for each absent accelerator.

@@ -1,6 +1,6 @@
 """Session of one rank: model, optimizer and data, built from the configuration.
 
-All ranks build these in the same order.
+All ranks build these parts in the same order.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Session:
 
 
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
-    """Session of this rank. Collective.
+    """Builds the session of this rank. Collective.
 
     Raises `ValueError` if replicas or sizes disagree.
 
@@ -80,7 +80,9 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
 def replicated_run(
     config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]
 ) -> Replicated:
-    """`base`, replicated along the axis of each level. Only its first step is collective."""
+    """The optimizer `base`, replicated along the axis of each level. Only its first step is
+    collective.
+    """
     schemes = map(scheme_of, config.levels)
     levels = list(zip(joined, schemes, strict=True))
     clip = config.train.clip or None
@@ -121,7 +123,7 @@ def seeded_model(config: Config) -> nn.Module:
 
 
 def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[Axis]:
-    """The axis of each level, innermost first; an emulated link slows down the outermost.
+    """The axis of each level, innermost first. An emulated link slows down the outermost axis.
     Collective.
 
     Args:
@@ -153,14 +155,16 @@ def safety(config: Config) -> Safety:
 
 
 def slowed(axis: DeviceMesh, link: str) -> Axis:
-    """`axis`, limited to the speed of `link`; unlimited if `link` is "". Collective."""
+    """The communicator `axis`, limited to the speed of `link`; unlimited if `link` is "".
+    Collective.
+    """
     if link:
         return ThrottledCommunicator(axis, LinkSpeed.parse(link))
     return axis
 
 
 def scheduler(session: Session, done: int) -> LambdaLR:
-    """Schedule of the learning rate after `done` steps."""
+    """The schedule of the learning rate after `done` steps."""
     for group in session.optimizer.param_groups:
         group["initial_lr"] = session.config.optimizer.lr * group.get(optimizers.RATIO, 1.0)
     factor = optimizers.lr_factor(session.config.schedule, session.config.train.steps)

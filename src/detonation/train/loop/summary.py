@@ -22,7 +22,7 @@ _LATEST = 20
 
 @dataclass(frozen=True)
 class Counts:
-    """Counted faults.
+    """Numbers of faults, by kind.
 
     Args:
         skipped: Contributions left out because a gradient was not finite, by parameter.
@@ -48,7 +48,9 @@ def saved_counts(extra: Mapping[str, Any]) -> Counts:
 
 
 def counted(session: Session, before: Counts) -> Counts:
-    """Sums the counts of this start and those `before` it; equal on all ranks. Collective."""
+    """Sums the counts of this start and the counts `before` it. The result is equal on all ranks.
+    Collective.
+    """
     names = [name for name, _ in session.model.named_parameters()]
     skipped = session.optimizer.stats.skipped_by_parameter
     refused = session.optimizer.stats.refused
@@ -58,7 +60,7 @@ def counted(session: Session, before: Counts) -> Counts:
     replicas = torch.split_with_sizes(gathered, session.world.sizes)
     if len({*session.world.sizes}) > 1:  # replicas of other sizes shard parameters differently
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # the maximum over replicas, because only an owner sees certain faults
+    # the maximum over replicas, because only an owner sees these faults
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     now = Counter(dict(zip(names, here, strict=True)))
     together = Counter(before.skipped) + now
@@ -68,7 +70,7 @@ def counted(session: Session, before: Counts) -> Counts:
 def summarise(
     session: Session, records: Sequence[Record], before: Counts = NOTHING
 ) -> dict[str, Any]:
-    """Results of the run, equal on all ranks. Collective; `records` holds the record of each step.
+    """Results of the run, equal on all ranks. Collective. `records` holds the record of each step.
 
     - `train_loss`: mean of the last 20 steps.
     - `seconds`: time spent in steps, without validation.
@@ -154,7 +156,9 @@ def _apart(session: Session) -> dict[str, float]:
 
 
 def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
-    """Precisions between the nodes of a replica, and the bytes per step that it sends there."""
+    """Precisions between the nodes of a replica, and the bytes per step that the replica sends
+    between them.
+    """
     wire = session.config.mesh.shard_wire
     if wire is None:
         return {}
@@ -189,9 +193,9 @@ def _examples(session: Session) -> int:
 class FullSync:
     """Bytes that one replica sends over an axis in a step of full synchronisation.
 
-    bytes: in the current world. weights: bytes of one replica in fp32; None if the number of
-    replicas is constant. replicas: their number in steps whose record has none; `members` of them
-    form one replica on the axis.
+    bytes: bytes in the current world. weights: bytes of one replica in fp32; None if the number of
+    replicas is constant. replicas: number of replicas in steps whose record has none; `members` of
+    them form one replica on the axis.
     """
 
     bytes: int
@@ -200,7 +204,7 @@ class FullSync:
     members: int = 1
 
     def per_step(self, records: Sequence[Record]) -> int:
-        """Mean bytes over these steps, each with the replicas that ran it.
+        """Mean bytes over these steps. Each step counts with the replicas that ran it.
 
         >>> steps = [Record(1, 2.0, 0.1, 0.5, 0, taking=taking) for taking in (2, 2, 2, 1)]
         >>> FullSync(0).per_step(steps), FullSync(0, weights=4000).per_step(steps)

@@ -35,7 +35,7 @@ class _Together:
 
     @property
     def parts(self) -> int:
-        """Ranks whose batches make up a step."""
+        """The ranks whose batches make up a step."""
         return self.size
 
     def share(self, of_part: int, largest: int) -> Sequence[MicroBatch]:
@@ -45,7 +45,7 @@ class _Together:
         return micro_batches(of_part * self.size, largest, self.rank, self.size)
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """The signal that ends the run after this step; 0 for none.
+        """The signal that ends the run after this step; 0 if there is none.
 
         Args:
             numbers: Signal that each rank received; 0 for none.
@@ -69,7 +69,7 @@ class Ranks(_Together):
         self._comm = CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
-            # Counts in host memory are sent by gloo, because a device would first finish its queue.
+            # gloo sends counts in host memory, because a device would first finish its queue.
             # All ranks create the groups of all replicas.
             ends = [*accumulate(sizes)]
             for size, end in zip(sizes, ends, strict=True):
@@ -86,7 +86,7 @@ class Ranks(_Together):
             work = dist.all_gather(everyone, values, async_op=True)
             if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
-            work.wait()  # the comm stream waits, instead of the host
+            work.wait()  # the communication stream waits, not the host
             return runtime.Readback(torch.stack(everyone)).read
 
     def over_shards(self, count: int) -> int:
@@ -140,13 +140,13 @@ class ElasticRanks:
 
     @property
     def parts(self) -> int:
-        """Like `_Together.parts`: the ranks of the start, or, without a constant batch, those
-        that are there.
+        """The ranks of the start or, without a constant batch, the current ranks; see
+        `_Together.parts`.
         """
         return self._parts or self.size
 
     def share(self, of_part: int, largest: int) -> Sequence[MicroBatch]:
-        """Like `_Together.share`."""
+        """Implements `_Together.share`."""
         return self._axis.share(of_part * self.parts, largest)
 
     def share_of(self, replica: int, members: Sequence[int], of_part: int) -> range:
@@ -199,8 +199,8 @@ class ElasticRanks:
         return self._axis.texts()
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """Like `Ranks.stopped_by`, but SIGTERM and SIGHUP end only the replicas that received them,
-        if enough remain.
+        """Like `Ranks.stopped_by`, except that SIGTERM and SIGHUP end only the replicas that
+        received them, if enough replicas remain.
         """
         of_replicas = torch.tensor(numbers).view(-1, self._ranks)
         terminated = (of_replicas == signal.SIGTERM) | (of_replicas == signal.SIGHUP)
@@ -284,8 +284,8 @@ def require_same_settings(membership: Membership, config: Config) -> None:
 def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str, Any]) -> None:
     """Raises `ValueError` on all ranks if one of them has other settings or flags than rank 0.
 
-    Collective. Such a rank would skip a collective for which the others wait. flags: flags of the
-    command line, by name.
+    Collective. A rank with other flags would skip a collective for which the others wait. flags:
+    flags of the command line, by name.
     """
     gathered = texts.gather(json.dumps({**_alike(config), **flags}))
     first, *others = map(json.loads, gathered)
@@ -299,11 +299,11 @@ def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str
 
 def _alike(config: Config) -> dict[str, Any]:
     """The settings that must be equal on all replicas, after a round trip through JSON, and a mark
-    of the data: machines may have other files under one name.
+    of the data: machines may have different files under one name.
     """
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
     alike = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
-    if ":" not in config.data.name:  # a function of the user may read other examples on each rank
+    if ":" not in config.data.name:  # a user's function may read other examples on each rank
         alike[_DATA] = mark_of_data(load_data(config.data))
     return alike
 
@@ -332,9 +332,9 @@ class Waits:
     """Seconds that replicas waited for each other, summed since the start; equal on all ranks.
 
     Ranks report their busy and waiting seconds in the message that carries their losses. Between
-    two reports the slowest replica is the one that was busy longest. Each other replica waited for
-    it at most for the difference of their busy seconds; the rest of its waiting is network time.
-    The sums start again when the number of replicas changes.
+    two reports the slowest replica is the replica that was busy longest. Each other replica waited
+    for it at most for the difference of their busy seconds; the rest of its waiting is network
+    time. The sums start again when the number of replicas changes.
 
     >>> waits = Waits()
     >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])
@@ -353,7 +353,7 @@ class Waits:
         self._waited = torch.zeros(0, 1, dtype=torch.float64)
 
     def add(self, seconds: float, waited: float) -> None:
-        """Adds a step of this rank that lasted `seconds`, of which it waited for `waited`."""
+        """Adds a step of this rank that took `seconds`, of which the rank waited for `waited`."""
         self.own = (self.own[0] + seconds - waited, self.own[1] + waited)
 
     def meet(self, reports: Sequence[Sequence[float]], sizes: list[int]) -> None:
@@ -380,7 +380,8 @@ class Waits:
         self._lasted += float((busy + waited).mean())
 
     def table(self, most: int = 1_000_000) -> dict[str, Any]:
-        """Sums by name; {} before the first report, and for one replica or more than `most`.
+        """Sums by name. The table is empty before the first report, and for one replica or more
+        than `most`.
 
         - `seconds[i][j]`: replica i waited for replica j.
         - `network_s[i]`: replica i waited for the network.

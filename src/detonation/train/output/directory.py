@@ -28,7 +28,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Versions of Python and the packages that matter, platform, processors, threads and GPUs."""
+    """Versions of Python and important packages, platform, processors, threads and GPUs."""
     import torch
 
     return {
@@ -55,7 +55,7 @@ _SINGLY = " rounded singly"
 
 
 def bits_of_steps() -> dict[str, str]:
-    """Hashes three steps of each optimizer on fixed numbers, by name of the optimizer.
+    """Hashes of three steps of each optimizer on fixed numbers, by name of the optimizer.
 
     Replicas on machines with equal hashes stay bitwise equal.
     """
@@ -181,7 +181,7 @@ def check_free(
     entries = []
     if path.is_dir():
         entries = [entry.name for entry in path.iterdir()]
-    # checked after listing: a process that created these entries holds its lock by now
+    # checked after listing, because the process that created these entries holds its lock by then
     _require_unlocked(path)
     held = [
         name
@@ -258,7 +258,7 @@ def _require_own_run(path: Path, resume: bool, saved: bool) -> None:
 
 
 def steps_finished(path: Path) -> int:
-    """Number of steps of the finished run in `path`; 0 if its summary does not hold it."""
+    """Number of steps of the finished run in `path`; 0 if its summary does not contain it."""
     try:
         return _integer(read_json(path / SUMMARY)["steps"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -266,7 +266,9 @@ def steps_finished(path: Path) -> int:
 
 
 def steps_of_epochs(path: Path, epochs: float) -> int:
-    """Number of steps of `epochs` epochs when the run in `path` began; 0 if it is not saved."""
+    """Number of steps in `epochs` epochs when the run in `path` began; 0 if this number was not
+    saved.
+    """
     train = config_in(path).get("train")
     if not isinstance(train, dict) or train.get("epochs") != epochs:
         return 0
@@ -274,7 +276,7 @@ def steps_of_epochs(path: Path, epochs: float) -> int:
 
 
 def _integer(value: object) -> int:
-    """`value` if it is an integer, else 0."""
+    """Returns `value` if it is an integer, else 0."""
     if type(value) is int:
         return value
     return 0
@@ -412,7 +414,8 @@ def _take(file: IO[str], path: Path) -> None:
     except BlockingIOError as error:
         file.seek(0)
         who = "another process"
-        with suppress(ValueError, LookupError, TypeError):  # the process may write it just now
+        # the process may be writing this file now
+        with suppress(ValueError, LookupError, TypeError):
             owner = json.loads(file.read())
             who = f"process {owner['pid']} since {owner['since']}"
         raise InUse(

@@ -16,7 +16,7 @@ from detonation.whole_files import MOST_RECORDS, opened, parse_json, read_text
 
 @dataclass(frozen=True)
 class Record:
-    """One step.
+    """Measured values of one step.
 
     Args:
         step: Number of the step, from 1.
@@ -76,7 +76,7 @@ _NUMBERS_IF_MEASURED = (
 
 
 class MetricsFile:
-    """File of records that holds only complete lines. Starts with the records `kept`."""
+    """A file of records that holds only complete lines. It starts with the records `kept`."""
 
     def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
         self.path = path
@@ -89,7 +89,7 @@ class MetricsFile:
         self._waiting = b""
 
     def write(self, record: Record) -> None:
-        """Appends one line. If the disk is full, the line waits for the next call, and the run
+        """Appends one line. On a full disk the line waits for the next call, and the run
         continues.
         """
         self._waiting += record.line().encode()
@@ -113,7 +113,9 @@ class MetricsFile:
             self._file.close()
 
     def _append(self) -> None:
-        """Appends all waiting lines or none: after an error it removes what it has written."""
+        """Appends all waiting lines or none: after an error it removes the part that it has
+        written.
+        """
         written = 0
         try:
             while written < len(self._waiting):
@@ -151,7 +153,7 @@ def _record(line: str) -> Record | None:
 
 
 def _others_fit(record: Record) -> bool:
-    """True if the values that a record may lack have their types."""
+    """True if optional values have their types."""
     numbers = [getattr(record, name) for name in _NUMBERS_IF_MEASURED]
     if not all(value is None or _is_number(value) for value in numbers):
         return False
@@ -214,7 +216,9 @@ class Portion:
 
 
 def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Portion) -> str:
-    """A line about the steps since the last line: last loss and lr, mean bytes and mean time."""
+    """A log line about the steps since the last line: last loss and lr, mean bytes and mean
+    time.
+    """
     last = records[-1]
     count = len(records)
     sent = sum(record.bytes_sent for record in records) / count

@@ -34,7 +34,7 @@ class Screen(AbstractContextManager["Screen"]):
         self._silent = False
 
     def start(self, done: int, total: int) -> None:
-        """Shows a bar of `total` steps, `done` of them from earlier starts."""
+        """Shows a bar of `total` steps, of which earlier starts ran `done`."""
         if self._silent or not _can_live(self._console):
             return
         cropped = Column(no_wrap=True, overflow="crop")
@@ -44,7 +44,8 @@ class Screen(AbstractContextManager["Screen"]):
             TimeRemainingColumn(compact=True, table_column=cropped),
             TextColumn("left{task.fields[latest]}", style="cyan", table_column=cropped),
         )
-        # A fork would lack rich's refresh thread. The speed is the mean over all steps.
+        # A forked process would lack rich's refresh thread.
+        # The speed is the mean over all steps.
         self._bar = Progress(
             *columns,
             console=self._console,

@@ -73,7 +73,7 @@ class WeightsAndBiases:
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         os.environ.setdefault("WANDB_MODE", "offline")
-        # else wandb contacts a host, even offline
+        # otherwise wandb contacts a host even offline
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -96,7 +96,7 @@ class Trackio(WeightsAndBiases):
         import trackio
 
         quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        # drops trackio's greetings, because stdout is only for results
+        # hides trackio's greetings, because stdout is only for results
         with contextlib.redirect_stdout(io.StringIO()):
             return trackio.init(
                 project="detonation", name=name, config=config, resume="allow", **quiet
@@ -173,7 +173,7 @@ OPENERS: dict[str, Opener] = {
 
 
 class Forgiving:
-    """Wraps a logger. If it raises, warns once and drops it: the run continues."""
+    """Wraps a logger. If the logger raises an error, warns once and drops it: the run continues."""
 
     def __init__(
         self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]

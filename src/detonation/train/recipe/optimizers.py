@@ -103,7 +103,7 @@ def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, A
 
 
 def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
-    """Factor of lr as a function of the step, 0 .. steps - 1.
+    """Factor of lr as a function of the step, from 0 to steps - 1.
 
     It is never 0 at the first step; "linear" and "cosine" end at `floor`.
 

@@ -52,7 +52,7 @@ class Layers:
     overrides: Table
 
     def config(self) -> Config:
-        """Configuration; raises `ValueError` like `resolve`."""
+        """The configuration. Raises `ValueError` like `resolve`."""
         return resolve(self.tables, self.overrides)
 
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
@@ -91,7 +91,7 @@ def read_layers(
     levels = replicas_of_levels(tables, overrides)
     if levels is None or "replicas" in over:
         over = fill_mesh(over, place)
-    else:  # the levels of the recipe determine the number of replicas
+    else:  # the levels of the recipe set the number of replicas
         over = fill_mesh({**over, "replicas": levels}, place)
         del over["replicas"]
     return Layers(tables, {**overrides, "mesh": over})
@@ -212,7 +212,9 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
 
 
 def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
-    """A count in [mesh]; None if it is not set. Raises `ValueError` unless it is at least 1."""
+    """A count in [mesh]; None if the recipe does not set it. Raises `ValueError` unless it is at
+    least 1.
+    """
     value = mesh.get(name)
     if value is None:
         return None
@@ -224,8 +226,8 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """Configuration of `recipe` with `overrides`, both nested tables.
 
     The scheme is determined first. Its table `[tuned.<scheme>]` overrides the rest of the recipe,
-    and `overrides` override both. A table that selects another name discards the arguments of the
-    table that it overrides. Raises `ValueError` for an invalid key, value or name in [tuned].
+    and `overrides` override both. If a table selects another name, the arguments of the overridden
+    table are dropped. Raises `ValueError` for an invalid key, value or name in [tuned].
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
@@ -243,8 +245,8 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """`base` with the keys of `over`; a table in `over` that selects another name replaces the
-    whole table.
+    """The table `base` with the keys of `over`. A table in `over` that selects another name
+    replaces the whole table.
 
     >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"lr": 2}})
     {'optimizer': {'name': 'SGD', 'lr': 2}}
@@ -264,8 +266,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
-    """`levels` with the tables of `over`, by axis; if the scheme changes, only axis and replicas
-    remain.
+    """The tables `levels` with the tables of `over`, by axis. If the scheme changes, only axis and
+    replicas remain.
 
     >>> levels = [{"axis": "rack", "replicas": 2, "name": "full"}]
     >>> merge_levels(levels, {"rack": {"name": "demo", "topk": 1}})
@@ -322,7 +324,7 @@ def read_recipe(path: Path) -> Table:
 
 
 def parse_sets(assignments: Iterable[str]) -> Table:
-    """Nested tables of `a.b=value` assignments. A value is TOML; a bare word is a string.
+    """Nested tables of `a.b=value` assignments. A value is TOML, and a bare word is a string.
 
     >>> parse_sets(["scheme.topk=4", "scheme.name=demo", "seed=1"])
     {'scheme': {'topk': 4, 'name': 'demo'}, 'seed': 1}
@@ -393,7 +395,8 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
         "optimizer": [config.optimizer.name],
         "scheme": [level.scheme.name for level in config.levels],
     }
-    # A model "hf:NAME" runs no code of the hub. In other sections "hf" is a module's name.
+    # A model "hf:NAME" runs no code from the hub.
+    # In other sections "hf" is a module's name.
     if config.model.name.startswith(HUB_PREFIX):
         named["model"] = []
     code = [name for section in sections for name in named[section] if ":" in name]

@@ -1,4 +1,4 @@
-"""Configuration of a run as frozen dataclasses; a recipe is their form in TOML."""
+"""Configuration of a run as frozen dataclasses. A recipe is their form in TOML."""
 
 import math
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Training loop: its length, its batches, and its checks.
+    """Settings of the training loop: its length, its batches, and its checks.
 
     Args:
         batch_size: Examples per process and micro-batch.
@@ -186,7 +186,8 @@ def _require_one_of(setting: str, value: str, first: str, second: str) -> None:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """`replicas` copies of the model, usually nodes, each of `shards` parts, usually accelerators.
+    """The numbers of replicas and shards: `replicas` copies of the model, usually nodes, each of
+    `shards` parts, usually accelerators.
 
     Args:
         replicas: Copies of the model.
@@ -254,11 +255,11 @@ class MeshConfig:
         conflict = self.elastic or bool(self.link) or self.shard_nodes > 1
         require(not conflict, "mesh.nodes", nodes, "left out with elastic, link or shard_nodes")
         object.__setattr__(self, "replicas", len(nodes))
-        object.__setattr__(self, "shards", min(nodes))  # a rank of the smallest node sends most
+        object.__setattr__(self, "shards", min(nodes))  # a rank of the smallest node sends the most
 
     @property
     def sizes(self) -> list[int]:
-        """Ranks of each replica."""
+        """Number of ranks of each replica."""
         return [*self.nodes] or [self.shards] * self.replicas
 
     @property
@@ -282,7 +283,7 @@ def described_mesh(mesh: MeshConfig) -> str:
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """A rank counts as lost after `silence_s` without a heartbeat.
+    """Limits after which a rank counts as lost: after `silence_s` without a heartbeat.
 
     Args:
         silence_s: Seconds, at least 1; the time of the largest message is added.

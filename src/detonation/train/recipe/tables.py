@@ -39,7 +39,7 @@ TABLES = (*CHOSEN_BY, *_PLAIN)
 
 
 def from_table(table: Mapping[str, Any]) -> Config:
-    """Configuration from the tables of a recipe.
+    """The configuration that the tables of a recipe describe.
 
     Raises:
         ValueError: A key is unknown or missing, or a value has a wrong type or is out of range.
@@ -116,7 +116,7 @@ def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:
 
 
 def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, ...]:
-    """Levels of a recipe: `[scheme]` is one level over all replicas of the mesh; each `[[scheme]]`
+    """Levels of a recipe. `[scheme]` is one level over all replicas of the mesh; each `[[scheme]]`
     is a level with its own `replicas`.
 
     Args:
@@ -162,7 +162,7 @@ def _choice(key: str, table: Mapping[str, Any]) -> Choice:
 def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     arguments = dict(table.get("optimizer", {}))
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
-    require_optimizer(name)  # report a wrong name before a missing lr
+    require_optimizer(name)  # report a wrong optimizer name before a missing lr
     lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
     return OptimizerConfig(name, lr, arguments)
 

@@ -25,8 +25,8 @@ class SetUpError(ValueError):
 class SetUp:
     """Set-up of this replica of an elastic run. Only a failure during set-up ends all replicas.
 
-    The others read the failure in the store of their axis. Before that store exists, they read it
-    at the meeting address; see `refusal`.
+    The other replicas read the failure in the store of their axis. Before that store exists, they
+    read it at the meeting address; see `refusal`.
     """
 
     def __init__(self, task_meet: str, replica: int | None) -> None:
@@ -51,7 +51,7 @@ class SetUp:
         """Context manager that reports failures of this replica to the others until `done`, and
         raises `SetUpError`.
 
-        Failures caused by other replicas pass through, and so does a `ValueError`.
+        Failures caused by other replicas pass through unchanged, and so does a `ValueError`.
         """
         try:
             yield
@@ -79,7 +79,7 @@ class Losses:
         self._told = 0
         self.set_up = set_up
         self._world: ElasticRanks | None = None
-        self._members: Sequence[int] = ()  # of the last step that was reported
+        self._members: Sequence[int] = ()  # the members at the last reported step
         self._latest: list[str] = []
         if isinstance(session.world, ElasticRanks):
             self._world = session.world
@@ -95,14 +95,14 @@ class Losses:
             return []
         took_over = recorder.take_over()
         if took_over:
-            # a lost replica may hang while holding the lock
+            # a lost replica may hang while it holds the lock
             with contextlib.suppress(directory.InUse):
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
         self._told = len(self._world.losses)
         lines = [line for change in new for line in self._lines(change)]
         self._members = self._world.members
-        if took_over:  # this rank printed nothing when it heard of the loss of the first one
+        if took_over:  # this rank printed nothing when the first rank was lost
             lines = lines or self._latest
         self._latest = lines or self._latest
         return lines
@@ -143,7 +143,7 @@ class Losses:
         """Examples of a lost replica in its last step."""
         assert self._world is not None
         members = self._world.members
-        if replica not in members:  # the others adopted the loss before this report
+        if replica not in members:  # the other replicas adopted the loss before this report
             members = self._members
         train = self._session.config.train
         return self._world.share_of(replica, members, train.batch_size * train.accumulate)
@@ -157,7 +157,7 @@ class Losses:
         }
 
     def close(self, has_left: bool) -> None:
-        """Leaves together with the remaining replicas, unless this one `has_left` earlier."""
+        """Leaves together with the remaining replicas, unless this replica `has_left` earlier."""
         if self._world is not None and not has_left:
             self._world.close()
         if self._lock is not None:

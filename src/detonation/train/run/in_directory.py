@@ -1,4 +1,4 @@
-"""A run in its directory: what was saved there is restored, and training goes on from it."""
+"""A run in its directory: saved state is restored, and training continues from it."""
 
 import contextlib
 import secrets
@@ -80,7 +80,9 @@ def train_in_directory(
 
 
 def _say_replica(session: Session, task: RunTask, path: Path, done: int) -> None:
-    """Prints where a replica with a terminal of its own begins: only replica 0 prints its steps."""
+    """Prints the first step of a replica that has its own terminal, because only replica 0 prints
+    its steps.
+    """
     own = session.optimizer.coordinates
     if task.request.replica is None or own.replica == 0 or dist.get_rank() != 0:
         return

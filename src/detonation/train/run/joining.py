@@ -1,4 +1,6 @@
-"""How a replica finds the others of an elastic run, and joins one that trains."""
+"""Functions with which a replica finds the other replicas of an elastic run, and joins a run that
+trains.
+"""
 
 import contextlib
 import dataclasses
@@ -25,7 +27,7 @@ from detonation.train.recipe.schema import Config
 
 
 def meeting_of(request: Request) -> str:
-    """The address at which the replicas of `request` meet; "" if there is none.
+    """The address at which the replicas of `request` meet; "" if the request has none.
 
     Other settings of the request may be invalid.
     """
@@ -94,7 +96,7 @@ def joined_session(
     Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are
     copied from the run.
     """
-    read_token()  # check everything local before other replicas know this one
+    read_token()  # check everything local before contacting the other replicas
     directory.require_writable(out)
     store = meeting_store(address)
     mesh = init_mesh(1, config.mesh.shards, device.type)

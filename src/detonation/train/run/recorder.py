@@ -79,7 +79,7 @@ class Recorder:
         self.show([logger.said for logger in opened if logger.said])
 
     def take_over(self) -> bool:
-        """Starts writing if this rank has become rank 0; True if it starts now.
+        """Starts writing if this rank has become rank 0. Returns True if it starts now.
 
         On a full disk it warns, and tries again at later steps.
         """
@@ -91,7 +91,7 @@ class Recorder:
         done = self._done
         if self.records:
             done = self.records[-1].step
-        self._screen.speak()  # speak first, because trackers print lines when they open
+        self._screen.speak()  # speak before opening trackers, because they print lines
         try:
             self._open(done)
         except directory.Unwritable as error:
@@ -142,7 +142,7 @@ class Recorder:
         self.warn([line])
 
     def _measured(self) -> dict[str, Any]:
-        """Measurements for printed steps only, because reading them may wait for the device."""
+        """Measurements for printed steps only, because the host may have to wait for the device."""
         norm = self._session.optimizer.stats.grad_norm
         return {
             "memory": peak_memory(self._session.device),
@@ -182,7 +182,7 @@ def _title(session: Session, path: Path) -> str:
 
 
 class Recording:
-    """Writes the update log and publishes the weights, if the configuration asks for it.
+    """Writes the update log and publishes the weights, if the configuration requests it.
 
     Each rank of the first replica has a feed named `run`. If that replica is lost, the next one
     publishes.

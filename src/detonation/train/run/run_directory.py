@@ -27,8 +27,8 @@ def run_directory(
 ) -> Iterator[tuple[Path, Volumes]]:
     """Locks the run's directory on this node; yields its path and the ranks that share it.
 
-    Nodes without a shared file system each have a directory: of the same name, or their own --out.
-    One rank of each node creates and locks it.
+    Without a shared file system each node has its own directory, either of the same name or from
+    its own --out. One rank of each node creates and locks it.
     """
     texts = session.world.texts()
     path = request.out or Path()
@@ -126,7 +126,7 @@ def kept_records(
 
 
 def earlier_state(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
-    """True if the run resumes and any rank sees a checkpoint; and the first steps of log files.
+    """True if the run resumes and any rank sees a checkpoint, and the first steps of log files.
 
     Collective. A log file begins after the listed step.
     """

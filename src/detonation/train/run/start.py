@@ -50,7 +50,7 @@ def _run(
     place: LaunchPosition | None,
     set_up: SetUp,
 ) -> Table:
-    """Does `run_training`; calls `set_up.done` once the ranks report failures themselves."""
+    """Implements `run_training`. Calls `set_up.done` once the ranks report failures themselves."""
     if place is None:
         _require_out(request)
         compute_with_one_thread()
@@ -247,7 +247,7 @@ def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
 
 
 def restarted(env: Mapping[str, str]) -> bool:
-    """True if torchrun or SLURM has restarted the job; both count restarts in the environment."""
+    """True if torchrun or SLURM has restarted the job. Both count restarts in the environment."""
     return _count(env, "TORCHELASTIC_RESTART_COUNT") > 0 or _count(env, "SLURM_RESTART_COUNT") > 0
 
 

@@ -73,7 +73,7 @@ def train_until_end(
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
-    except ReplicaLeft:  # only this replica leaves: the others save and continue
+    except ReplicaLeft:  # only this replica leaves: the other replicas save and continue
         return {
             "stopped_after": session.optimizer.step_count,
             "stopped_by": "SIGTERM",

@@ -29,8 +29,9 @@ from detonation.train.run.run_directory import earlier_state
 def train_on_rank(task: RunTask) -> Table:
     """Runs `task` on this rank; returns the summary and, as `directory`, the path of the run.
 
-    A run that `stop_after` or a signal ended has no summary: it returns only `stopped_after`,
-    `stopped_by` (name of the signal), `directory`, and `left` if the other replicas continue.
+    A run that `stop_after` or a signal ended has no summary. Then the result holds only
+    `stopped_after`, `stopped_by` (name of the signal), `directory`, and `left` if the other
+    replicas continue.
     """
     set_up = SetUp(task.config.mesh.meet, task.request.replica)
     with stoppable() as stop, set_up.watched():

@@ -90,7 +90,8 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
 
 
 def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Overrides of each run by the run's name: each scheme with each combination of values.
+    """Overrides of each run, by the run's name. There is a run for each scheme with each
+    combination of values.
 
     >>> runs_of(["demo"], ["optimizer.lr=1e-3,2e-3"])["demo,optimizer.lr=2e-3"]
     ('scheme.name=demo', 'optimizer.lr=2e-3')
@@ -179,7 +180,7 @@ def _finished(task: RunTask) -> Table | None:
 
 
 def _continued(task: RunTask) -> RunTask:
-    """`task`, set to resume if a run with the same configuration was stopped.
+    """The `task`, set to resume if a run with the same configuration was stopped.
 
     Raises `ValueError` if the directory holds anything else.
     """

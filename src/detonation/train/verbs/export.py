@@ -28,9 +28,9 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     """Writes the model of the newest complete checkpoint of a run, for `from_pretrained`.
 
     It also writes the tokenizer. A model that is not from transformers becomes a state dict, for
-    `safetensors.torch.load_model`. So does the model of a user's own loop, whose checkpoint names
-    no model. In the middle of a round, it writes the mean of the replicas whose files are on this
-    node.
+    `safetensors.torch.load_model`. So does the model of a user's own loop, because its checkpoint
+    does not name the model. In the middle of a round, it writes the mean of the replicas whose
+    files are on this node.
 
     Args:
         directory: Directory of the run.
@@ -57,7 +57,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         numel, for_transformers = _write_model(config, source, out)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
-        file.chmod(0o666 & ~mask)  # the library may write through a private temporary file
+        file.chmod(0o666 & ~mask)  # the library may have written through a private temporary file
     mean = {}
     if not manifest.alike and len(here) != manifest.replicas:
         mean = {"replicas": f"{len(here)} of {manifest.replicas}"}
@@ -92,7 +92,7 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
         planned = weights(build_model(config.model.name, config.model.arguments))
     parts = {}
     for name, each in planned.items():
-        box = None  # a buffer is complete on each shard
+        box = None  # each shard holds a complete buffer
         if isinstance(each, torch.nn.Parameter):
             box = Box.of(each)
         parts[name] = source.agreed(f"{_MODEL}{name}", box)

@@ -121,7 +121,7 @@ def count(text: str) -> int:
 def _same_world(question: Question, profile: Profile) -> None:
     """Raises `ValueError` if the replicas or shards differ from those of the profile.
 
-    From the profile it is unknown how another number would share the links.
+    The profile does not say how another number of ranks would share the links.
     """
     for name in ("replicas", "shards"):
         given = getattr(question, name)
@@ -173,7 +173,7 @@ def _of_parameters(question: Question, profile: Profile | None) -> _Training:
 
 
 def _world(question: Question, profile: Profile | None) -> tuple[int | None, int | None]:
-    """Replicas and shards of the profile; without one, of the question."""
+    """Replicas and shards of the profile or, without a profile, of the question."""
     if profile is None:
         return question.replicas, question.shards
     return profile.replicas, profile.shards

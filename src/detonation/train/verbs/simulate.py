@@ -162,7 +162,7 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
     records: list[metrics.Record] = []
 
     def report(record: metrics.Record) -> None:
-        # the times are meaningless, because other replicas compute while one waits
+        # these times mean nothing, because other replicas compute while one waits
         record = replace(record, waited_s=0.0, step_s=0.0)
         if recorder is None:
             records.append(record)
@@ -179,7 +179,7 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
 
 
 def _share_steps(session: Session) -> None:
-    """Shares the first replica's weights with all, if the scheme exchanges at each step.
+    """Shares the first replica's weights with all replicas, if the scheme exchanges at each step.
 
     The first replica then decodes and steps for all replicas. Each replica would compute the same:
     all start with equal weights and receive equal messages, as their digests prove. Collective.
@@ -196,7 +196,7 @@ def _share_steps(session: Session) -> None:
     def write_once(*update: Any) -> Any:
         return axis.together(partial(write, *update), lambda writes: writes[0]())
 
-    if session.optimizer.base_step.clip is None:  # clipping reads the update of each replica
+    if session.optimizer.base_step.clip is None:  # clipping reads every replica's update
         channel.engine.write = write_once
     session.base.step = lambda: axis.together((session.base, step), _step)  # type: ignore
 
