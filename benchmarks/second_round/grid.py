@@ -393,27 +393,9 @@ def groups() -> Iterator[Method]:
 
 
 def muon_forms() -> Iterator[Method]:
-    """Newer forms of Muon in full and in rounds, tuned as the old form was; then a look ahead."""
+    """Newer forms of Muon, tuned as the old form was: all in full, a look ahead, then in rounds."""
     for name, sets in MUON_FORMS.items():
-        form = f"{MUON} {sets}"
-        yield text(f"Muon 0.8, {name}, full", FULL + form, MUON_RATES, study="muon")
-        for count in (2, 8):
-            yield text(
-                f"muloco 5, 2bit, rescaled, Muon 0.8, {name}",
-                ALONE + RESCALED + muloco(5, form),
-                MUON_RATES,
-                count,
-                study="muon",
-            )
-            yield text(
-                f"muloco 30, 2bit, Muon 0.8, {name}",
-                MEAN + muloco(30, form),
-                MUON_RATES,
-                count,
-                variants=with_outer(*(LONGER[2][:1] if count == 2 else LONGER[8])),
-                study="muon",
-            )
-
+        yield text(f"Muon 0.8, {name}, full", f"{FULL}{MUON} {sets}", MUON_RATES, study="muon")
     yield text(
         "Muon 0.8, EMA-Nesterov, full",
         f"{FULL}optimizer.name=benchmarks.second_round.lookahead:muon",
@@ -424,6 +406,27 @@ def muon_forms() -> Iterator[Method]:
         ),
         study="muon",
     )
+    for name, sets in MUON_FORMS.items():
+        yield from _in_rounds(name, f"{MUON} {sets}")
+
+
+def _in_rounds(name: str, form: str) -> Iterator[Method]:
+    for count in (2, 8):
+        yield text(
+            f"muloco 5, 2bit, rescaled, Muon 0.8, {name}",
+            ALONE + RESCALED + muloco(5, form),
+            MUON_RATES,
+            count,
+            study="muon",
+        )
+        yield text(
+            f"muloco 30, 2bit, Muon 0.8, {name}",
+            MEAN + muloco(30, form),
+            MUON_RATES,
+            count,
+            variants=with_outer(*(LONGER[2][:1] if count == 2 else LONGER[8])),
+            study="muon",
+        )
 
 
 GROUP_ADAMW_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
