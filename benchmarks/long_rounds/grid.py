@@ -105,17 +105,16 @@ def reference(name: str, total: int = TOTAL, seeds: int = 3) -> Method:
 
 
 def forms(done: Rows) -> Iterator[Method]:
-    """Newer forms of Muon: as a reference, and in rounds of 30 steps, with as many tries as the old form."""
+    """Newer forms of Muon: as references, then in rounds of 30 steps, with as many tries as the old form."""
     whole = reference(MUON)
     for name, sets in MUON_FORMS.items():
         inner = tuple(f"{variant} {sets}" for variant in whole.variants)
         called = f"Muon, {name}, full"
         yield dataclasses.replace(whole, study="forms", name=called, variants=inner)
+    for name, sets in MUON_FORMS.items():
+        scheme, called = f"{SCHEMES['muloco, 2bit'][1]} {sets}", f"muloco, 2bit, {name}, every 30"
         for replicas in (2, 8):
-            scheme, called = f"{SCHEMES['muloco, 2bit'][1]} {sets}", f"muloco, 2bit, {name}"
-            yield _tried(
-                done, "forms", f"{called}, every 30", MUON, scheme, 30, replicas, with_outer(OUTER)
-            )
+            yield _tried(done, "forms", called, MUON, scheme, 30, replicas, with_outer(OUTER))
 
 
 def alone(done: Rows) -> Iterator[Method]:
