@@ -160,6 +160,36 @@ def test_brought_together_the_files_are_one_checkpoint_and_what_a_node_lacks_of_
     assert len(verify(step).faults) == 4, "nothing is elsewhere where nothing is here"
 
 
+def saved_apart(mesh, folder, steps):
+    """Resumes from this replica's own directory, or that of the first, and saves after each of `steps`."""
+    own = folder / f"node{mesh['replicate'].get_local_rank()}"
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    if steps.start:
+        source = own if own.is_dir() else folder / "node0"
+        dt.load_checkpoint(source, model, optimizer)
+    with dt.Checkpoints(own, model, optimizer, keep=2) as checkpoints:
+        for step in steps:
+            advance(model, optimizer, [step])
+            checkpoints.save()
+    return names(own)
+
+
+def loaded_step(mesh, folder):
+    return dt.load_checkpoint(folder, *start(mesh, DEMO, BASES["AdamW"])).step
+
+
+def test_a_node_keeps_its_older_checkpoints_until_a_newcomer_has_as_many(tmp_path):
+    """A replica joins with an empty directory, and its disk is lost after its first checkpoint."""
+    alone = ["step-000002", "step-000003"]
+    assert worlds.run(saved_apart, 1, 1, tmp_path, range(3)) == [alone]
+    both = worlds.run(saved_apart, 2, 1, tmp_path, range(3, 4))
+    assert both == [[*alone, "step-000004"], ["step-000004"]]
+    shutil.copytree(tmp_path / "node0", tmp_path / "left")
+    assert worlds.run(loaded_step, 1, 1, tmp_path / "left") == [3]
+    after = ["step-000004", "step-000005"]
+    assert worlds.run(saved_apart, 2, 1, tmp_path, range(4, 5)) == [after, after]
+
+
 class Crash(BaseException):
     """The end of a node, at an operation on its disk."""
 

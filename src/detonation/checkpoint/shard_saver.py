@@ -127,7 +127,8 @@ class ShardSaver:
     """Saves this rank's file, and with the other ranks combines all files into a checkpoint.
 
     keep: number of newest checkpoints to keep. Without a shared file system each node has its own
-    `directory`, with the files of its ranks and the same manifest.
+    `directory`, with the files of its ranks and the same manifest. Older ones are removed once all
+    nodes have as many newer ones.
     """
 
     def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:
@@ -174,9 +175,10 @@ class ShardSaver:
         reports = agree(leads, lambda: _commit(directory, step))
         if leads:
             common = _common([report["steps"] for report in reports if "steps" in report])
-            retention.retire(
-                directory, step, [saved for saved in common if saved <= step][: self._keep]
-            )
+            kept = [saved for saved in common if saved <= step][: self._keep]
+            # a replica that has joined has no older ones: until then a node keeps its own
+            if len(kept) == self._keep:
+                retention.retire(directory, kept[-1])
         return directory / retention.checkpoint_name(step)
 
     def _survey(self, job: SaveJob) -> Volumes:

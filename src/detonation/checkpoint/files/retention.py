@@ -6,7 +6,7 @@ Only one of the processes that share the directory makes changes.
 import contextlib
 import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from detonation.checkpoint.files import disk
@@ -99,12 +99,11 @@ def commit(directory: Path, step: int) -> None:
     _give_name(partial, directory / checkpoint_name(step))
 
 
-def retire(directory: Path, step: int, kept: Collection[int]) -> None:
-    """Removes the checkpoints up to `step`, except those of the steps in `kept`."""
+def retire(directory: Path, step: int) -> None:
+    """Removes the checkpoints before `step`."""
     try:
-        for old in [path for path in saved_checkpoints(directory) if step_of(path) <= step]:
-            if step_of(old) not in kept:
-                disk.remove(_aside(old))
+        for old in [path for path in saved_checkpoints(directory) if step_of(path) < step]:
+            disk.remove(_aside(old))
     except OSError as error:  # the new checkpoint is complete even if old ones cannot be removed
         _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
 
