@@ -13,8 +13,9 @@ import tyro
 
 from commands import Command, write_recipe
 from detonation import __main__
-from detonation.cli.arguments import verbs
+from detonation.cli.arguments import Train, verbs
 from detonation.cli.command import run_command
+from detonation.cli.verbs import VERBS
 from detonation.cluster.launch import run_local
 from detonation.cluster.survive.elastic_axis import Survival
 from detonation.train.output.directory import RunDirectory
@@ -317,3 +318,33 @@ def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch, ca
     assert capsys.readouterr().err == (
         "error: the working directory was removed: change to one that exists\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved", "says"),
+    [
+        (["--join", "store:7000"], False, "; continue with --join store:7000 while others train"),
+        (
+            ["--elastic", "--meet", "store:7000", "--replica", "1"],
+            True,
+            "; continue with --join store:7000 while others train, else with --out run --resume",
+        ),
+        ([], True, "; continue with --out run --resume"),
+        ([], False, ""),
+    ],
+)
+def test_ctrl_c_says_how_this_run_can_continue(fails, monkeypatch, tmp_path, flags, saved, says):
+    """While others train, a replica that comes back without --join is refused."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(VERBS, Train, interrupted)
+    if saved:
+        (tmp_path / "run/checkpoints/step-000002").mkdir(parents=True)
+    assert fails("--out", "run", *flags, code=130) == f"error: interrupted{says}\n"
+
+
+def test_a_replica_that_joins_has_no_number_yet(fails):
+    line = fails("--join", "127.0.0.1:1", "--replica", "1", "--out", "run")
+    assert line == "error: --replica 1 is not for --join, which gives the next number\n"

@@ -439,7 +439,7 @@ def test_a_newcomer_takes_the_scheme_that_the_run_has_chosen(tmp_path, auto):
             start("newcomer", "--join", address),
         )
         newcomer.wait_for_step(2)
-        assert "as replica 2 of 3" in newcomer.stdout
+        assert "as replica 2; 3 replicas train" in newcomer.stdout
         for command in (newcomer, second, first):
             os.kill(command.pid, signal.SIGTERM)
             assert command.wait() == 0, command.errors

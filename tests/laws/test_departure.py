@@ -103,7 +103,7 @@ def test_law_1_what_a_replica_has_not_sent_stays_where_it_leaves(name):
     leaves = sum(name.encode()) % REPLICAS
     ends = threads_of(lambda axis, replica: trained(axis, replica, TALKING[name], leaves, memories))
     stay = [replica for replica in range(REPLICAS) if replica != leaves]
-    assert ends[leaves][2].startswith(f"replica {leaves} has left before step ")
+    assert ends[leaves][2].startswith(f"replica {leaves} has left after step ")
     assert len({ends[replica][2] for replica in stay}) == 1  # equal, bit for bit
     if (
         TALKING[name].signal == "gradients" and not TALKING[name].round.delay
@@ -255,7 +255,7 @@ def test_all_know_who_leaves_where_some_have_to_agree_twice():
     ends = threads_of(
         lambda axis, replica: trained(axis, replica, dt.diloco(every=4), 2, weights), clumsy=1
     )
-    assert ends[2][2].startswith("replica 2 has left before step ") and ends[0][2] == ends[1][2]
+    assert ends[2][2].startswith("replica 2 has left after step ") and ends[0][2] == ends[1][2]
 
 
 def test_nobody_leaves_where_too_few_would_be_left():

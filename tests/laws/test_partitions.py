@@ -95,7 +95,7 @@ def test_all_that_report_go_on_with_the_same_replicas_and_the_others_hear_why():
 
     why = "replica 1 and replicas 0, 2 cannot reach each other; replicas 0, 2 go on without it"
     assert together(*(lambda r=r: run(r) for r in range(3))) == [
-        [0, 2], f"{why} from step 7", [0, 2],
+        [0, 2], f"{why} after step 7", [0, 2],
     ]  # fmt: skip
 
 

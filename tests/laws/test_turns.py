@@ -90,7 +90,7 @@ def test_law_12_a_replica_goes_after_training_went_back(name, event):
     left = [ends[0], ends[2]]
     assert [end[1:] for end in left] == [(2, 2)] * 2  # adopted, in steps below the largest before
     assert torch.equal(left[0][0], left[1][0])
-    assert ends[1] is None if event == "lost" else "has left before step 4" in ends[1]
+    assert ends[1] is None if event == "lost" else "has left after step 4" in ends[1]
     if name != "demo-owner" and (event == "lost" or name == "full"):
         whole = replicas(partial(going_back, name=name, event=""))
         torch.testing.assert_close(left[0][0], whole[0][0], **CLOSE)
@@ -365,7 +365,7 @@ def test_a_later_optimizer_of_the_same_parameters_goes_on_alone(drops, event):
     """What the first left open is not completed: its anchor is older than the weights."""
     ends = replicas(partial(two_phases, drops=drops, event=event))
     assert torch.equal(ends[0][0], ends[2][0]) and ends[0][1:] == ends[2][1:] == (2, False)
-    assert ends[1] is None if event == "lost" else "has left before step 2" in ends[1]
+    assert ends[1] is None if event == "lost" else "has left after step 2" in ends[1]
     whole = replicas(partial(two_phases, drops=drops, event=""))
     torch.testing.assert_close(ends[0][0], whole[0][0], **CLOSE)
 

@@ -1,6 +1,7 @@
 """Odd things done to a run: links, a directory that goes, clocks that jump, and what changed before it was resumed."""
 
 import random
+import re
 import shutil
 import time
 from pathlib import Path
@@ -140,6 +141,7 @@ def test_what_changed_since_the_checkpoint_is_told_in_a_line(train, tmp_path, ca
         "\nchanged since the checkpoint: optimizer.lr is 0.001, was 0.003; train.batch_size is 2, was 4\n"
         in said
     )
+    assert re.search(r"\na step has (\d+) examples, had (\d+): train.accumulate", said)
     text = source.read_text()
     for changed, told in (
         (text[1:] + "T", "other examples, "),

@@ -162,10 +162,14 @@ def _run(verb: Any) -> int:
 def _how_to_continue(verb: Any) -> str:
     if not isinstance(verb, Train) or verb.out is None:
         return ""
-    saved = any((verb.out / "checkpoints").glob("step-*"))
-    if saved:
-        return f"; continue with --out {verb.out} --resume"
-    return ""
+    ways = []
+    if verb.join or verb.replica is not None:
+        ways.append(f"with --join {verb.join or verb.meet or 'HOST:PORT'} while others train")
+    if any((verb.out / "checkpoints").glob("step-*")):
+        ways.append(f"with --out {verb.out} --resume")
+    if not ways:
+        return ""
+    return f"; continue {', else '.join(ways)}"
 
 
 def _is_of_stdout(error: OSError) -> bool:

@@ -162,7 +162,7 @@ class Agreement:
         verb = "goes"
         if len(self.members) > 1:
             verb = "go"
-        go_on = f"{in_words(self.members)} {verb} on without it from step {self.next_step}"
+        go_on = f"{in_words(self.members)} {verb} on without it after step {self.next_step}"
         beyond = {each for pair in self.apart if replica in pair for each in pair} - {replica}
         if replica in self.late:
             return f"replica {replica} did not come to an exchange for which all waited; {go_on}"

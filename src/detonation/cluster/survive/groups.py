@@ -197,15 +197,11 @@ class SurvivedLoss:
 
     def text(self, left: int, before: int) -> str:
         """Describes the loss: `left` of `before` replicas continue."""
-        names = in_words(self.replicas)
-        end = (
-            f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after"
-            " the notice"
-        )
         verb = "lost"
         if self.left:
-            verb = "has left"
-        return f"{names} {verb}: {left} of {before} go on, {end}"
+            verb = "left"
+        event = f"{in_words(self.replicas)} {verb} after step {self.next_step}"
+        return f"{event}: {left} of {before} go on, {self.recovered_s:.2f} s after the notice"
 
 
 @dataclass

@@ -33,6 +33,7 @@ from detonation.cluster.survive.agreement import (
     axis_key,
     beat_of,
     expected_by_all,
+    in_words,
     pace_of,
     parse_agreement,
     ranks_of_replicas,
@@ -237,7 +238,7 @@ class Membership:
                 self.guest_asks = False
         self.store.set(EPOCH, str(self.epoch))
         if len(self.members) < self.least:
-            lost = f"lost replica {', '.join(map(str, missing))} before step {agreement.next_step}"
+            lost = f"lost {in_words(missing)} after step {agreement.next_step}"
             left = f"{len(self.members)} of the replicas are left, min_replicas is {self.least}"
             raise ReplicaLost(f"{lost}: {left}")
 

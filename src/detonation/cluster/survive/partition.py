@@ -218,7 +218,8 @@ class PartitionWatch:
 
 def store_lost(rank: int, why: str) -> str:
     """The message that `rank` has lost the store."""
-    return f"rank {rank} has lost the store (ended or out of reach): {why}"
+    remedy = "if all ranks have, start the store and all replicas again, from a checkpoint"
+    return f"rank {rank} has lost the store (ended or out of reach): {why}; {remedy}"
 
 
 def who_waits_for_whom(

@@ -356,8 +356,7 @@ class AxisUser(AxisEnd):
             self._membership.await_shards(self.axis.timeout_s)
             self.axis.close(0)
             raise ReplicaLeft(
-                f"replica {self._membership.replica} has left before step {step}, as it was"
-                " asked to"
+                f"replica {self._membership.replica} has left after step {step}, as it was asked to"
             )
         while any(member in self._membership.members for member in leaving):
             self._membership.call_if_left()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -107,6 +108,7 @@ def resume(
     if not isinstance(saved, dict):
         saved = {}
     changed = compare_settings(found.path, saved, session.config, "checkpoint")
+    changed += _other_batch(saved, as_json(to_table(session.config)))
     changed += _other_data(extra.get("data"), session.data)
     _restore_setting(session, extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
@@ -160,6 +162,24 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     if not changes:
         return []
     return [f"changed since the {since}: {'; '.join(changes)}"]
+
+
+def _other_batch(saved: Table, here: Table) -> list[str]:
+    """Says in at most one line that a step has another number of examples than it had."""
+    was, now = _examples_of_step(saved), _examples_of_step(here)
+    if was is None or was == now:
+        return []
+    return [f"a step has {now} examples, had {was}: train.accumulate and train.batch_size set it"]
+
+
+def _examples_of_step(settings: Table) -> int | None:
+    """None if an older version did not save all settings."""
+    found = dict(settings_of(settings))
+    keys = ("mesh.replicas", "mesh.shards", "train.batch_size", "train.accumulate")
+    factors = [factor for key in keys if isinstance(factor := found.get(key), int)]
+    if len(factors) < len(keys):
+        return None
+    return math.prod(factors)
 
 
 def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from detonation.cluster.processes.failure import describe, is_network_error
 from detonation.cluster.processes.refusal import Preparation
 from detonation.cluster.quorum.store import refuse_replica
-from detonation.cluster.survive.agreement import ReplicaLost
+from detonation.cluster.survive.agreement import ReplicaLost, in_words
 from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.feed.shared_state import memory_norm
@@ -107,14 +107,21 @@ class Losses:
         self._latest = lines or self._latest
         return lines
 
+    def came_in(self, step: int) -> str:
+        """Describes the entry of this replica, a newcomer, after `step`."""
+        assert self._world is not None
+        own = self._session.optimizer.coordinates
+        number = self._world.members[own.replica]
+        return f"came in after step {step}, as replica {number}; {own.replicas} replicas train"
+
     def _lines(self, change: SurvivedLoss) -> Iterator[str]:
         if change.came:
-            yield f"replica {_numbers(change.came)} joined before step {change.next_step + 1}"
+            yield f"{in_words(change.came)} joined after step {change.next_step}"
         if not change.replicas:
             return
         norm = memory_norm(self._session.optimizer)
         seconds = change.recovered_s
-        number = _numbers(change.replicas)
+        names = in_words(change.replicas)
         found = {
             "replicas": [*change.replicas],
             "last_step": change.next_step,
@@ -123,15 +130,15 @@ class Losses:
         if change.left:
             self._losses.append({**found, "left": True})
             yield (
-                f"replica {number} left after step {change.next_step}, as asked; it gave the others"
-                " the momentum that it had not sent"
+                f"{names} left after step {change.next_step}, as asked; the others have the"
+                " momentum that was not sent"
             )
             return
         shares = [share for share in map(self._share, change.replicas) if share]
         examples = [[share.start, share.stop - 1] for share in shares]
         self._losses.append({**found, "memory_norm": norm, "examples": examples})
         line = (
-            f"lost replica {number} after step {change.next_step}, and its memory (here of norm"
+            f"lost {names} after step {change.next_step}, with the memory (here of norm"
             f" {norm:.3g}); the others went on {seconds:.2f} s after the notice"
         )
         if examples:
@@ -162,7 +169,3 @@ class Losses:
             self._world.close()
         if self._lock is not None:
             self._lock.close()
-
-
-def _numbers(replicas: Sequence[int]) -> str:
-    return ", ".join(map(str, replicas))

@@ -122,8 +122,7 @@ def train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp
     set_message_timeouts(session)
     screen = Screen(session.optimizer.coordinates.shard != 0, task.request.to_stderr)
     with screen, contextlib.closing(Recorder(session, path, screen, done)) as recorder:
-        own = session.optimizer.coordinates
-        recorder.show([f"came in after step {done}, as replica {own.replica} of {own.replicas}"])
+        recorder.show([losses.came_in(done)])
         result = train_until_end(
             session, path, recorder, "", done, task.request.stop_after, stop, None, losses
         )

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.cluster.init import LaunchPosition
 from detonation.cluster.mesh import init_mesh, shard
-from detonation.cluster.position import host_and_port, require_known_host
+from detonation.cluster.position import LaunchPosition, host_and_port, require_known_host
+from detonation.cluster.processes.failure import RunError
 from detonation.cluster.quorum.store import meeting_store
 from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.feed.admission import admitted
-from detonation.feed.token import read_token
+from detonation.feed.token import LostFeed, Refused, read_token
 from detonation.train.choice.asked import Asked
 from detonation.train.loop.checks import load_data
 from detonation.train.loop.session import Session, safety, seeded_model, surviving_axis
@@ -55,6 +55,8 @@ def check_place(
         raise ValueError(
             "scheme.adapt watches the link of replicas that stay: leave it out in an elastic run"
         )
+    if request.join and number is not None:
+        raise ValueError(f"--replica {number} is not for --join, which gives the next number")
     if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < last):
         raise ValueError(
             f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}"
@@ -119,7 +121,13 @@ def joined_session(
         }
         config = asked.under(scheme)
     require_same_settings(guest.membership, config)
-    optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
+    try:
+        optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
+    except LostFeed as error:
+        remedy = ""
+        if isinstance(error.__cause__, Refused):
+            remedy = "; give this command the token and the version of detonation that the run has"
+        raise RunError(f"cannot join the run at {address}: {error}{remedy}") from error
     world = ElasticRanks(mesh, axis, config.train)
     data = load_data(config.data)
     return Session(config, world, device, data, model, optimizer.base, optimizer)
