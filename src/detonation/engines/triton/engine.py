@@ -126,7 +126,7 @@ class TritonEngine(ReferenceEngine):
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
-        # the previous codec and its result: computing the hash of a codec is slow
+        # the last codec and its coder, because hashing a codec is slow
         self._coded: tuple[Codec | None, Any] = (None, None)
 
     def encode(
