@@ -133,7 +133,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _inside(value: object) -> Iterable[Any]:
-    """The values inside a table or list. Other values contain none."""
+    """The values inside a table or list. All other values are leaves and have none inside."""
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, list):
