@@ -34,7 +34,7 @@ def first_names(names: Iterable[str], most: int = 3) -> str:
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
-    """The error for a `name` that is not in `valid`: lists the valid names and suggests the
+    """The error for a `name` that is not in `valid`. It lists the valid names and suggests the
     nearest.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
@@ -134,8 +134,8 @@ def make(
 
 
 def plain_types(value: object, hint: Any) -> str:
-    """The plain types of the annotation `hint` as text, if `value` has none of them; "" if it has
-    one or if a type is not plain.
+    """The plain types in the annotation `hint`, as text, if `value` has none of them. Returns "" if
+    `value` has one of them, or if a type is not plain.
 
     An int counts as a float, but a bool does not count as an int.
 
@@ -156,7 +156,7 @@ def plain_types(value: object, hint: Any) -> str:
 def find_function(
     kind: str, name: str, table: Mapping[str, Callable[..., _T]]
 ) -> Callable[..., _T]:
-    """The function called `name` in `table`, or the one that "package.module:function" names.
+    """The function called `name` in `table`, or the function that "package.module:function" names.
 
     Raises `ValueError` for any other name; `kind` is the noun for the error.
 

@@ -99,8 +99,8 @@ def call_before_end(act: Callable[[], None]) -> None:
 def end(number: int) -> NoReturn:
     """Ends this process now, from any thread, with code 128 + `number`.
 
-    A command prints one line; of several ranks that a launcher started on this machine, only the
-    first prints it. If another thread is already ending the process, this call waits for it.
+    A command prints one line. If a launcher started several ranks on this machine, only the first
+    rank prints it. If another thread is already ending the process, this call waits for it.
     """
     begin_end()
     _before_end()

@@ -76,7 +76,7 @@ def hops(kind: str, replicas: int) -> int:
     """Number of consecutive messages in one exchange on a ring.
 
     It is R - 1 for an all-gather and twice as many for an all-reduce. Through owners it is 1 for
-    all slices together, followed by R - 1.
+    all slices together, followed by R - 1 for the replies.
 
     >>> hops("all-reduce", 4), hops("all-gather", 4), hops("owner", 4)
     (6, 3, 4)

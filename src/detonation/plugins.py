@@ -1,8 +1,8 @@
 """Plugins: functions found by name, built in or provided by an installed package.
 
-A package provides one by an entry point, `name = "package.module:function"`, in the group
-`detonation.engines`, `detonation.schemes` or `detonation.axes`. Standard library only; it imports
-no other module of the package. Each plugin is imported only when it is requested.
+A package provides a plugin by an entry point, `name = "package.module:function"`, in the group
+`detonation.engines`, `detonation.schemes` or `detonation.axes`. Standard library only; this module
+imports no other module of the package. Each plugin is imported only when it is requested.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,9 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
 def plugin_names(kind: Kind) -> dict[str, str]:
     """All functions of a kind, by name, as "package.module:function".
 
-    Those of installed packages come first, sorted by name, which gives the same order on all ranks.
-    Raises `ValueError` if two packages provide the same name, or one provides a built-in name.
+    Functions of installed packages come first, sorted by name, which gives the same order on all
+    ranks. Raises `ValueError` if two packages provide the same name, or if a package provides a
+    built-in name.
     """
     built_in = _BUILT_IN.get(kind, {})
     added: dict[str, str] = {}
@@ -58,7 +59,8 @@ def plugins(kind: Kind) -> tuple[Callable[..., Any], ...]:
 
 
 def plugin(kind: Kind, name: str) -> Callable[..., Any]:
-    """The function `name` of a kind; raises `ValueError` that lists the names if there is none.
+    """The function `name` of a kind. If it does not exist, raises `ValueError` with the valid
+    names.
 
     >>> plugin("gates", "balance").__name__
     'Balance'

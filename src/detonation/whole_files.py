@@ -66,7 +66,9 @@ def new_file(path: Path) -> int:
 
 
 def replaced(path: Path) -> int:
-    """Removes an entry at `path`, creates a new file, and returns a descriptor for writing."""
+    """Removes an entry at `path`, creates a new file there, and returns a descriptor for
+    writing.
+    """
     path.unlink(missing_ok=True)
     return new_file(path)
 
@@ -106,7 +108,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Parses `text` as JSON. Raises `ValueError` if it is no JSON, also if it nests too deeply."""
+    """Parses `text` as JSON. Raises `ValueError` if it is not JSON, or if it nests too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -131,7 +133,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _inside(value: object) -> Iterable[Any]:
-    """The values inside a table or list; none for other values."""
+    """The values inside a table or list. All other values are leaves and have none inside."""
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, list):
@@ -143,7 +145,7 @@ def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -
     """Writes `content`, which may be a sequence of parts, to `path`, and waits until it is on disk.
 
     After a crash either the old file or the new one exists. A link at `path` is replaced, not
-    followed. Raises `OSError` if it fails; then the old file stays, and no partial file.
+    followed. If it fails, it raises `OSError`, and leaves the old file and no partial file.
     """
     if isinstance(content, bytes | bytearray):
         content = [memoryview(content)]

@@ -130,7 +130,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return lines
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:  # without an error, as a running save may wait for ranks that have ended
+        if error is None:  # after an error, a running save may wait for ranks that have ended
             self.close()
 
     def close(self) -> None:

@@ -103,7 +103,8 @@ def _parsed(arguments: list[str]) -> Any:
 
 
 def _print_versions(arguments: list[str]) -> int:
-    """Prints the version of this package, then the versions of others, whose imports need longer.
+    """Prints the version of this package, then the versions of other packages, whose imports take
+    longer.
 
     With --compare, prints the differences to a file.
     """
@@ -173,7 +174,9 @@ def _how_to_continue(verb: Any) -> str:
 
 
 def _is_of_stdout(error: OSError) -> bool:
-    """True if the reader of stdout has closed the pipe, as after `| head`, or its disk is full."""
+    """True if the reader of stdout has closed the pipe, as after `| head`, or if its disk is
+    full.
+    """
     if isinstance(error, BrokenPipeError):
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -197,7 +200,7 @@ def _without_stdout(error: OSError) -> int:
 
 def _refuse(arguments: list[str]) -> None:
     """Tells the other ranks of a launcher, and the other replicas, that this command line is
-    invalid: theirs may differ.
+    invalid, because theirs may differ.
     """
     meet = _last_value("--meet", arguments)
     replica = _last_value("--replica", arguments)

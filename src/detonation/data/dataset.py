@@ -104,7 +104,7 @@ def batch(
 def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator[dict[str, Tensor]]:
     """Iterates over batches for validation, in a fixed order.
 
-    The last batch may be short, and rows may have different numbers of predictions: to average over
+    The last batch may be short, and rows may have different numbers of predictions. To average over
     batches, weight each loss by its `predictions`.
 
     Args:

@@ -1,5 +1,6 @@
-"""Labelled images of files, named data sets and the hub, decoded on demand and normalised by
-channel."""
+"""Labelled images from files, named data sets and the hub. They are decoded on demand and
+normalised by channel.
+"""
 
 import gzip
 import os
@@ -122,7 +123,7 @@ def _over_pixels(images: Any) -> Tensor:
 def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel, in units of bytes.
 
-    Uses all images in memory, or 1000 images on disk.
+    Uses all images in memory, or 1000 of the images on disk.
 
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
@@ -276,7 +277,7 @@ def fashion_mnist(directory: Path) -> Decoded:
     np = needs("numpy", "data")
 
     def idx(name: str, header: int) -> Any:
-        """The bytes after the header as one flat array."""
+        """The bytes after the header, as one flat array."""
         content = gzip.decompress((directory / name).read_bytes())
         return np.frombuffer(content, dtype="uint8", offset=header)
 
@@ -343,7 +344,7 @@ def from_hub(
     label_column: str | None,
     form: Form,
 ) -> Decoded:
-    """Images from the hub; see `images` for the arguments."""
+    """Images from the hub. `images` describes the arguments."""
 
     def loaded(part: str) -> Split:
         found = readers.hub_rows(source, part)
@@ -398,7 +399,7 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
 
 
 def _agreed(files: Sequence[Path], form: Form) -> Form:
-    """The format of all `files`, read from their headers: colour if any of them has colour.
+    """The format of all `files`, read from their headers. It has colour if any file has colour.
 
     Raises `ValueError` if a file is no image, or if `form` has no size and images differ in size.
     """

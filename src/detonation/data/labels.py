@@ -30,10 +30,10 @@ def labelled(
     column: str | None,
     label: str | None,
 ) -> Data:
-    """Loads the data of a text classifier; see `text.text` for the arguments.
+    """Loads the data of a text classifier. `text.text` describes the arguments.
 
     Labels are numbered in alphabetical order. A batch is as wide as its longest text. `sotu` uses
-    the speakers with six addresses or more, and holds out every fifth address of each.
+    the speakers with six addresses or more, and holds out every fifth address of each speaker.
 
     Shapes: `input_ids` and `attention_mask` `[B, up to context]` int64, `labels` `[B]` int64.
     """

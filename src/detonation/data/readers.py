@@ -196,7 +196,9 @@ def label(source: str) -> str:
 
 
 def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
-    """Values of a column of the hub; without `name`, of the first existing column of `usual`."""
+    """Values of a column of a hub data set; without `name`, of the first existing column of
+    `usual`.
+    """
     wanted = usual
     if name is not None:
         wanted = [name]

@@ -177,7 +177,7 @@ class TextStream:
 
     If the number of files is a multiple of the number of parts, each part reads its own files.
     Otherwise each part reads all files and uses one row out of `parts`. Documents follow each other
-    without padding, and repeat from the first one after the last.
+    without padding. After the last document the first one follows again.
 
     Args:
         source: Name of the data, for errors.
@@ -259,8 +259,8 @@ class TextStream:
 class _Cursor:
     """Reader of one part; `at` is the number of blocks that it has returned.
 
-    Its position is the state of the rows before the current document, and the number of ids already
-    returned from that document.
+    Its position is the state of the rows before the current document, and the number of ids that it
+    has already returned from this document.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def vocabulary(tokenizer: str) -> int:
 def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
     """Returns a function that converts a document to ids.
 
-    A document of bytes ends with an empty line; a document of tokens ends with the tokenizer's
+    A document of bytes ends with an empty line. A document of tokens ends with the tokenizer's
     end-of-text token, if it has one.
     """
     if not tokenizer:

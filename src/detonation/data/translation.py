@@ -92,7 +92,7 @@ class TranslationPairs:
         return len(self._sides[0])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Sentence of target `ids`, up to its end; ignores ids without text."""
+        """The sentence of target `ids`, up to its end. Ignores ids without text."""
         if self._made is not None:
             ids = _up_to(self._made.eos_token_id, ids)
             return str(self._made.decode(ids, skip_special_tokens=True))
@@ -124,7 +124,7 @@ def _ids(sentence: bytes) -> list[int]:
 
 
 def _up_to(end: Any, ids: Sequence[int]) -> Sequence[int]:
-    """`ids` before the first `end`."""
+    """The `ids` before the first `end`."""
     if end in ids:
         return ids[: ids.index(end)]
     return ids
@@ -138,7 +138,9 @@ def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterable[IdPair]:
 
 
 def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[SentencePair]]:
-    """Splits pairs into training and held-out pairs; drops held-out pairs that occur in both."""
+    """Splits pairs into training and held-out pairs. Drops held-out pairs that also occur in
+    training.
+    """
     train = [pair for i, pair in enumerate(pairs) if i % 10 != 9]
     known = set(train)
     return train, [pair for pair in pairs[9::10] if pair not in known]

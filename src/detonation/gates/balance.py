@@ -1,4 +1,4 @@
-"""Balance: replicas of different speed end their rounds together, because slower ones run fewer
+"""Balance: replicas of different speed end their rounds together, because slower replicas run fewer
 local steps.
 """
 
@@ -17,14 +17,14 @@ _ODD = 4
 
 
 class Balance(StepGate):
-    """Measures this replica's local steps, and agrees with the others on the number that each runs
-    per round.
+    """Measures this replica's local steps. Agrees with the other replicas on the number of local
+    steps that each runs per round.
 
     A local step lasts from the end of one `step()` call to the end of the base optimizer's step in
-    the next: loading, forward, backward. It averages the steps of a round, without those longer
-    than `_ODD` medians, such as one with an evaluation or a checkpoint. The slowest of a replica's
-    `shards` counts. At the end of a round the replicas exchange 8 bytes each and wait for them; an
-    accelerator's host waits, too.
+    the next: loading, forward, backward. The gate averages the steps of a round, without steps
+    longer than `_ODD` medians, such as a step with an evaluation or a checkpoint. The slowest of a
+    replica's `shards` counts. At the end of a round the replicas exchange 8 bytes each and wait for
+    them; an accelerator's host waits, too.
     """
 
     def __init__(
@@ -47,7 +47,9 @@ class Balance(StepGate):
             self._laps.append((self._since, time_mark(self._device)))
 
     def end(self, step: int) -> None:
-        """Ends `step`; agrees at the end of a round. Collective there."""
+        """Ends `step`. At the end of a round it agrees with the other replicas, and is then
+        collective.
+        """
         if (step + 1) % self.local_steps.every == 0:
             lasted = typical([elapsed_ns(*lap) for lap in self._laps])
             everyone = self._link.collect(
@@ -62,7 +64,7 @@ class Balance(StepGate):
 
 
 def typical(durations: Sequence[int]) -> int:
-    """The mean of `durations`, without those longer than `_ODD` medians; 0 if there are none.
+    """The mean of `durations`, without durations longer than `_ODD` medians; 0 if there are none.
 
     >>> typical([2, 4, 3, 90]), typical([])
     (3, 0)
@@ -84,7 +86,7 @@ def time_mark(device: torch.device) -> Any:
 
 
 def elapsed_ns(first: Any, last: Any) -> int:
-    """Nanoseconds between two time marks; waits for an accelerator."""
+    """Nanoseconds between two time marks. Waits for an accelerator."""
     if isinstance(first, float):
         return int(1e9 * (last - first))
     last.synchronize()

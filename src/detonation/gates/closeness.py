@@ -1,8 +1,8 @@
 """Closeness: keeps replicas that round differently within rounding error of each other.
 
-They receive the same messages, so their states differ only by the rounding errors accumulated since
-they were equal. So in each step all replicas copy a part of replica 0's agreed state, another part
-each time, and `verify` compares distances instead of bits.
+Such replicas receive the same messages, so their states differ only by the rounding errors
+accumulated since they were equal. So in each step all replicas copy a part of replica 0's agreed
+state, another part each time, and `verify` compares distances instead of bits.
 """
 
 import math
@@ -28,12 +28,13 @@ _FP32 = torch.finfo(torch.float32).eps
 
 
 class Closeness(StepGate):
-    """Copies a part of the agreed state in each step, and compares all of it by distance.
+    """Copies a part of the agreed state in each step, and compares the whole agreed state by
+    distance.
 
     A part is 1 / `PERIOD` of the numbers in each replicator's `replicated` tensors. A round of n
-    steps sends n such parts before its message. The step number selects the part, so there is
-    nothing to save. Replica 0 sends, and the link counts the bytes. If an elastic axis has lost
-    replica 0, nothing is copied.
+    steps sends n such parts before its message. The step number selects the part, so the gate saves
+    no state. Replica 0 sends, and the link counts the bytes. If an elastic axis has lost replica 0,
+    nothing is copied.
 
     Args:
         moved: The `movements` before a checkpoint.
@@ -52,7 +53,7 @@ class Closeness(StepGate):
     def attach(
         self, consensus: StopConsensus, replicators: Sequence[Replicator], step: int
     ) -> None:
-        """Attaches to the steps of `replicators` from `step` on."""
+        """Attaches the gate to all steps of `replicators` from `step` on."""
         self._step = step
         self._replicators = replicators
         if self not in consensus.gates:
@@ -80,8 +81,8 @@ class Closeness(StepGate):
                     self._align(replicator, link, turn)
 
     def _links_of(self, replicator: Replicator) -> Iterable[Link]:
-        """The links over which the state of `replicator` is equal. An anchor is agreed on along its
-        own axis, and is also equal along the inner axes.
+        """The links over which the state of `replicator` is equal. Replicas agree on an anchor
+        along its own axis, and it is also equal along the inner axes.
         """
         links = [replicator.link]
         if not replicator.stepped:
@@ -136,7 +137,9 @@ class Closeness(StepGate):
         device: torch.device,
         options: Mapping[str, str] | None = None,
     ) -> list[Difference]:
-        """Compares like `differences`, but floating-point tensors by their distance. Collective."""
+        """Compares like `differences`, but compares floating-point tensors by their distance.
+        Collective.
+        """
         options = options or {}
         floats = _floats(tensors)
         others = {name: each for name, each in tensors.items() if name not in floats}
@@ -185,8 +188,8 @@ class Closeness(StepGate):
         return found
 
     def measure(self) -> float:
-        """The largest distance of a tensor between replicas, relative to its norm; infinity if they
-        are not close. Collective.
+        """The largest distance of a tensor between replicas, relative to its norm; infinity if the
+        replicas are not close. Collective.
         """
         self._apart = 0.0
         found = []
@@ -239,7 +242,7 @@ def projections(tensor: Tensor) -> Tensor:
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Estimates the norm of the difference of two tensors from their projections, by operations
+    """Estimates the norm of the difference of two tensors from their projections, with operations
     that round alike on every processor.
 
     >>> distance([3.0, 1.0], [0.0, 1.0]) == math.sqrt(4.5)

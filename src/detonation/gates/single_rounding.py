@@ -22,8 +22,8 @@ class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, depending on the
     processor's instructions, and libraries compute its fp32 roots. IEEE 754 defines the rounding of
     each single operation. Matrix products and norms have no fixed order of summation; here they are
-    exact sums of integers, with at least 19 bits below the largest element. torch's optimizers, and
-    Muon, therefore compute the same bits on all kinds of processors, unless they are `fused`.
+    exact sums of integers, with at least 19 bits below the largest element. So torch's optimizers
+    and Muon compute the same bits on all kinds of processors, unless they are `fused`.
 
     Example:
         >>> weight = torch.tensor([1.0, 2.0])

@@ -144,15 +144,14 @@ class CommHook:
         return sum(self._replicated.dense_bytes_by_level)
 
     def verify(self) -> None:
-        """Compares the weights of all replicas bit for bit, as happens every `safety.verify_every`
-        steps.
+        """Compares the weights of all replicas bit for bit, as every `safety.verify_every` steps.
 
         Collective.
         """
         self._replicated.verify()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's memory, under a key with the rank's name. Each rank saves its own."""
+        """This rank's memory, under a key with the rank's name. Each rank saves its own memory."""
         return {self._replicated.coordinates.name: replica_state(self._replicated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -203,7 +202,7 @@ class CommHook:
             bucket.future.set_result(bucket.buffer)
 
     def _used_in_node(self, here: list[bool]) -> list[bool]:
-        """Flags of the parameters that any rank of this node used, given this rank's flags."""
+        """For each parameter: did any rank of this node use it? Takes this rank's flags."""
         if self._node is None or self._node.size() == 1 or not self._may_miss:
             return here
         used = torch.tensor(here, dtype=torch.uint8, device=self._node.device_type)
@@ -246,7 +245,7 @@ class _Bucket:
             self._work = dist.all_reduce(self.buffer, group=node.get_group(), async_op=True)
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
-        """Waits for the average; returns each parameter with its gradient, a view of the buffer."""
+        """Waits for the average. Returns each parameter with its gradient, a view of the buffer."""
         if self._work is not None:
             self._work.wait()
         found = []
@@ -259,7 +258,9 @@ class _Bucket:
 
 
 class _NoStep(Optimizer):
-    """An optimizer that changes no weights: the caller's own optimizer steps after backward."""
+    """An optimizer that changes no weights, because the caller's own optimizer steps after
+    backward.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})

@@ -1,8 +1,8 @@
 """Accelerate, the Transformers Trainer, TRL and PEFT, with FSDP2 inside a replica and a scheme
 between replicas.
 
-Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer.
-Afterwards the optimizer inside the wrapper is replicated. A directory `detonation` next to the
+Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. Then
+this module replicates the optimizer inside the wrapper. A directory `detonation` next to the
 libraries' own files contains the state that differs between replicas.
 """
 
@@ -66,7 +66,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Mesh axes of FSDP2, which are only those inside a replica."""
+        """Mesh axes of FSDP2: only the axes inside a replica."""
         return ["dp_shard_cp"]
 
     @property
@@ -77,7 +77,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
     dp_shard_enabled = dp_replicate_enabled
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """If Accelerate counts only one rank, raises a clearer error than Accelerate's."""
+        """If Accelerate counts only one rank, raises a clearer error than Accelerate does."""
         if self.total_size > 1 and accelerator.num_processes == 1:
             asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
             start = "start them with torchrun or accelerate launch, on an accelerator each"
@@ -237,7 +237,7 @@ class Replicate(TrainerCallback):
         self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds the sent bytes to the logs, and replaces the norm by that of the agreed
+        """Adds the sent bytes to the logs, and replaces the logged norm by the norm of the agreed
         gradients.
         """
         if self.optimizer:
@@ -263,7 +263,7 @@ class Replicate(TrainerCallback):
 class _LastRound(TrainerCallback):
     """Completes open rounds when training stops, before the Trainer saves or loads the best model.
 
-    It is the last callback, because every other one may stop training.
+    It is the last callback, because every other callback may stop training.
     """
 
     def __init__(self, optimizer: Replicated) -> None:
@@ -325,7 +325,7 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
 def _training() -> tuple[Any, str | None]:
     """The Trainer whose `train` is running, and the checkpoint from which it resumes.
 
-    The Trainer passes neither to its callbacks.
+    The Trainer passes neither of them to its callbacks.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -341,8 +341,8 @@ def _training() -> tuple[Any, str | None]:
 class _ReplicatedStep(OptimizerWrapper):
     """The base optimizer, with a `step` that exchanges updates between replicas.
 
-    So libraries save only the state of the base optimizer. From `Replicated.state_dict` they would
-    copy the memory, and drop it or mix up replicas.
+    So libraries save only the state of the base optimizer. If they called `Replicated.state_dict`,
+    they would copy the memory, and drop it or mix up replicas.
     """
 
     def __init__(self, inside: Replicated) -> None:
@@ -407,7 +407,9 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
     """
 
     def parts(path: str) -> Iterator[Path]:
-        """The folder for `wrapper`; none after `free_memory`, which forgets prepared optimizers."""
+        """The folder for `wrapper`. Empty after `free_memory`, which forgets prepared
+        optimizers.
+        """
         optimizers = accelerator._optimizers
         kept = [each for each in optimizers if isinstance(each.optimizer, _ReplicatedStep)]
         for number, each in enumerate(kept):

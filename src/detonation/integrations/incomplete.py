@@ -1,6 +1,7 @@
 """Lets Trainer and Accelerate resume from the newest complete checkpoint.
 
-They would load the checkpoint with the highest number, even if its save was interrupted.
+Without this module they would load the checkpoint with the highest number, even if its save was
+interrupted.
 """
 
 import json
@@ -48,8 +49,8 @@ def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
 
 
 def _trainer_above() -> Any:
-    """The Trainer that a calling frame is constructing, because it does not pass itself to its
-    callbacks.
+    """The Trainer that a calling frame is constructing. (A Trainer does not pass itself to its
+    callbacks.)
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -140,8 +141,8 @@ def _tell(skipped: Sequence[str], taken: str, texts: Texts) -> None:
 
 
 def lacking(checkpoint: Path, part: str, files: Sequence[str]) -> str:
-    """The first of `files` that `checkpoint` lacks, else `part` (our own folder) if it lacks that;
-    "" if it lacks nothing.
+    """The first of `files` that `checkpoint` lacks; else `part` (our own folder) if it is missing;
+    "" if nothing is missing.
     """
     for name in files:
         if not (checkpoint / name).is_file():

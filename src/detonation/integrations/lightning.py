@@ -52,10 +52,10 @@ class ReplicaStrategy(ModelParallelStrategy):
     including resumed runs, and `waited_s` since the process started. At the end of `fit` all
     replicas hold the same weights.
 
-    A checkpoint is a Lightning directory with the weights of replica 0, for evaluation and other
+    A checkpoint is a Lightning directory. It has the weights of replica 0, for evaluation and other
     strategies, and the exact state of every rank. From a checkpoint of `fit`, `fit(ckpt_path=...)`
-    continues bit for bit, even in another process and in the middle of a round. See
-    `load_checkpoint` for other numbers of replicas and shards.
+    continues bit for bit, even in another process and in the middle of a round. `load_checkpoint`
+    describes other numbers of replicas and shards.
 
     Args:
         scheme: Scheme between the replicas, such as `loco()`, or its name.
@@ -216,7 +216,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         return output
 
     def on_train_start(self) -> None:
-        """Makes SIGTERM ask this replica of an elastic axis to leave.
+        """Makes SIGTERM request that this replica of an elastic axis leaves.
 
         Lightning's own handler would wait for the other replicas.
         """
@@ -231,8 +231,8 @@ class ReplicaStrategy(ModelParallelStrategy):
             optimizer.synchronize()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of replica 0 on its ranks and {} on others, because torch would mix equal
-        names.
+        """The weights of replica 0 on its ranks, and {} on other ranks, because torch would mix
+        equal names.
         """
         if self.device_mesh["replicate"].get_local_rank():
             return {}

@@ -209,7 +209,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         self._steps = steps
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Steps together with the replicas; after the last step all replicas hold the same
+        """Steps together with the other replicas. After the last step all replicas hold the same
         weights.
         """
         self.replicated.step()
@@ -274,7 +274,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     ) -> Any:
         """Saves the state of the replicas, then torchtitan's state. Collective.
 
-        torchtitan writes its metadata last, and only then the checkpoint is valid.
+        torchtitan writes its metadata last, and only then is the checkpoint valid.
         """
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
@@ -356,7 +356,7 @@ def parsed_scheme(text: str) -> Scheme:
 if not TYPE_CHECKING:  # hidden from type checkers, so that they still report undefined names
 
     def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-        """Resolves `--config MODULE.FUNCTION`, from torchtitan or your own module, with
+        """Resolves `--config MODULE.FUNCTION` from torchtitan or from your own module, and adds
         replicas.
         """
         module, dot, function = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Finds steps that a run has measured but its log lacks, except those that a kill may lose."""
+"""Finds steps that a run has measured but that its log lacks, except steps that a kill may lose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ host one step later.
 class LogFile:
     """One file of a log.
 
-    rank: the rank that wrote it. begun: number of steps before its first step. last: its last
-    complete step; `begun` if there is none. torn: number of bytes after its last complete record,
-    of an unfinished step. fault: a description; "" if the file is whole.
+    rank: the rank that wrote the file. begun: number of steps before its first step. last: its last
+    complete step; `begun` if it has none. torn: number of bytes of an unfinished step after its
+    last complete record. fault: a description; "" if the file is whole.
     """
 
     path: Path
@@ -69,7 +69,7 @@ def _read(rank: str, begun: int, path: Path) -> LogFile:
 def log_faults(
     directory: Path, files: Sequence[LogFile], shards: int, measured: int, saved: int
 ) -> list[str]:
-    """Faults of the log in `directory`, as text. An unfinished last step is no fault.
+    """Faults of the log in `directory`, as text. An unfinished last step is not a fault.
 
     Args:
         files: Result of `log_files`.

@@ -193,7 +193,9 @@ class StepRecorder(StepObserver, ABC):
         self._moved = False
 
     def moved(self, optimizer: Replicated) -> None:
-        """Takes the stamps ahead of hooks after the step, so that what these write is recorded."""
+        """Takes stamps before the hooks after the step, so that writes of these hooks are
+        recorded.
+        """
         if self.records and self._watched is not None and hooks_after(optimizer.base):
             self._take_stamps(optimizer)
             self._moved = True
@@ -206,7 +208,7 @@ class StepRecorder(StepObserver, ABC):
         self._left = self._last >= 0
 
     def enter(self, optimizer: Replicated) -> None:
-        """Copies weights that were written since the last end, before a step changes them.
+        """Copies weights that were written since the last recorded end, before a step changes them.
 
         Records do not contain changes of the base optimizer's state. After such a change the next
         step starts a new file, as if training had returned to an earlier state.
@@ -266,8 +268,8 @@ class StepRecorder(StepObserver, ABC):
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
         """The messages of a step or `synchronize` that ends, and whether it continues the last one.
 
-        If training returned to an earlier state, messages that were in flight then are dropped,
-        because the repeated steps have others.
+        If training returned to an earlier state, messages that were in flight are dropped, because
+        the repeated steps send other messages.
         """
         before = optimizer.step_count - (what == "step")
         same = optimizer is self._optimizer
@@ -337,7 +339,7 @@ class StepRecorder(StepObserver, ABC):
             )
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Options of each parameter group that are not recorded yet."""
+        """Options of each parameter group that have not been recorded yet."""
         before = self._options
         self._options = [recorded_options(group) for group in groups]
         changed = []
@@ -378,7 +380,7 @@ class Tapes(StepObserver):
 
 
 def agreed_digest(optimizer: Replicated) -> str:
-    """A digest of all agreed state between steps, in this shard: weights and base optimizer state,
+    """A digest of all agreed state between steps in this shard: weights and base optimizer state,
     or anchor and outer optimizer.
     """
     found = [each.replicated() for each in optimizer.build()]
@@ -405,8 +407,8 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _moved_by_rounds(optimizer: Replicated) -> set[str]:
-    """Names of the weights that a replica changes on its own between messages; writes to them are
-    not recorded.
+    """Names of the weights that a replica changes on its own between messages. Writes to these
+    weights are not recorded.
     """
     found = set()
     for each in optimizer.build():

@@ -73,7 +73,9 @@ class Player(PlayedMessages, ABC):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Like `take`, for a step whose end was already read; None if there are no messages."""
+        """Like `take`, for a step whose end has been read already. Returns None if there are no
+        messages.
+        """
         # -> [bytes] uint8
         if (place, step) in self._messages:
             return self.take(place, step)
@@ -155,7 +157,7 @@ class Playback(Player):
     def reach(self) -> tuple[int, str]:
         """Finds the last step up to which the log contains all agreed state, bit for bit.
 
-        Also returns, as text, why the log ends there.
+        Also returns, as text, the reason why the log ends there.
         """
         step = self.first
         last = self.first
@@ -261,7 +263,9 @@ class Playback(Player):
             )
 
     def _why_only_near(self, about: dict[str, Any], options: dict[str, Any]) -> str:
-        """Why a replay only comes near the weights of training, as text; "" if it is exact."""
+        """The reason why a replay only comes close to the weights of training, as text; "" if it is
+        exact.
+        """
         mine = round_like(about, self._optimizer, options)
         theirs = about.get("selftest") or mine
         odd = next((key for key in mine if theirs.get(key) != mine[key]), "")
@@ -289,8 +293,8 @@ class Playback(Player):
 
 
 def _first_options(path: Path) -> dict[str, Any]:
-    """Options of the first group at the first step of a file, with which training tested its
-    rounding; a scheduler may change them later.
+    """Options of the first group at the first step of a file, because a scheduler may change them
+    later. Training tested its rounding with these options.
     """
     for record in whole_records(path):
         if record.kind in (STEP, SYNCHRONIZE):
@@ -304,15 +308,15 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
 
     Agreed weights and base optimizer state then equal those of training, bit for bit. Schemes that
     exchange parameters agree at the end of a round, so replay reproduces the last agreed weights. A
-    log does not contain a replica's private memory, such as that of error feedback. If the trained
+    log does not contain a replica's private memory, for example of error feedback. If the trained
     parameters changed at a step, replay ends before that step; load a checkpoint after it to
     continue.
 
     In a world, all ranks call it after `load_checkpoint`. They replay up to the last end of a round
     that all of them can reproduce bit for bit, and a warning gives the reason. Memories are then
-    empty. With a `LoopbackCommunicator`, one process per shard represents all replicas; if replicas
-    were only close, it gets the weights of replica 0. If it rounds differently from training, it
-    warns, and its weights only come near those of training.
+    empty. With a `LoopbackCommunicator`, one process per shard represents all replicas. If replicas
+    were only close, it gets the weights of replica 0. If this process rounds differently from
+    training, it warns, and its weights only come close to those of training.
 
     Args:
         directory: Directory of the `UpdateLog`.
@@ -364,10 +368,10 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
 
 
 def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> tuple[int, str]:
-    """`replay` on all ranks of a world: each repeats the steps alone, up to the last step that all
-    can reach. Then all compare their weights.
+    """Runs `replay` on all ranks of a world. Each rank repeats the steps alone, up to the last step
+    that all ranks can reach. Then all ranks compare their weights.
 
-    Also returns, as text, why no further step could be repeated.
+    Also returns, as text, the reason why no further step could be repeated.
     """
     optimizer.set_up()
     first = optimizer.step_count
@@ -424,7 +428,7 @@ def _hand_over(old: Replicated, new: Replicated) -> None:
 
 @torch.no_grad()
 def show_agreed(optimizer: Replicated) -> None:
-    """Sets the weights to the last agreed ones."""
+    """Sets the weights to the last agreed weights."""
     for replicator in optimizer.build():
         if replicator.scheme.signal == "parameters":
             copy(locals_of(replicator.parameters), replicator.shared_weights())
@@ -440,7 +444,7 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
-    """Repeats what `end` ends: a step, a `synchronize`, or a write to a weight.
+    """Repeats the event that `end` ends: a step, a `synchronize`, or a write to a weight.
 
     The tape of `optimizer` plays its messages back. Raises `DamagedLog` if `end` is not the next
     step.
@@ -467,7 +471,7 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
 def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:
     """Raises `ValueError` unless hooks of the same names run before steps of this base optimizer.
 
-    A record has the names where they changed. Old logs have none.
+    A record has these names if they changed. Old logs have none.
     """
     here = {name.rpartition(".")[2] for name in hooks_before(optimizer.base)}
     recorded = end.table().get("hooks", ())

@@ -39,13 +39,13 @@ class UpdateLog(StepRecorder):
     logged completely or not at all: a killed process loses its current step. A step needs the bytes
     of the messages of all replicas, compressed as they were sent.
 
-    A thread writes a large step (of `full`, or most rounds) while the next one computes. So a
+    A thread writes a large step (of `full`, or most rounds) while the next step computes. So a
     killed process may also lose the previous step, and the messages of two steps are in host
     memory. `close` waits for the thread.
 
-    If the log becomes unwritable, as on a full disk, it ends after its last complete step with one
-    warning, and training continues. After training returned to an earlier state, a new file begins
-    there, and its steps replace the recorded ones.
+    If writing fails, as on a full disk, the log ends after its last complete step with one warning,
+    and training continues. After training returned to an earlier state, a new file begins there,
+    and its steps replace the recorded steps.
 
     Args:
         directory: For the files of this run alone; made if it is missing.
@@ -94,8 +94,8 @@ class UpdateLog(StepRecorder):
         self.note(optimizer)
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """The weights of this optimizer, and weights that no optimizer trains; other optimizers
-        have their own log.
+        """The weights of this optimizer, and weights that no optimizer trains. Other optimizers
+        have logs of their own.
         """
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = local_parameters(optimizer.model)
@@ -146,8 +146,8 @@ class UpdateLog(StepRecorder):
         self.note(optimizer)
 
     def _write_kept(self, optimizer: Replicated) -> None:
-        """Writes the kept steps instead of the lost first replica. Steps that it had already
-        written are equal.
+        """Writes the kept steps in place of the lost first replica. Steps that this replica had
+        already written are equal.
         """
         self.flush()
         kept = list(self._kept)
@@ -232,7 +232,7 @@ class UpdateLog(StepRecorder):
     def hand_on(self, records: Sequence[LogRecord]) -> None:
         """Appends the records to the file, or keeps them if another replica writes.
 
-        A thread appends a large step while the next one computes.
+        A thread appends a large step while the next step computes.
         """
         if self._file < 0:
             self._kept.append([*records])
@@ -264,7 +264,7 @@ class UpdateLog(StepRecorder):
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
-    """Settings in which a run must equal a log to replay it.
+    """The settings in which a run and a log must be equal, so that the run can replay the log.
 
     Raises `ValueError` for several levels.
     """
@@ -290,8 +290,8 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
 
 
 def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Digests of a self-test with the scheme and the base optimizer; they depend on this process's
-    rounding and on `options`, by default its own.
+    """Digests of a self-test with the scheme and the base optimizer. They depend on this process's
+    rounding and on `options`, by default the optimizer's own.
     """
     ((_, scheme),) = optimizer.levels
     found: dict[str, str] = {}
@@ -317,8 +317,8 @@ def round_like(
 
 
 def padding_of(optimizer: Replicated) -> dict[str, Any]:
-    """Names of the embeddings whose padding rows change, which a replica without gradients cannot
-    know.
+    """Names of the embeddings whose padding rows change. A replica without gradients cannot know
+    these names.
     """
     used = used_rows(optimizer.model)
     if used:
@@ -327,7 +327,7 @@ def padding_of(optimizer: Replicated) -> dict[str, Any]:
 
 
 def use_padding_of(about: Mapping[str, Any], optimizer: Replicated) -> None:
-    """Lets the same padding rows change as in the run that `about` describes."""
+    """Lets the padding rows change that changed in the run that `about` describes."""
     if names := about.get("padding"):
         use_rows(names, optimizer.build(), optimizer.base_step)
 

@@ -54,7 +54,7 @@ def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Builds a model by name, in training mode and with random weights.
 
-    `arguments` are those of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or of the function
+    The `arguments` belong to the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or the function
     in `transformers_model`.
 
     Raises:

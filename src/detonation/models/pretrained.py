@@ -135,7 +135,7 @@ def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) 
 
 
 def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> Any:
-    """The model's configuration with `settings`, and with those `sizes` for which it has a key."""
+    """The model's configuration with `settings`, and with all `sizes` for which it has a key."""
     config = copy.deepcopy(_config(name))
     for key in settings:
         if not hasattr(config, key) or key.startswith("_"):

@@ -39,10 +39,10 @@ def auto(
 
     Collective: call it on every rank, after sharding and before `replicate`. It measures for a few
     seconds. Rank 0 decides, and all ranks return the same scheme, the first choice of `detonation
-    plan --optimizer`. It is full synchronisation if this waits for the network at most `budget` of
-    a step, and no other scheme is faster by more than that. Otherwise it is the scheme that reaches
-    a loss first, judged by losses measured with this kind of optimizer, or else with AdamW. The
-    logger "detonation" gets the reason at level INFO.
+    plan --optimizer`. The choice is full synchronisation if this waits for the network for at most
+    `budget` of a step, and no other scheme is faster by more than `budget`. Otherwise it is the
+    scheme that reaches a loss first, judged by losses measured with this kind of optimizer, or else
+    with AdamW. The logger "detonation" gets the reason at level INFO.
 
     Args:
         optimizer: Optimizer for `replicate`. An optimizer with momentum needs schemes of dense

@@ -56,7 +56,7 @@ class Network:
 
     @classmethod
     def of_link_speed(cls, speed: LinkSpeed, replicas: int, shards: int) -> "Network":
-        """Network of nodes with equal links; the ranks of a node share its link."""
+        """A network of nodes with equal links. The ranks of a node share its link."""
         rate = speed.rate_bits_per_s / shards
         latencies = {
             "all-reduce": hops("all-reduce", replicas),
@@ -75,7 +75,7 @@ class Network:
         return self.shards * min(rates, default=float("inf"))
 
     def faster(self, times: float, later: float = 1.0) -> "Network":
-        """This network with all rates multiplied by `times`, and all latencies by `later`."""
+        """This network, with all rates multiplied by `times` and all latencies by `later`."""
         operations = {}
         for name, line in self.operations.items():
             rate = times * line.rate_bits_per_s
@@ -100,7 +100,7 @@ class Network:
         """Seconds that TCP's slow start adds to an exchange of `nbytes` after a silence.
 
         TCP halves its window in each timer period without data, down to `_WINDOW`. Then it doubles
-        the window in each round trip, until the window holds the message or the data in flight at
+        the window in each round trip, until the window holds the message, or the data in flight at
         full rate.
         """
         one = self.operations["all-to-all"]
@@ -232,7 +232,9 @@ def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> i
 
 
 def _optimizer_s(scheme: Scheme, work: Work) -> float:
-    """Seconds per step of the optimizer's own work, mean of steps with and without an exchange."""
+    """Seconds per step of the optimizer's own work, averaged over steps with and without an
+    exchange.
+    """
     step = work.steps.get(spelled(scheme), work.steps.get(scheme.name))
     if step is None:
         return 0.0
@@ -250,7 +252,7 @@ def _before_sending_s(scheme: Scheme, layout: Layout, work: Work, replicas: int)
 
 def report_s(scheme: Scheme, work: Work, network: Network) -> float:
     """Seconds per step for which ranks wait for each other's losses, if an overlapped backward
-    begins only afterwards.
+    begins only after the losses arrive.
     """
     hidden = 0.0
     if not scheme.worth_overlapping:
@@ -261,7 +263,7 @@ def report_s(scheme: Scheme, work: Work, network: Network) -> float:
 def _exposed_s(
     scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network
 ) -> float:
-    """Seconds per round for which a rank waits for messages; `step_s` is a step without its
+    """Seconds per round for which a rank waits for messages. `step_s` is a step without its
     compute.
     """
     waits = 0.0
@@ -316,8 +318,8 @@ def _buckets_wait_s(
 def _delayed_wait_s(scheme: Scheme, transfer_s: float, latency_s: float, local_s: float) -> float:
     """Seconds of waiting for a message that may arrive `delay` steps of `local_s` later.
 
-    In the steady state a link transfers each message before the next one is sent, which is a second
-    bound.
+    In the steady state a link transfers each message before the next message is sent, which is a
+    second bound.
     """
     between = scheme.round.every / scheme.fragments * local_s
     return max(0.0, transfer_s - scheme.round.delay * local_s, transfer_s - latency_s - between)
@@ -374,7 +376,7 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
 
 
 def spelled(chosen: Scheme) -> str:
-    """Text of a scheme with those arguments that differ from its defaults.
+    """Text of a scheme, with the arguments that differ from its defaults.
 
     Example:
         >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))

@@ -92,7 +92,9 @@ class Loss:
         return self.study, self.recipe, self.parameters, self.steps
 
     def doublings(self, replicas: int) -> float:
-        """Doublings from the measured replicas to `replicas`; 0 for full synchronisation."""
+        """Number of doublings from the measured replicas to `replicas`; 0 for full
+        synchronisation.
+        """
         if self.scheme == "full":
             return 0.0
         return math.log2(replicas / self.replicas)
@@ -157,7 +159,7 @@ class Estimate:
     def steps_factor(self) -> float:
         """Steps to the baseline's loss, divided by the baseline's steps.
 
-        Uses the upper end of the interval, so that measurements with few seeds or of distant runs
+        Uses the upper end of the interval, so that measurements with few seeds, or of distant runs,
         count less.
         """
         return float((1 + self.interval[1]) ** (1 / self.exponent))
@@ -183,7 +185,7 @@ def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
     """Estimate for `scheme` with `optimizer`; None if nothing comparable was measured.
 
     It uses the nearest measurement of the goal's recipe, never the best: nearest by replicas, then
-    by steps, then the one with most seeds, then by size, whose effect is smallest.
+    by steps, then by the number of seeds, then by size, whose effect is smallest.
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
     found = [loss for loss in found if loss.recipe == goal.recipe]
@@ -307,7 +309,9 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
 
 
 def _shorter(cost: float, factor: float) -> float:
-    """Shrinks a lead by `factor`; a higher loss is assumed to remain."""
+    """Shrinks a lead over the baseline by `factor`. A loss above the baseline is assumed to
+    remain.
+    """
     if cost < 0:
         return cost * factor
     return cost

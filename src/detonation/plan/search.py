@@ -79,7 +79,7 @@ def candidate_settings() -> list[Scheme]:
 def pairs(goal: Goal) -> list[Candidate]:
     """Pairs each candidate with the goal's optimizer, or with each optimizer that was measured.
 
-    A scheme without measurements appears once, with the baseline's optimizer.
+    A scheme without measurements appears only once, with the baseline's optimizer.
     """
     found: list[Candidate] = []
     for one in candidate_settings():
@@ -96,8 +96,8 @@ def options(
 ) -> list[Option]:
     """Ranks the candidates, best first.
 
-    Omits schemes that send more than full synchronisation, or whose round is a third of the run or
-    longer. The order is:
+    Omits schemes that send more than full synchronisation, and schemes whose round is a third of
+    the run or longer. The order is:
 
     1. Full synchronisation, if it waits at most `budget` of a step, and no option is faster by more
        than that.
@@ -106,7 +106,7 @@ def options(
     4. Other schemes with unknown loss, by the time of a step.
     5. Schemes that exchange nothing.
 
-    Of equal times the scheme that sends less is first.
+    If two times are equal, the scheme that sends less is first.
     """
     among = [(one, optimizer) for one, optimizer in among if _has_rounds(one, goal.steps)]
     schemes = {spelled(one): one for one, _ in among}
@@ -133,7 +133,7 @@ def one_machine(
 ) -> tuple[str, Estimate, float] | None:
     """The fastest optimizer on one machine that processes all examples of a step, and its seconds.
 
-    Forward and backward need `replicas` times longer there, without a network. The optimizer is one
+    Without a network, forward and backward take `replicas` times longer there. The optimizer is one
     of those in the options. None if no loss is known.
     """
     full = next((option.cost for option in ranked if option.is_full), None)
@@ -159,10 +159,11 @@ def check_budget(budget: float) -> float:
 
 
 def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget: float) -> Scheme:
-    """The setting of one scheme that sends most, among those that wait at most `budget` of a step.
+    """Among the settings of one scheme that wait at most `budget` of a step, the setting that sends
+    most.
 
-    If all wait longer, it chooses among settings whose step is at most `budget` longer than the
-    shortest. If the wait is caused by latency, fewer bytes gain nothing.
+    If all settings wait longer, it chooses among the settings whose step is at most `budget` longer
+    than the shortest. If the wait is caused by latency, fewer bytes gain nothing.
     """
     priced = [_price(each, work, network) for each in among]
     prices = [price for price in priced if price is not None]
@@ -326,8 +327,8 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
 def _second_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[bool | None, str]:
-    """Compares with one machine at equal examples per step: True if more machines are faster, and a
-    sentence.
+    """Compares with one machine at equal examples per step. Returns True if more machines are
+    faster, and a sentence.
     """
     alone = one_machine(ranked, network, goal)
     seconds = ranked[0].seconds(goal)

@@ -48,7 +48,7 @@ def html(directory: Path) -> str:
 
 
 def progress(run: Run) -> list[tuple[str, str]]:
-    """State of a run in training, as numbers with labels."""
+    """Progress of a run in training, as numbers with labels."""
     steps = run.summary["steps"]
     done = run.records[-1]["step"]
     latest = run.records[-_LATEST:]

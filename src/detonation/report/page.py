@@ -28,7 +28,7 @@ _TILES = (
 
 @dataclass(frozen=True)
 class Grid:
-    """Table of the page; the first cell of each row is its header. `rendered` escapes the texts."""
+    """Table of the page. The first cell of each row is its header. `rendered` escapes the texts."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -115,7 +115,7 @@ def _parts_of_one(run: Run) -> dict[str, Any]:
 
 
 def tile(label: str, text: str) -> tuple[str, str]:
-    """The number of a tile, short enough for one line, and the caption below it.
+    """The number on a tile, short enough for one line, and the caption below the number.
 
     >>> tile("sent per replica", "32.5 kB per step")
     ('32.5 kB', 'sent per replica and step')
@@ -147,7 +147,7 @@ _NETWORK = re.compile(r"for the network (?P<seconds>[\d.,]+ s)")
 
 
 def rendered(**values: Any) -> str:
-    """Fills page.html with `values`; omits each part of the page that has none."""
+    """Fills page.html with `values`. Omits each part of the page that has no values."""
     from jinja2 import Environment
 
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -177,7 +177,7 @@ def subtitle(runs: Sequence[Run]) -> str:
 
 
 def _link(run: Run) -> str:
-    """Emulated link of a run; "" for none."""
+    """Emulated link of a run; "" if it has none."""
     mesh = run.settings.get("mesh")
     if isinstance(mesh, dict):
         return str(mesh.get("link", ""))
@@ -198,7 +198,7 @@ def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:
 
 
 def what_differs(names: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> Grid:
-    """Entries that differ between `tables`, one column per table."""
+    """Entries that differ between `tables`, with one column per table."""
     flats = [flattened(table) for table in tables]
     every = dict.fromkeys(key for flat in flats for key in flat)
     differing = [key for key in every if len({flat.get(key) for flat in flats}) > 1]

@@ -62,7 +62,7 @@ class Run:
     def timed(self) -> bool:
         """True if the records split the time of a step.
 
-        A simulation cannot, because its replicas share a machine.
+        A simulation cannot split it, because its replicas share a machine.
         """
         split = all("step_s" in record and "waited_s" in record for record in self.records)
         return split and not self.summary.get("simulated")
@@ -85,7 +85,9 @@ class Run:
 
 
 def agreeing_s(record: dict[str, Any]) -> float:
-    """Seconds of a step that rank 0 waited for the losses of others; 0 if not measured."""
+    """Seconds of a step for which rank 0 waited for the losses of other ranks; 0 if not
+    measured.
+    """
     return float(record.get("agreeing_s", 0.0))
 
 

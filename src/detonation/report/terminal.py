@@ -105,7 +105,7 @@ class PlainConsole(Console):
 
 
 def _narrowest(rows: Sequence[Sequence[str]]) -> int:
-    """The smallest width at which a table cuts no word; only the first column may wrap."""
+    """The smallest width at which a table cuts no word. Only the first column may wrap."""
     columns = [*zip(*rows, strict=True)][1:]
     words = [" ".join(column).split() for column in columns]
     widths = [max(map(len, each), default=0) for each in words]
@@ -190,7 +190,7 @@ def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Labels and texts of a summary, without empty ones."""
+    """Labels and texts of a summary, without labels that have no text."""
 
     def optional(key: str, form: str) -> str:
         if key in summary:

@@ -34,10 +34,10 @@ class BlockIntegers:
     """Encodes numbers in 4 or 8 bits: evenly spaced levels between minus and plus the largest
     magnitude of a block of 128. One more code marks a number that was not sent.
 
-    A message consists of packed integers, followed by the bf16 scales of its blocks; the last block
-    is zero-padded. On an accelerator the message is padded to a multiple of `ALIGNMENT` bytes. A
-    block with a nonfinite number decodes to nonfinite numbers. The encoding is odd, like every
-    precision: see `codec.precision`.
+    A message consists of packed integers, followed by the bf16 scales of its blocks. The last block
+    is padded with zeros. On an accelerator the message is padded to a multiple of `ALIGNMENT`
+    bytes. A block with a nonfinite number decodes to nonfinite numbers. The encoding is odd, like
+    every precision: see `codec.precision`.
     """
 
     width: int
@@ -50,7 +50,7 @@ class BlockIntegers:
     def encode(
         self, values: Tensor, places: Tensor | None = None, marked: Tensor | None = None
     ) -> Tensor:
-        """Quantizes each line, and marks the numbers at those of `places` that are `marked`."""
+        """Quantizes each line, and marks those numbers at `places` that are `marked`."""
         # [..., n] fp32, [marks] int64, [marks] bool -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
         if missing:
@@ -73,7 +73,7 @@ class BlockIntegers:
         return _aligned(torch.cat([packed, scales.view(torch.uint8)], -1))
 
     def decode(self, encoded: Tensor, count: int, places: Tensor | None = None) -> Tensor:
-        """Reads messages of `count` numbers each. Those at `places` are 0 where they are marked."""
+        """Reads messages of `count` numbers each. A number at `places` that is marked becomes 0."""
         # [..., bytes] uint8, [marks] int64 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
@@ -94,7 +94,7 @@ class BlockIntegers:
         )
 
     def marked(self, encoded: Tensor, count: int, places: Tensor) -> Tensor:
-        """Tells which numbers at `places` are marked in messages of `count` numbers each."""
+        """For messages of `count` numbers each: which numbers at `places` are marked?"""
         # [..., bytes] uint8, [marks] int64 -> [..., marks] bool
         return self._codes(encoded, count)[..., places] == 0
 
@@ -118,10 +118,10 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
-    """The reduce-scatter of one FSDP unit whose shards are spread over several nodes.
+    """The reduce-scatter of one FSDP unit whose shards are on several nodes.
 
     Gradients are first summed inside the node, without quantization. Each rank then sends a
-    quantized sum to the rank with the same local rank on each other node; the sum for its own node
+    quantized sum to the rank with the same local rank on each other node. The sum for its own node
     is not quantized. Rounding errors are added to the next sums.
 
     A message marks the parameters that no rank of its node used: instead of their first number it
@@ -129,10 +129,10 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     replica used.
 
     lacks: the parameters without a gradient on this rank, whose zeros the next call sums. unused:
-    those of them that no rank of the replica used, set by a call. residual: `[nodes - 1, n]` fp32,
-    the rounding errors for each other node, in node order; None before the first use. local: the
-    process group of this node; None if the node has one rank. sizes: the number of elements of each
-    trained parameter in a shard, in the order of messages.
+    the parameters in `lacks` that no rank of the replica used, set by a call. residual: `[nodes -
+    1, n]` fp32, the rounding errors for each other node, in node order; None before the first use.
+    local: the process group of this node; None if the node has one rank. sizes: the number of
+    elements of each trained parameter in a shard, in the order of messages.
     """
 
     def __init__(
@@ -211,7 +211,9 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
                 total[end - size : end] = 0.0
 
     def _first_numbers(self, parts: Tensor) -> Tensor | None:
-        """Where each parameter begins in a shard; None where torch leaves parameters out."""
+        """The position at which each parameter begins in a shard; None if torch leaves parameters
+        out.
+        """
         # [nodes, local * n] -> [parameters] int64
         sizes = dict(self._sizes())
         local = self._local.size() if self._local is not None else 1
@@ -225,7 +227,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         return places
 
     def by_parameter(self) -> dict[str, Tensor]:
-        """The residual of each parameter; empty before the first use."""
+        """The residual of each parameter. Empty before the first use."""
         # -> [nodes - 1, size] fp32 each
         if self.residual is None:
             return {}
@@ -238,8 +240,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         )
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Replaces the residual; parameters that are missing in `saved`, or have another shape,
-        start with none.
+        """Replaces the residual. Parameters that are missing in `saved`, or have another shape,
+        start with zero.
 
         Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained
         again.
@@ -277,7 +279,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
 
     def _summed_in_node(self, parts: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Sums over the ranks of this node, for the shards of the ranks with the same local rank on
-        all nodes; and which parameters none of the ranks of this node used.
+        all nodes. Also returns which parameters no rank of this node used.
         """
         # [nodes, local * n], [parameters] int64 -> [nodes, n], [parameters] bool
         unused = None
@@ -303,7 +305,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
 
 
 class WeightMoves:
-    """Counts the changes of sharded weights in this process; every rank counts the same.
+    """Counts the changes of sharded weights in this process. Every rank counts the same changes.
 
     A tensor's own version counter would miss a change on a rank whose shard is empty.
     """
@@ -328,8 +330,8 @@ WEIGHT_MOVES = WeightMoves()
 def watch_optimizers() -> None:
     """Counts each optimizer step on sharded weights from now on.
 
-    Steps of an unsharded model that a single rank trains do not count: the other ranks would not
-    know of them.
+    Steps of an unsharded model that a single rank trains do not count, because the other ranks
+    would not know of them.
     """
     register_optimizer_step_post_hook(_announce)
 
@@ -348,12 +350,12 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class DifferenceGather(DefaultAllocMixin, AllGather):
-    """The all-gather of one FSDP unit whose shards are spread over several nodes.
+    """The all-gather of one FSDP unit whose shards are on several nodes.
 
     After an optimizer step each rank sends the difference between its shard and the reference to
     the other nodes, once. All ranks add the same bytes to the same reference, so their copies stay
-    bitwise equal. The output is the reference, gathered inside the node; nothing else is sent if
-    there was no step.
+    bitwise equal. The output is the reference, gathered inside the node. If there was no step,
+    nothing else is sent.
 
     reference: `[nodes, n]`, the shards of all ranks with the same local rank, equal on all nodes;
     None until the first gather, which is exact.

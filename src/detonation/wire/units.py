@@ -72,8 +72,9 @@ class ShardUnit:
         self._hook_loading(cast(nn.Module, module))
 
     def _watch_backward(self, module: FSDPModule, reduce: ErrorFeedbackReduce) -> None:
-        """Tells `reduce` which gradients are missing, and takes back the zeros that FSDP2 puts in
-        the place of those that no rank has."""
+        """Tells `reduce` which gradients are missing, and removes the zeros that FSDP2 substitutes
+        for gradients that no rank has.
+        """
         group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
         reduces = group.post_backward
 
@@ -142,7 +143,7 @@ class ShardUnit:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores `state`; continues from exact weights without a residual if it does not fit.
+        """Restores `state`. If it does not fit, continues from exact weights without a residual.
 
         Collective.
         """
@@ -206,8 +207,8 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def padded_numel(parameter: Tensor) -> int:
-    """Elements that each rank's shard of `parameter` occupies in FSDP2's messages: the size of the
-    largest shard.
+    """Elements that each rank's shard of `parameter` occupies in FSDP2's messages. This is the size
+    of the largest shard.
     """
     return math.prod(largest_local_shape(parameter))
 
@@ -244,7 +245,7 @@ def resync_weights(model: nn.Module) -> None:
     step.
 
     All ranks call it. `load_checkpoint` and `load_state_dict` of the model, or of a module in it,
-    call it; a model without a shard wire does not need it.
+    call it themselves. A model without a shard wire does not need it.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
@@ -278,7 +279,7 @@ def shard_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restores the result of `shard_state`; continues from exact weights if it does not fit.
+    """Restores the result of `shard_state`. If it does not fit, continues from exact weights.
     Collective.
     """
     for unit in shard_units(model):
@@ -293,12 +294,12 @@ def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def mend_references(model: nn.Module) -> None:
-    """Compares the references of all nodes, and makes the next exchange exact for those that
+    """Compares the references of all nodes. Makes the next exchange exact for references that
     differ. Collective.
 
     The shards store the weights, so a reference damaged in memory or on the network costs only one
-    exact exchange; so does a write to weights on any rank. Counts as a change of the weights,
-    because callers may have completed rounds or repaired weights before.
+    exact exchange; so does a write to weights on any rank. The call counts as a change of the
+    weights, because callers may have completed rounds or repaired weights before.
 
     Sends 16 bytes per unit, which are not counted as sent.
     """

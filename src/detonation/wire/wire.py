@@ -58,13 +58,13 @@ def shard_wire(
     """Compresses the traffic of `shard` between nodes, for a model that does not fit into one node.
 
     Weights: each node keeps a reference copy of the gathered weights, split over its ranks. After a
-    step each rank sends the quantized difference between its shard and the reference once; every
+    step each rank sends the quantized difference between its shard and the reference once. Every
     rank adds the same differences to the reference, so gathered weights are bitwise equal on all
     ranks. A rounding error is part of the next difference and does not accumulate. Gathers without
     a step in between (backward, evaluation, further micro-batches) stay inside the node.
 
-    Gradients: summed inside the node without quantization, then quantized and sent to the node of
-    their owner. Each rank adds the rounding error to its next gradients (error feedback).
+    Gradients are summed inside the node without quantization, then quantized and sent to the node
+    of their owner. Each rank adds the rounding error to its next gradients (error feedback).
 
     Args:
         weights: "4bit" or "8bit" differences in blocks of 128 with a bf16 scale, or "fp32":

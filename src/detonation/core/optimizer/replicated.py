@@ -191,9 +191,7 @@ class Replicated(OptimizerWrapper):
         return loss
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        """The value of `closure`, or None while this replica is `idle`, without calling
-        `closure`.
-        """
+        """The value of `closure`; None, without a call, while this replica is `idle`."""
         if self.idle:
             return None
         return evaluated(closure)
@@ -477,9 +475,7 @@ class Replicated(OptimizerWrapper):
             replicator.refuse_overlap()
 
     def _begin_anew(self) -> None:
-        """Lets observers begin anew, because their records do not name the padding rows that
-        move.
-        """
+        """Makes observers begin anew: their records do not name the padding rows that move."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:

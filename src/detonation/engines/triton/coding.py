@@ -1,4 +1,4 @@
-"""Codecs for Triton kernels: which ones are supported, and their compile-time constants."""
+"""Codecs for Triton kernels: the supported codecs, and their compile-time constants."""
 
 from torch import Tensor
 
@@ -105,8 +105,8 @@ def coding_of(codec: Codec) -> Coding:
 
 
 def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Places:
-    """The byte layout of a message of `rows` rows for kernels; with `owners`, of the messages to
-    all owners of rows.
+    """The byte layout, for kernels, of a message of `rows` rows. With `owners`, the layout of the
+    messages to all owners of rows.
     """
     lengths = codec.precision.lengths(rows, codec.selection.k)
     if owners:

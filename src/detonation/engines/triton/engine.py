@@ -60,7 +60,7 @@ OwnerRows = tuple[int, int, int, int, int, int]
 class StatusInspector(SignalInspector):
     """Inspects a bucket in one launch, which writes one line of a table.
 
-    one: any status of the engine. Each line of the table has its length.
+    one: any status of the engine; each line of the table has the same length.
     """
 
     def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:
@@ -84,8 +84,8 @@ class StatusInspector(SignalInspector):
 
 
 class TritonEngine(ReferenceEngine):
-    """The operations of `ReferenceEngine`, one launch each. Plain torch is used for missing
-    kernels.
+    """The operations of `ReferenceEngine`, one launch each. Plain torch runs the operations that no
+    kernel supports.
 
     Args:
         of_owner: The owner of the rows; None for rows of a replica.
@@ -126,7 +126,7 @@ class TritonEngine(ReferenceEngine):
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
-        # the previous codec and its result: computing the hash of a codec is slow
+        # the last codec and its coder, because hashing a codec is slow
         self._coded: tuple[Codec | None, Any] = (None, None)
 
     def encode(

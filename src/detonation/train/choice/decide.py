@@ -155,7 +155,7 @@ def chosen_config(
 ) -> tuple[Config, Chosen | None]:
     """The configuration of the run, and the choice of its scheme if it is made now. Collective.
 
-    begun: directory of a run that has begun, and keeps the scheme stored there.
+    begun: directory of a run that has begun. Such a run keeps the scheme stored in its directory.
     """
     if begun is not None:
         before = again(asked, begun, everyone)

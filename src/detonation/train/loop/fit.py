@@ -321,8 +321,9 @@ class _Agreement:
 
     @property
     def precedes_backward(self) -> bool:
-        """True if ranks must agree before backward: it changes the memory of a shard wire, an
-        elastic run learns of lost replicas from the agreement, and `adapt` measures its latency.
+        """True if ranks must agree before backward. Reasons: backward changes the memory of a shard
+        wire, an elastic run learns of lost replicas from the agreement, or `adapt` measures its
+        latency.
         """
         session = self.session
         is_elastic = isinstance(session.world, ElasticRanks)
