@@ -91,6 +91,8 @@ class ShardFollower:
             self.moment = moment_after(event, self.moment)
         if events and self.optimizer is not None:
             show_agreed(self.optimizer)
+            # gradients hold the last update, to which the backward of a newcomer would add
+            self.optimizer.zero_grad()
 
     @torch.no_grad()
     def _load(self, joined: Joined) -> None:
