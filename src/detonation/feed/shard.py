@@ -74,9 +74,9 @@ class ShardFollower:
 
     @property
     def complete(self) -> bool:
-        """True unless messages of earlier steps are missing."""
-        delayed = self.optimizer is not None and self.optimizer.levels[0][1].round.delay > 0
-        return self.moment is not None and (not delayed or self.moment[2] > 0)
+        """True unless a round may be open or messages of earlier steps are missing."""
+        opens = self.optimizer is not None and self.optimizer.levels[0][1].round.stays_open
+        return self.moment is not None and (not opens or self.moment[2] > 0)
 
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
         """Loads copies of the state and repeats steps.
