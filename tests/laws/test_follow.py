@@ -213,6 +213,31 @@ def gathered(value):
     return values
 
 
+def follower_that_is_sharded(mesh):
+    """A rank of a sharded follower: whether it had the weights, and which gradients it held then."""
+    model = dt.shard(built(Plain), mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = dt.replicate(sgd, model, mesh["replicate"], dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    served = dt.shard(built(Plain), mesh)
+    addresses = ",".join(gathered(feed.address))
+    with dt.follow(served, addresses, token=TOKEN, wait=False) as follower:
+        while not all(gathered(feed.followers > 0)):
+            follower.update(wait_s=0.01)
+        advance(model, optimizer, mesh.get_rank(), range(STEPS))
+        follower.update(to=STEPS)
+        gradients = [name for name, p in served.named_parameters() if p.grad is not None]
+    feed.close()
+    parameters = zip(model.parameters(), served.parameters(), strict=True)
+    return all(torch.equal(p.to_local(), q.to_local()) for p, q in parameters), gradients
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_sharded_follower_holds_no_gradient_to_which_a_newcomer_would_add(shards):
+    assert worlds.run(follower_that_is_sharded, 1, shards) == [(True, [])] * shards
+
+
 def half_reached(mesh):
     """Follows two shards, of which one is never reached, to the end of training: the error, or None."""
     model = dt.shard(built(Plain), mesh)

@@ -50,6 +50,11 @@ class Round:
                 f"offset is {self.offset}, must be from 0 to below every ({self.every})"
             )
 
+    @property
+    def stays_open(self) -> bool:
+        """True if a step may leave the round open or its update in flight."""
+        return self.every > 1 or self.delay > 0
+
     def sends(self, step: int) -> bool:
         """True if a message is sent after `step`, counted from 0."""
         return step >= 0 and (step + 1 + self.delay - self.offset) % self.every == 0

@@ -203,7 +203,7 @@ def admitted(
                 f"the weights of step {entry.step} did not come",
                 lambda: entry.is_at(follower.step, follower.ahead),
             )
-            # with a delay, the other replicas receive all messages in flight before this one joins
+            # the other replicas end open rounds, and receive all messages in flight
             follow(
                 f"the others did not synchronize after step {entry.step}",
                 lambda: follower.complete,

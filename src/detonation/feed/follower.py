@@ -105,8 +105,8 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def complete(self) -> bool:
-        """True if no message of an earlier step is missing. With a delay, this holds after training
-        has synchronized.
+        """True if no round is open and no message of an earlier step is missing. With rounds of
+        several steps or a delay, this holds after training has synchronized.
         """
         return all(shard.complete for shard in self._shards)
 

@@ -76,9 +76,9 @@ class ShardFollower:
 
     @property
     def complete(self) -> bool:
-        """True unless messages of earlier steps are missing."""
-        delayed = self.optimizer is not None and self.optimizer.levels[0][1].round.delay > 0
-        return self.moment is not None and (not delayed or self.moment[2] > 0)
+        """True unless a round may be open or messages of earlier steps are missing."""
+        opens = self.optimizer is not None and self.optimizer.levels[0][1].round.stays_open
+        return self.moment is not None and (not opens or self.moment[2] > 0)
 
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
         """Loads copies of the state and repeats steps.
@@ -93,6 +93,8 @@ class ShardFollower:
             self.moment = moment_after(event, self.moment)
         if events and self.optimizer is not None:
             show_agreed(self.optimizer)
+            # gradients hold the last update, to which the backward of a newcomer would add
+            self.optimizer.zero_grad()
 
     @torch.no_grad()
     def _load(self, joined: Joined) -> None:

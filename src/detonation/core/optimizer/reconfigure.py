@@ -167,18 +167,17 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True if a new replica would lack messages in flight, or if a leaving replica has moved since
-    an open round began.
+    """True if a replica joins or leaves while a round may be open: its mean is over the replicas
+    that have moved in it, and a new replica would lack messages in flight.
     """
-    late = any(scheme.round.delay > 0 for _, scheme in levels)
-    opens = opens_rounds(levels)
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
-    return any((late and axis.expects(step)) or (opens and axis.leaving(step)) for axis in axes)
+    changes = any(axis.expects(step) or axis.leaving(step) for axis in axes)
+    return changes and opens_rounds(levels)
 
 
 def opens_rounds(levels: Sequence[Level]) -> bool:
     """True if a step may leave a round open or an update in flight."""
-    return any(scheme.round.delay > 0 or scheme.round.every > 1 for _, scheme in levels)
+    return any(scheme.round.stays_open for _, scheme in levels)
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
