@@ -34,9 +34,9 @@ def start(tmp_path):
     """Starts a command in a folder of its name; ends it with the test."""
     commands = []
 
-    def begin(name, *arguments, out="run"):
+    def begin(name, *arguments, out="run", **env):
         given = [*arguments, "--out", tmp_path / out] if arguments[0] == "train" else arguments
-        commands.append(Command(tmp_path / name, *given, env=TOKEN))
+        commands.append(Command(tmp_path / name, *given, env=TOKEN | env))
         return commands[-1]
 
     yield begin
@@ -176,6 +176,7 @@ def _speaks_http(connection):
 @pytest.mark.parametrize("answer", [_closes, _is_silent, _speaks_http])
 def test_a_program_that_is_no_store_is_told_from_one(tmp_path, start, monkeypatch, answer):
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_RENDEZVOUS_TIMEOUT_S", 0.7)
     recipe = write_recipe(tmp_path / "tiny.toml")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -186,15 +187,23 @@ def test_a_program_that_is_no_store_is_told_from_one(tmp_path, start, monkeypatc
 
         threading.Thread(target=serve, daemon=True).start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
+        host, number = address.split(":")
+        rank = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        rank |= {"MASTER_ADDR": host, "MASTER_PORT": number}
         way = ("--elastic", "--meet", address, "--replicas", 2, "--replica", 0)
-        commands = [
-            start("meet", "train", recipe, *way),
-            start("join", "train", recipe, "--join", address),
-        ]
-        said = f"error: the program that listens at {address} is no store: give the address of "
-        for command in commands:
-            assert command.wait() == 2
-            assert command.errors == f"{said}detonation meet\n"
+        why = "the program that listens there is no store"
+        met = f"error: there is no store at {address} ({why}): start detonation meet, and give its"
+        launched = (
+            f"error: rank 1 of 2 has not met the others at {address} in 1 s ({why}): start all, "
+        )
+        for command, code, said in (
+            (start("meet", "train", recipe, *way), 2, met),
+            (start("join", "train", recipe, "--join", address), 2, met),
+            (start("launched", "train", recipe, **rank), 1, launched),
+        ):
+            assert command.wait() == code
+            (line,) = command.errors.splitlines(keepends=True)
+            assert line.startswith(said)
 
 
 def test_a_host_without_a_name_is_refused_at_once(tmp_path, start):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from detonation.checkpoint.shard_saver import NotSaved
-from detonation.cluster.processes import descriptors
+from detonation.cluster.processes import descriptors, rendezvous
 from detonation.report.read import read_begun, read_run, records
 from detonation.train.output import directory, metrics
 from detonation.train.output.directory import RunDirectory, Unwritable, remedy_of
@@ -157,3 +157,18 @@ def test_a_rank_may_open_as_many_files_as_the_system_lets_it(monkeypatch):
     lacking = r"may open 256 files here, a rank needs at least 259 among 66 ranks: .* -n 4144"
     with pytest.raises(ValueError, match=lacking):
         limited(monkeypatch, 256, 256, ranks=66)
+
+
+def test_ranks_that_other_machines_reach_are_told_of_a_low_limit(monkeypatch):
+    """gloo keeps the descriptor of each connection, also of a port scan, and aborts without one."""
+
+    def line(soft):
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+        return rendezvous.describe_ways(["wg0 (10.10.0.1)"], "10.10.0.1:29500")
+
+    enough = "listening on wg0 (10.10.0.1), towards 10.10.0.1:29500"
+    assert {line(4096), line(1 << 20), line(-1)} == {enough}
+    assert line(1024) == (
+        f"{enough}; a port scan may end the run, because a process may open 1024 files here: raise"
+        " the hard limit (ulimit -Hn) to 4096"
+    )

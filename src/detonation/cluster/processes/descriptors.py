@@ -9,6 +9,7 @@ OPEN_PER_RANK = 3
 """Number of open files needed per other rank: connections of the default group, of saving and of
 the axis.
 """
+_SAFE_OPEN = 4096
 _MOST_OPEN = 1 << 20
 """Higher limits are useless, and slow down programs that visit each number up to the limit."""
 
@@ -37,3 +38,16 @@ def allow_open_files(ranks: int = 1) -> None:
             f"a process may open {soft} files here, a rank needs at least {least}{among}: raise the"
             f" limit with ulimit -n {least * 16}"
         )
+
+
+def few_open_files() -> str:
+    """A warning, to be appended to a line, if a few connections of strangers to gloo's ports end
+    this process; "" if it may open enough files.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _SAFE_OPEN:
+        return (
+            f"; a port scan may end the run, because a process may open {soft} files here: raise"
+            f" the hard limit (ulimit -Hn) to {_SAFE_OPEN}"
+        )
+    return ""

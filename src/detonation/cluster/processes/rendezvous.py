@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -31,10 +32,11 @@ from detonation.cluster.interface import (
     way_towards,
 )
 from detonation.cluster.position import LaunchPosition, joined_address, require_known_host
+from detonation.cluster.processes.descriptors import few_open_files
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.waiting import Awaited, in_thread, says_meanwhile
 
-_T = TypeVar("_T")
+_S = TypeVar("_S", bound=Store)
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
@@ -92,10 +94,15 @@ def rendezvous_store(
     timeout = timedelta(seconds=timeout_s)
     try:
         if rank or _agent_hosts_store(os.environ):
-            host_of_store = describe_store_host(os.environ)
-            with says_meanwhile(f"rank {rank} of {world_size}", host_of_store):
-                connecting = rendezvous("env://", rank, world_size, timeout=timeout)
-                store: Store = _within(timeout_s, lambda: next(iter(connecting))[0])
+            store: Store = _connected(
+                address,
+                int(port),
+                lambda limit: next(iter(rendezvous("env://", rank, world_size, timeout=limit)))[0],
+                who=f"rank {rank} of {world_size}",
+                whom=describe_store_host(os.environ),
+                limit_s=timeout_s,
+                answer_s=timeout_s,  # a proxy accepts and closes before rank 0 listens
+            )
             if not _agent_hosts_store(os.environ):
                 _require_same_world(store, rank, world_size)
                 store.set(_key("came", rank), "")
@@ -121,9 +128,12 @@ def rendezvous_store(
         ) from error
     except (DistError, TimeoutError) as error:
         where = joined_address(address, port)
+        why = ""
+        if isinstance(error, _Unreached):
+            why = f" ({error})"
         raise RunError(
-            f"rank {rank} of {world_size} has not met the others at {where} in {timeout_s:.0f} s:"
-            " start all, with one MASTER_ADDR and MASTER_PORT, and open that port at rank 0"
+            f"rank {rank} of {world_size} has not met the others at {where} in {timeout_s:.0f} s"
+            f"{why}: start all, with one MASTER_ADDR and MASTER_PORT, and open that port at rank 0"
         ) from error
 
 
@@ -135,33 +145,65 @@ def reached_store(host: str, port: int, limit_s: float = _RENDEZVOUS_TIMEOUT_S) 
     """
     where = joined_address(host, port)
     require_known_host("the address of the store", where)
-    awaited = Awaited("this replica", limit_s)
+    try:
+        return _connected(
+            host,
+            port,
+            lambda limit: TCPStore(host, port, timeout=limit),
+            who="this replica",
+            whom=where,
+            limit_s=limit_s,
+            answer_s=_ANSWER_S,
+        )
+    except _Unreached as error:
+        raise ValueError(
+            f"there is no store at {where} ({error}): start detonation meet, and give its address"
+        ) from error
+
+
+class _Unreached(TimeoutError):
+    """No store answered; the text is the reason."""
+
+
+def _connected(
+    host: str,
+    port: int,
+    connect: Callable[[timedelta], _S],
+    *,
+    who: str,
+    whom: str,
+    limit_s: float,
+    answer_s: float,
+) -> _S:
+    """Waits until a program listens at `host` and `port`, then until `connect` returns its store.
+
+    `connect` gets a limit for torch, which does not end the wait for a program that accepts a
+    connection and is silent. It is longer than `limit_s`, because a process aborts if it ends while
+    torch raises in another thread.
+
+    Args:
+        who: The process that waits, and `whom` the one that it waits for, in the lines of the log.
+
+    Raises:
+        _Unreached: Nothing listens after `limit_s`, or the program that listens does not answer as
+            a store within `answer_s`.
+    """
+    awaited = Awaited(who, limit_s)
+    began = time.monotonic()
     while why := _cannot_connect(host, port):
         try:
-            awaited.wait(partial("{}: {}".format, where, why), _CONNECT_S / 10)
+            awaited.wait(partial("{}: {}".format, whom, why), _CONNECT_S / 10)
         except TimeoutError as error:
-            raise ValueError(
-                f"there is no store at {where} ({why}): start detonation meet there"
-            ) from error
+            raise _Unreached(why) from error
+    answer_s = min(answer_s, limit_s - (time.monotonic() - began))
+    longer = timedelta(seconds=2 * limit_s)
     try:
-        with says_meanwhile("this replica", f"an answer from {where}"):
-            answer_s = min(limit_s, _ANSWER_S)
-            timeout = timedelta(seconds=answer_s)
-            store = _within(answer_s, lambda: TCPStore(host, port, timeout=timeout))
+        with says_meanwhile(who, f"an answer from {whom}"):
+            store = in_thread(partial(connect, longer), "connecting").result(max(answer_s, 0))
     except (DistError, TimeoutError) as error:
-        raise ValueError(
-            f"the program that listens at {where} is no store: give the address of detonation meet"
-        ) from error
+        raise _Unreached("the program that listens there is no store") from error
     store.set_timeout(timedelta(seconds=limit_s))
     return store
-
-
-def _within(limit_s: float, connect: Callable[[], _T]) -> _T:
-    """Calls `connect` in another thread. Raises `TimeoutError` after `limit_s`.
-
-    torch's own limit does not end the wait for a program that accepts a connection and is silent.
-    """
-    return in_thread(connect, "connecting").result(limit_s)
 
 
 def _cannot_connect(host: str, port: int) -> str:
@@ -365,7 +407,8 @@ def wait_until_read(store: Store, rank: int, world_size: int) -> None:
 def describe_ways(ways: Sequence[str], store: str) -> str:
     """Describes in one line the addresses on which the ranks of several machines listen."""
     machines = dict.fromkeys(way or "an interface of gloo's choice" for way in ways)
-    return f"listening on {first_names(machines, _MOST_WAYS)}, towards {store}"
+    where = first_names(machines, _MOST_WAYS)
+    return f"listening on {where}, towards {store}{few_open_files()}"
 
 
 def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
