@@ -318,7 +318,7 @@ PROPERTIES = (
 
 def main():
     steps = 4
-    most = 1_000_000
+    most = 200_000
     if len(sys.argv) > 1:
         steps = int(sys.argv[1])
     if len(sys.argv) > 2:
