@@ -9,9 +9,6 @@ ONE = program_of(1, "a")
 SMALL = {
     "one is killed": Case(ONE, ("kill",), users="a"),
     "one is killed, of two steps": Case(program_of(2, "a"), ("kill",), users="a"),
-    "one is killed after all went back": Case(
-        (("step", "a"), ("back", 0), ("step", "a")), ("kill",), users="a"
-    ),
     "a departure": Case(ONE, ("departure",), users="a"),
     "the store is lost": Case(ONE, ("store lost",), users="a"),
 }
