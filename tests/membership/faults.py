@@ -3,8 +3,8 @@
 Nobody sees a kill, a request to leave or a guest's wish to join before a certain move: that of a
 rank that notices the kill or misses the report of the killed one, the report of the replica that
 leaves, the answer to the guest. All that others do between the fault and that move they can do
-before the fault as well, with the same result: a killed rank is one that does nothing any more. So a
-search needs the fault only directly before such a move.
+before the fault as well, with the same result: a killed rank is one that does nothing any more.
+So a search needs the fault only directly before such a move.
 """
 
 from itertools import combinations

@@ -4,9 +4,10 @@
 
 prints states, seconds and what was found, for each set of faults; with a file of JSON lines, a
 search that was ended goes on: `benchmarks/results/2026-11-29-membership.jsonl` is such a file.
-`docs/membership.md` describes the protocol. Three replicas of one rank train with two optimizers on one axis, and up to two faults
-happen at any moment. The decisions are those of `detonation.cluster.survive`, called on states of
-the model (`states`, `moves`); the model itself only says in which order things may happen.
+`docs/membership.md` describes the protocol. Three replicas of one rank train with two optimizers on
+one axis, and up to two faults happen at any moment. The decisions are those of
+`detonation.cluster.survive`, called on states of the model (`states`, `moves`); the model itself
+only says in which order things may happen.
 """
 
 import sys
