@@ -1,13 +1,22 @@
 """Moves of a replica that joins, and of those that let it in."""
 
-import json
-
 from moves import expects, run_on
-from states import FIRST, GONE, Broken, agreed, dead, departures, present, rank_with, turns_of
+from states import (
+    ALL,
+    FIRST,
+    GONE,
+    Broken,
+    Report,
+    agreed,
+    dead,
+    departures,
+    present,
+    rank_with,
+    turns_of,
+)
 
-from detonation.cluster.survive.agreement import GuestEntry, RankReport
+from detonation.cluster.survive.agreement import GuestEntry
 
-ALL = 2**62
 NO_DOOR = 99
 
 
@@ -86,15 +95,13 @@ def comes_in(case, world, guest):
             return [joins(case, world, guest, agreement, at)]
         if agreement.awaited == guest.number:
             return [("the guest ends: the others did not wait", rank_with(world, dead(guest)))]
-    key = (latest + 1, guest.number)
-    if key in dict(world.reports):
+    if guest.number in dict(world.reports):
         return []
     # Whether a group was formed in time matters only if it was on all ranks: so only the guest's
     # report differs.
     found = []
-    for ahead in ([], members_ahead(world)):
-        report = RankReport(ALL, [], {}, entry.step, guest.number, ahead=ahead)
-        mine = (key, json.dumps(vars(report)))
+    for ahead in ((), members_ahead(world)):
+        mine = (guest.number, Report(ALL, guest=guest.number, ahead=ahead, step=entry.step))
         text = f"the guest reports for epoch {latest + 1}, with a group of {ahead}"
         after = world._replace(reports=tuple(sorted((*world.reports, mine))))
         found.append((text, after))
@@ -103,9 +110,8 @@ def comes_in(case, world, guest):
 
 def members_ahead(world):
     """Of the group that the guest forms before its step: of those that agreed on its coming."""
-    admitted = [agreed(world, epoch) for epoch in range(1, len(world.records))]
-    members = next(each.members for each in admitted if each.guest == FIRST)
-    return [*members, FIRST]
+    members = next(each.members for each in world.records if each and each.guest == FIRST)
+    return (*members, FIRST)
 
 
 def joins(case, world, guest, agreement, at):

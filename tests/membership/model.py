@@ -1,26 +1,31 @@
 """The protocol of membership as a model, of which a search tries every order of events.
 
-    .venv/bin/python tests/membership/model.py
+    .venv/bin/python tests/membership/model.py [STEPS] [STATES] [FILE]
 
-prints states, seconds and what was found, for each set of faults. `docs/membership.md` describes
-the protocol. Three replicas of one rank train with two optimizers on one axis, and up to two faults
-happen at any moment. The decisions are those of `detonation.cluster.survive`, called on states of
-the model (`states`, `moves`); the model itself only says in which order things may happen.
+prints states, seconds and what was found, for each set of faults; with a file of JSON lines, a
+search that was ended goes on: `benchmarks/results/2026-11-29-membership.jsonl` is such a file.
+`docs/membership.md` describes the protocol. Three replicas of one rank train with two optimizers on
+one axis, and up to two faults happen at any moment. The decisions are those of
+`detonation.cluster.survive`, called on states of the model (`states`, `moves`); the model itself
+only says in which order things may happen.
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, combinations_with_replacement
 
+from canonical import canonical
+from faults import asking, at_any_moment, where_they_show, without
 from guests import awaits_guest, guest_moves, offers
 from moves import adopts, arrived, can_end, enters, makes, run_on, starts, uses
-from recovery import called, forms, reads, recovery_moves
-from search import explored
+from recovery import called, forms, proposes, reads, recovery_moves
+from search import Results, explored
 from states import FIRST, GONE, Broken, Histories, Rank, User, World, dead, rank_with
 
 from detonation.cluster.survive import groups
 
 ANY_TIME = ("kill", "departure", "join", "store lost")
+ONWARD = 8
 IN_PROGRAM = ("return", "second optimizer", "changed parameters")
 
 
@@ -37,6 +42,7 @@ class Case:
     parts: int = 1
     users: str = "ab"
     least: int = 1
+    plain: bool = False
     histories: Histories = field(default_factory=Histories, compare=False)
 
 
@@ -63,7 +69,9 @@ def program_of(steps, users="ab", events=()):
 def first_world(case):
     everyone = tuple(range(FIRST))
     users = tuple(User(slot, trains=slot, layout=everyone) for slot in case.users)
-    world = World((), faults=case.faults)
+    # Whenever the store is lost, all end: that is one more end of each state, and no way to another
+    faults_ = tuple(each for each in case.faults if case.plain or each != "store lost")
+    world = World((), faults=faults_)
     ranks = [
         Rank(number, users=users, layout=everyone, members=everyone) for number in range(FIRST)
     ]
@@ -75,29 +83,95 @@ def first_world(case):
 
 def successors(case, world):
     """Every next state, each with the event in words."""
+    if sure := sure_move(case, world):
+        return sure
+    moves = {}
+    for rank in world.ranks:
+        moves[rank.number] = []
+        if rank.state == "trains":
+            moves[rank.number] += main_moves(case, world, rank)
+        if rank.state in ("trains", "done"):
+            moves[rank.number] += recovery_moves(case, world, rank)
+        elif rank.number == FIRST:
+            moves[rank.number] += guest_moves(case, world, rank)
+    found = [move for each in moves.values() for move in each]
+    if case.plain:
+        return [*found, *at_any_moment(world)]
+    return [*found, *where_they_show(case, world, moves)]
+
+
+def sure_move(case, world):
+    """A move that can be made first, as it is of use whatever the others do; none if there is no
+    such move."""
     for rank in world.ranks:
         # A record never changes, and to read it alters what this rank alone knows. Whoever dies
         # before it reads can do no more to the others than whoever dies after. So do this first.
-        if rank.busy == "reported" and rank.epoch + 1 < len(world.records):
+        if rank.busy == "reported" and rank.epoch + 1 < len(world.records) and not making(rank):
             return [reads(case, world, rank)]
         # Where nobody can be lost, a group forms, and nobody but its rank sees when.
         if rank.busy == "forms" and can_lose_nobody(world, rank):
             return forms(case, world, rank)[:1]
+    # All have told all, and no guest can come between: there is one record, whoever is lost now.
+    guest = world.ranks[FIRST]
+    comes = guest.state in ("asks", "ready", "arrived") and not world.admitted
+    if not case.plain and not comes and not any(making(rank) for rank in world.ranks):
+        told = dict(world.reports)
+        for rank in world.ranks:
+            if rank.busy == "reported" and all(
+                each in told and told[each].guest < 0 for each in rank.members
+            ):
+                return proposes(case, world, rank)
+    if not case.plain and (following := before_leaving(case, world)):
+        return following
     if is_quiet(world):
         # Nobody will agree again: ranks only exchange, and each result is the same in every order.
         for rank in world.ranks:
             if rank.state == "trains" and (following := main_moves(case, world, rank)):
                 return following
-    found = []
-    for rank in world.ranks:
-        if rank.state == "trains":
-            found += main_moves(case, world, rank)
-            found += recovery_moves(case, world, rank)
-        elif rank.state == "done":
-            found += recovery_moves(case, world, rank)
-        elif rank.number == FIRST:
-            found += guest_moves(case, world, rank)
-    return [*found, *faults(case, world)]
+    return []
+
+
+def making(rank):
+    """True if the program makes an optimizer next, which it may while the rank recovers."""
+    return bool(rank.queue) and rank.queue[0][0] == "make"
+
+
+def before_leaving(case, world):
+    """A move that comes before any replica has left, in each order.
+
+    No fault is left, and nobody is called before a replica leaves. Each that leaves waits for a
+    message of the rank that moves, or is that rank. So the move comes first, and no other move
+    alters it, or is altered by it.
+    """
+    if world.faults:
+        return []
+    here = [rank for rank in world.ranks if rank.state in ("trains", "done")]
+    guest = world.ranks[FIRST]
+    leavers = {each[0] for rank in here for each in rank.departing}
+    if not leavers or guest.state in ("asks", "ready", "arrived"):
+        return []
+    if any(not rank.settled or rank.guest or called(world, rank) for rank in here):
+        return []
+    waits = [rank for rank in here if rank.number in leavers]
+    for rank in here:
+        leaves = rank.number in leavers and rank.queue and rank.queue[0][0] == "part"
+        if rank.state != "trains" or leaves:
+            continue
+        if not all(other is rank or waits_for(other, rank) for other in waits):
+            continue
+        if following := main_moves(case, world, rank):
+            return following
+    return []
+
+
+def waits_for(rank, other):
+    """True if `rank` cannot go on before `other` has sent its message."""
+    if rank.state != "trains" or rank.queue[0][0] != "wait":
+        return False
+    message = next(each for each in rank.kept if each.number == rank.untaken[0])
+    if message.finished or other.number not in message.members or other.epoch != rank.epoch:
+        return False
+    return len(other.sent) <= [each[0] for each in rank.sent].index(message.number)
 
 
 def can_lose_nobody(world, rank):
@@ -142,7 +216,7 @@ def main_moves(case, world, rank):
         text = f"{who} sends {rest[0]} of optimizer {rest[1]} (number {rank.started + 1})"
         return [(text, run_on(case, world, starts(rank, *rest)))]
     if name == "wait":
-        return takes(case, world, rank)
+        return takes(case, world, rank) + takes_with_guest(case, world, rank)
     if name == "guest" and "join" in case.faults:
         return awaits_guest(case, world, rank, *rest)
     if name == "guest":  # there is none, ever
@@ -166,6 +240,14 @@ def takes(case, world, rank):
     after = offers(case, after, after.ranks[rank.number])
     require_one_history(case, after, rank.number)
     return [(text, after)]
+
+
+def takes_with_guest(case, world, rank):
+    """A guest asks, and this rank is the first that sees it."""
+    if case.plain or "join" not in world.faults or world.ranks[FIRST].state != "out":
+        return []
+    moves = takes(case, asking(without(world, "join")), rank)
+    return [(f"a guest asks; {event}", after) for event, after in moves if after.door >= 0]
 
 
 def require_one_history(case, world, number):
@@ -194,34 +276,6 @@ def parts_with(case, world, rank, user, leave):
     return [(text, run_on(case, world, rank._replace(queue=rank.queue[1:])))]
 
 
-def faults(case, world):
-    found = []
-    for fault in sorted({*world.faults}):
-        left = [*world.faults]
-        left.remove(fault)
-        after = world._replace(faults=tuple(left))
-        if fault == "store lost":
-            found.append(("the store is lost: all end", all_end(after)))
-        if fault == "join":
-            guest = after.ranks[FIRST]._replace(state="asks")
-            found.append(("a guest asks to join", rank_with(after, guest)))
-        for rank in after.ranks:
-            trains = rank.state == "trains"
-            if fault == "kill" and rank.state not in ("out", *GONE):
-                killed = rank_with(after, dead(rank))
-                found.append((f"replica {rank.number} is killed", killed))
-            if fault == "departure" and trains and not rank.let_in:
-                asked = rank_with(after, rank._replace(leaves=True))
-                found.append((f"replica {rank.number} is asked to leave", asked))
-    return found
-
-
-def all_end(world):
-    """Each rank ends by its own clock, and takes no result of another after the loss."""
-    ranks = [dead(rank) if rank.state not in GONE else rank for rank in world.ranks]
-    return world._replace(ranks=tuple(ranks), store=False)
-
-
 def is_over(world):
     """True if all are gone, or have come to their end and have nothing to agree on."""
     return all(
@@ -230,9 +284,25 @@ def is_over(world):
     )
 
 
+def onward(case, event, world):
+    """The state after some sure moves: only states in which there is a choice have to be known.
+
+    Not after all of them: where many orders have led to the same state, they are made once.
+    """
+    events = [event]
+    for _ in range(ONWARD):
+        moves = sure_move(case, world)
+        if len(moves) != 1:
+            break
+        text, world = moves[0]
+        events.append(text)
+    return "; ".join(events), canonical(case, world)
+
+
 def search(case, most=10_000_000, deep=False):
     """As `explored`, for a case of this model."""
-    return explored(case, first_world(case), successors, is_over, most, deep)
+    same = None if case.plain else onward
+    return explored(case, first_world(case), successors, is_over, most, deep, same)
 
 
 PROPERTIES = (
@@ -249,55 +319,57 @@ PROPERTIES = (
 
 def main():
     steps = 4
-    most = 1_000_000
+    most = 200_000
     if len(sys.argv) > 1:
         steps = int(sys.argv[1])
     if len(sys.argv) > 2:
         most = int(sys.argv[2])
-    results = []
-    for faults_ in sets_of_faults(steps):
-        results.append(searched(faults_, steps, most))
-    broken = sum(bool(each.broken) for each, _ in results)
-    whole = [least for _, least in results]
+    results = Results(search, sys.argv[3:], most)
+    found = [searched(faults_, steps, results) for faults_ in sets_of_faults(steps)]
+    broken = sum(any(each["broken"] for each in lines) for lines, _ in found)
+    whole = [least for _, least in found]
     print("\n".join(PROPERTIES))
     print(
-        f"{len(results)} sets of faults: {broken} break a property;"
-        f" {sum(each.states for each, _ in results):,} states,"
-        f" {sum(each.seconds for each, _ in results):,.0f} s"
+        f"{len(found)} sets of faults: {broken} break a property;"
+        f" {sum(each['states'] for each in results.lines.values()):,} states,"
+        f" {sum(each['seconds'] for each in results.lines.values()):,.0f} s"
     )
     for count in range(steps, -1, -1):
         print(f"  whole for {count} steps: {whole.count(count)} sets")
     sys.exit(broken > 0)
 
 
-def searched(faults_, steps, most):
+def searched(faults_, steps, results):
     """Searches programs of more and more steps, while all states can be visited.
 
-    Returns what the last search found, with the states and seconds of all, and the number of steps
-    of the longest program that was searched whole.
+    Returns what was found, and the number of steps of the longest program that was searched whole.
+    A store that may be lost adds one more end to each state, so the search is the one without it.
     """
     timed, happens = faults_
+    timed = tuple(each for each in timed if each != "store lost")
     name = ", ".join([*timed, *[f"{event} before step {at}" for at, event in happens]])
-    states = 0
-    seconds = 0.0
+    lines = []
     whole = 0
     for count in range(1 + max([0, *[at for at, _ in happens]]), steps + 1):
-        found = search(case_of(count, timed, happens), most)
-        states += found.states
-        seconds += found.seconds
-        print(f"{name or 'no fault':60} {count} steps {found}", flush=True)
-        if found.broken or not found.whole:
+        line = results.of(name or "no fault", case_of(count, timed, happens), count)
+        lines.append(line)
+        if line["broken"] or not line["whole"]:
             break
         whole = count
-    return replace(found, states=states, seconds=seconds), whole
+    return lines, whole
 
 
 def sets_of_faults(steps):
-    """All sets of up to two faults, as those at any time, and (step, event of the program)."""
+    """All sets of up to two faults, as those at any time, and (step, event of the program).
+
+    The model has one guest, so there are no two joins.
+    """
     kinds = (*ANY_TIME, *IN_PROGRAM)
     for faults_ in chain([()], [(k,) for k in kinds], combinations_with_replacement(kinds, 2)):
         timed = tuple(each for each in faults_ if each in ANY_TIME)
         events = [each for each in faults_ if each in IN_PROGRAM]
+        if timed.count("join") > 1:
+            continue
         for moments in combinations_with_replacement(range(1, steps), len(events)):
             yield timed, tuple(zip(moments, events, strict=True))
 

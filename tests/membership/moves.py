@@ -5,7 +5,6 @@ The queue of a rank holds what its main thread does next. A move takes the first
 """
 
 from states import (
-    FIRST,
     Broken,
     Message,
     User,
@@ -190,10 +189,12 @@ def begins(world, rank, user):
 def require_prompt(world, rank, user):
     """What all agreed before any rank had come to this operation holds in it."""
     layout = {*rank.users[user].layout}
-    for epoch in range(1, rank.epoch + 1):
-        begun, entered = world.reach[epoch]
+    for epoch, record in enumerate(world.records[: rank.epoch + 1]):
+        if record is None:
+            continue
+        begun, entered = record.reach
         agreement = agreed(world, epoch)
-        absent = sorted(layout & removed(world, epoch))
+        absent = sorted(layout.intersection(record.removed))
         if begun <= rank.at and absent:
             raise Broken(
                 f"replica {rank.number} begins {operation(rank.at)} with replica {absent[0]}, which"
@@ -205,14 +206,6 @@ def require_prompt(world, rank, user):
                 f"replica {rank.number} begins {operation(rank.at)} with replica {asked[0]}, which"
                 " had to leave before"
             )
-
-
-def removed(world, epoch):
-    """Replicas that are no members any more from `epoch` on."""
-    before = {*range(FIRST)}
-    if epoch > 1:
-        before = {*agreed(world, epoch - 1).members}
-    return before - {*agreed(world, epoch).members}
 
 
 def operation(at):

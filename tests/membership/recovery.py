@@ -1,6 +1,5 @@
 """Moves of a rank's recovery, as `Membership` and `SurvivingCommunicator` make them."""
 
-import json
 from itertools import chain, combinations, product
 
 from moves import can_end, concluded, exchange, launched, work_of
@@ -8,6 +7,8 @@ from states import (
     FIRST,
     GONE,
     Broken,
+    Record,
+    Report,
     User,
     agreed,
     agreements,
@@ -16,6 +17,7 @@ from states import (
     present,
     rank_with,
     report_of,
+    told,
     turns_of,
     user_with,
 )
@@ -23,13 +25,15 @@ from states import (
 from detonation.cluster.survive import agreement as records
 from detonation.cluster.survive import groups
 from detonation.cluster.survive import turns as decisions
-from detonation.cluster.survive.agreement import RankReport, turn_of
+from detonation.cluster.survive.agreement import turn_of
 
 
 def recovery_moves(case, world, rank):
     if not rank.busy:
         why = called(world, rank)
         return notices(world, rank, why) if why else []
+    if rank.busy == "reported" and rank.epoch + 1 < len(world.records):
+        return [reads(case, world, rank)]
     if rank.busy == "reported":
         return proposes(case, world, rank)
     if rank.busy == "forms":
@@ -84,14 +88,15 @@ def subsets(items):
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
 
 
-def reported(world, rank, text=""):
+def reported(world, rank, report=None):
     kept = tuple(each._replace(flying=False) for each in rank.kept)
     if not rank.busy:
         rank = rank._replace(before=rank.members, agreed=())
     rank = rank._replace(kept=kept, held=tuple(present(rank)), busy="reported")
-    key = (rank.epoch + 1, rank.number)
-    mine = (key, text or report_of(rank))
-    reports = tuple(each for each in world.reports if each[0] != key)
+    if rank.epoch + 1 != len(world.records):
+        raise Broken(f"replica {rank.number} reports to epoch {rank.epoch + 1}, which is over")
+    mine = (rank.number, report or report_of(rank))
+    reports = tuple(each for each in world.reports if each[0] != rank.number)
     world = world._replace(
         reports=tuple(sorted((*reports, mine))), called=max(world.called, rank.epoch + 1)
     )
@@ -101,29 +106,35 @@ def reported(world, rank, text=""):
 def proposes(case, world, rank):
     """As `_propose_if_all_came`; several outcomes, as a guest may be late or not noted."""
     epoch = rank.epoch + 1
-    told = {number: json.loads(text) for (at, number), text in world.reports if at == epoch}
-    missing = [member for member in rank.members if member not in told]
+    if epoch < len(world.records):
+        return []
+    mine = dict(world.reports)
+    missing = [member for member in rank.members if member not in mine]
     if any(world.ranks[member].state not in GONE for member in missing):
         return []
-    members = [member for member in rank.members if member in told]
+    members = [member for member in rank.members if member in mine]
     awaited = rank.awaits
     late = [{awaited}]
-    if awaited >= 0 and awaited not in told:
+    if awaited >= 0 and awaited not in mine:
         late = [set()]  # lost, or too late
     found = []
     for guests in late:
-        reports = {member: told[member] for member in members}
+        reports = {member: told(mine[member]) for member in members}
         expected = records.expected_by_all(guests, reports)
-        reports |= {guest: told[guest] for guest in expected}
+        reports |= {guest: told(mine[guest]) for guest in expected}
         nexts = [-1]
         if world.ranks[FIRST].state == "ready" and not expected and not world.admitted:
             nexts = [-1, FIRST]
         for following in nexts:
             record = records.agreement_record([*members, *expected], 1, reports, following)
-            after = world._replace(
-                records=(*world.records, json.dumps(record)),
-                reach=(*world.reach, reach(world, members)),
+            kept = Record(
+                tuple(record["members"]),
+                record["guest"],
+                tuple((number, mine[number]) for number in record["reports"]),
+                reach(world, members),
+                tuple(each for each in rank.members if each not in record["members"]),
             )
+            after = world._replace(records=(*world.records, kept), reports=())
             text = f"replica {rank.number} proposes {record['members']}, epoch {epoch}"
             if following >= 0:
                 text += ", and a guest next"
@@ -172,10 +183,9 @@ def forms(case, world, rank):
         found.append((f"replica {rank.number} forms a group", formed(case, world, rank)))
     if any(each.state in GONE or moved_on(each, rank) for each in others):
         text = f"replica {rank.number} forms no group, and reports again"
-        mine = ""
+        mine = None
         if rank.let_in:
-            entry = world.entry[0]
-            mine = json.dumps(vars(RankReport(rank.floor, [], {}, entry.step)))
+            mine = Report(rank.floor, step=world.entry[0].step)
         found.append((text, reported(world, rank, mine)))
     return found
 

@@ -20,6 +20,8 @@ FIRST = 3
 """Number of replicas with which all begins; the next number is that of a guest."""
 GONE = ("dead", "left", "ended")
 """Of ranks that the others will miss: killed, left by request, over."""
+ALL = 2**62
+"""Number of a guest's report: it lacks no collective."""
 _PARAMETERS = {slot: torch.zeros(1) for slot in "ab"}
 
 
@@ -113,27 +115,56 @@ class Rank(NamedTuple):
         return not self.busy
 
 
+class Report(NamedTuple):
+    """A `RankReport`. absent: pairs of a number and those absent from it."""
+
+    floor: int = 0
+    beyond: tuple[int, ...] = ()
+    absent: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    guest: int = -1
+    users: tuple[int, ...] = ()
+    leaves: bool = False
+    entered: tuple[int, ...] = ()
+    departing: tuple[tuple, ...] = ()
+    coming: tuple[int, int] | None = None
+    alive: tuple[int, ...] = ()
+    ahead: tuple[int, ...] = ()
+    step: int = 0
+
+
+class Record(NamedTuple):
+    """An `Agreement`, and what the properties need of it.
+
+    reach: positions up to which ranks had begun, and entered, the program when they agreed.
+    removed: replicas that are no members any more.
+    """
+
+    members: tuple[int, ...]
+    guest: int
+    reports: tuple[tuple[int, Report], ...]
+    reach: tuple[int, int]
+    removed: tuple[int, ...]
+
+
 class World(NamedTuple):
     """All ranks, and the store.
 
-    reports: by epoch and rank. records: of the agreements, by epoch. reach: positions up to which
-    ranks had begun, and entered, the program when they agreed. called: the last epoch to which all
+    reports: of the next epoch, by rank. records: of the agreements, by epoch; None for those that
+    nobody needs. called: the last epoch to which all
     were called. door: optimizer that lets the guest in; -1 for none yet. entry: as
     told to the guest. faults: those that may still happen. visited: where the guest may find the
     state of training: step, turns ahead, and history.
     """
 
     ranks: tuple[Rank, ...]
-    reports: tuple[tuple[tuple[int, int], str], ...] = ()
-    records: tuple[str, ...] = ("",)
-    reach: tuple[tuple[int, int], ...] = ((0, 0),)
+    reports: tuple[tuple[int, Report], ...] = ()
+    records: tuple[Record | None, ...] = (None,)
     called: int = 0
     door: int = -1
     admitted: bool = False
     entry: tuple | None = None
     faults: tuple[str, ...] = ()
     visited: tuple[tuple[int, int, int], ...] = ()
-    store: bool = True
 
 
 class Broken(Exception):
@@ -161,6 +192,32 @@ class Histories:
         while self._of[other][1] > self._of[one][1]:
             other = self._of[other][0]
         return one == other
+
+    def begins(self, one, other):
+        """True if the sequence `other` begins with `one`."""
+        while self._of[other][1] > self._of[one][1]:
+            other = self._of[other][0]
+        return one == other
+
+    def from_common(self, chains):
+        """Each of `chains` without the results with which all of them begin."""
+        ends = {*chains}
+        while len(ends) > 1:
+            longest = max(ends, key=lambda each: self._of[each][1])
+            ends.remove(longest)
+            ends.add(self._of[longest][0])
+        common = ends.pop()
+        found = {}
+        for chain in chains:
+            results = []
+            end = chain
+            while end != common:
+                results.append(self._of[end][2])
+                end = self._of[end][0]
+            found[chain] = 0
+            for result in reversed(results):
+                found[chain] = self.after(found[chain], result)
+        return found
 
     def last(self, chain):
         return self._of[chain][2]
@@ -230,28 +287,49 @@ def frozen(departing):
 
 
 def report_of(rank):
-    """The report of a rank, as its text in the store."""
+    """The report of a rank."""
     done = [each for each in rank.kept if each.finished]
-    report = RankReport(
+    return Report(
         rank.floor,
-        [each.number for each in done if each.number > rank.floor],
-        {str(each.number): [*each.absent] for each in done},
-        0,
+        tuple(each.number for each in done if each.number > rank.floor),
+        tuple((each.number, each.absent) for each in done),
         rank.awaits,
-        [user.begun for user in rank.users],
+        tuple(user.begun for user in rank.users),
         rank.leaves,
-        [user.entered for user in rank.users],
-        told_departures(departures(rank)),
+        tuple(user.entered for user in rank.users),
+        rank.departing,
         rank.guest,
-        present(rank),
-        ahead=[*rank.ahead],
+        tuple(present(rank)),
+        rank.ahead,
     )
-    return json.dumps(vars(report))
 
 
 @cache
-def agreement_of(epoch: int, text: str) -> Agreement:
-    return parse_agreement(epoch, text.encode())
+def told(report):
+    """The fields of the product's report, as the store has them."""
+    mine = RankReport(
+        report.floor,
+        [*report.beyond],
+        {str(number): [*absent] for number, absent in report.absent},
+        report.step,
+        report.guest,
+        [*report.users],
+        report.leaves,
+        [*report.entered],
+        [(member, [*turns], [*gone]) for member, turns, gone in report.departing],
+        report.coming,
+        [*report.alive],
+        ahead=[*report.ahead],
+    )
+    return vars(mine)
+
+
+@cache
+def agreement_of(epoch: int, record: Record) -> Agreement:
+    """The record as a rank reads it from the store."""
+    reports = {number: told(report) for number, report in record.reports}
+    text = {"members": record.members, "guest": record.guest, "reports": reports}
+    return parse_agreement(epoch, json.dumps(text).encode())
 
 
 def agreed(world, epoch):
