@@ -152,17 +152,19 @@ def test_a_guest_without_answers_of_the_store_ends_too(cut):
 
 
 class Clocked:
-    """The watch of rank 0 of two, in exchange 5, on a clock of its own, without a thread."""
+    """The watch of rank 0, in exchange 5, on a clock of its own, without a thread."""
 
-    def __init__(self, monkeypatch, started=5):
+    def __init__(self, monkeypatch, started=5, replicas=2):
         self.now, self.answers = 1000.0, True
         monkeypatch.setattr(PROGRESS, "steps", 0)  # other tests took steps in this process
         store = HashStore()
-        store.set(axis_key("beat", 1), beat_of(1, 0.1, started, Standing(21, "inside")))
-        self.membership = Membership(store, 0, 2, 0, 1, 15.0, 1, print)
+        for rank in range(1, replicas):
+            store.set(axis_key("beat", rank), beat_of(1, 0.1, started, Standing(21, "inside")))
+        self.membership = Membership(store, 0, replicas, 0, 1, 15.0, 1, print)
         self.membership.stop()
-        self.membership._seen[1] = store.get(axis_key("beat", 1)), 0.0
-        self.membership.ports[1] = "10.0.0.2 4000"
+        for rank in range(1, replicas):
+            self.membership._seen[rank] = store.get(axis_key("beat", rank)), 0.0
+            self.membership.ports[rank] = f"10.0.0.{rank + 1} 4000"
         self.membership.waits_in = self.membership.started = 5
         self.membership.patience_s = 1800.0
         monkeypatch.setattr(partition.time, "monotonic", lambda: self.now)
@@ -214,6 +216,21 @@ def test_a_replica_that_does_not_answer_in_an_exchange_is_reported_after_the_bou
     clocked.pass_s(4)
     assert clocked.membership.apart == [1] and not clocked.watch.judges
     assert "rank 0 has had no answer of rank 1 at 10.0.0.2 4000 for 15 s" in caplog.text
+
+
+def test_all_that_are_silent_are_reported_also_those_that_became_so_after_the_first(monkeypatch):
+    """Rank 0 is cut off from both others, whose last answers came two seconds apart."""
+    clocked = Clocked(monkeypatch, replicas=3)
+    clocked.pass_s(32)
+    watch = clocked.watch
+    clocked.answers = None
+    watch._reached[2] += 2.0
+    while not clocked.membership.apart:
+        clocked.pass_s(1)
+    assert clocked.membership.apart == watch.silent() == [1]
+    assert watch.judges  # so no report is written yet
+    clocked.pass_s(2)
+    assert watch.silent() == [1, 2] and not watch.judges
 
 
 @pytest.mark.parametrize("pause", ["slow", "mended", "never answered"])

@@ -182,7 +182,9 @@ class Membership:
         self.call()
         while self._watch.judges:
             time.sleep(_POLL_S)
-        report = replace(report, apart=self.apart, late=self.late)
+        # a replica may have become silent after the first one, for which this rank called all
+        apart = sorted({*self.apart, *self._watch.silent()})
+        report = replace(report, apart=apart, late=self.late)
         self.store.set(self._key(f"report/{self.rank}"), json.dumps(asdict(report)))
         wanted = self._ranks(report.guest)
         began = time.monotonic()

@@ -69,9 +69,16 @@ class PartitionWatch:
         now = time.monotonic()
         if not self._waits[0] or now - self._since < WAIT_LINE_S:
             return False
-        silent = [now - self._last_answer(rank) for rank in self._peers() if rank in self._reached]
-        longest = max(silent, default=0.0)
-        return KNOCK_PATIENCE_S + 1 < longest < self._membership.silence_s
+        silences = self._silences(now).values()
+        return any(KNOCK_PATIENCE_S + 1 < each < self._membership.silence_s for each in silences)
+
+    def silent(self) -> list[int]:
+        """Replicas whose rank of this shard has not answered for the limit, while this rank
+        waits.
+        """
+        limit_s = self._membership.silence_s
+        silences = self._silences(time.monotonic())
+        return self._replicas(rank for rank, silence in silences.items() if silence >= limit_s)
 
     def ask_all(self) -> list[int]:
         """Replicas whose rank of this shard does not answer now. It asks all ranks that answered
@@ -136,11 +143,8 @@ class PartitionWatch:
     def _judge(self, now: float, waited: float) -> None:
         """Records unreachable and late replicas. The beating thread then makes all ranks agree."""
         membership = self._membership
-        silent = [
-            rank
-            for rank in self._peers()
-            if rank in self._reached and now - self._last_answer(rank) >= membership.silence_s
-        ]
+        silences = self._silences(now)
+        silent = [rank for rank, silence in silences.items() if silence >= membership.silence_s]
         if silent and not membership.apart:
             names = ", ".join(f"rank {rank} at {membership.ports[rank]}" for rank in silent)
             seconds = f"{membership.silence_s:g} s"
@@ -156,9 +160,16 @@ class PartitionWatch:
         end = "although all have come and answer: the network is too slow, or loses large packets"
         membership.fail(ReplicaLost(f"{self._line(waited)}; it ends, {end}"))
 
-    def _last_answer(self, rank: int) -> float:
-        """Time of the last answer of `rank`, or of the first question if that is later."""
-        return max(self._reached[rank], self._since + WAIT_LINE_S)
+    def _silences(self, now: float) -> dict[int, float]:
+        """Seconds since the last answer of each rank that has answered before, or since the first
+        question if that is later; below 0 before the first question.
+        """
+        asked = self._since + WAIT_LINE_S
+        found = {}
+        for rank in self._peers():
+            if rank in self._reached:
+                found[rank] = now - max(self._reached[rank], asked)
+        return found
 
     def _ask(self, now: float, every_s: float) -> None:
         """Asks the ranks that have not answered for `every_s` seconds, each in its own thread."""
