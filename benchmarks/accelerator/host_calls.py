@@ -53,9 +53,20 @@ def owner_of(code: CodeType) -> str:
     return next((OWNERS[part] for part in reversed(parts) if part in OWNERS), "standard library")
 
 
-def calls_of_a_step(tensors: int, shape: tuple[int, ...] = (640,)) -> list[tuple[int, CodeType]]:
-    """The Python calls of the fourth step, with their depths, in order."""
-    model = torch.nn.ParameterList([torch.zeros(shape, device="meta") for _ in range(tensors)])
+def calls_of_a_step(tensors: int) -> list[tuple[int, CodeType]]:
+    """The Python calls of the fourth step of a model of so many tensors; see `calls_of`."""
+    model = torch.nn.ParameterList([torch.zeros(640, device="meta") for _ in range(tensors)])
+    return calls_of(model, torch.zeros_like)
+
+
+def calls_of(
+    model: torch.nn.ParameterList, gradient: Callable[[torch.Tensor], torch.Tensor]
+) -> list[tuple[int, CodeType]]:
+    """The Python calls of the fourth step, with their depths, in order.
+
+    Args:
+        gradient: Makes the gradient of a parameter.
+    """
     base = dt.SignSGD(model.parameters(), lr=1e-3)
     scheme = dt.demo(precision="sign", error_feedback=False)
     optimizer = dt.replicate(base, model, launches.Recycling(2), scheme, kernels=True)
@@ -63,7 +74,7 @@ def calls_of_a_step(tensors: int, shape: tuple[int, ...] = (640,)) -> list[tuple
     with memory.accelerator():
         optimizer.build()
         for parameter in model:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = gradient(parameter)
         for _ in range(STEPS):
             optimizer.step()
         before = sys.getprofile()

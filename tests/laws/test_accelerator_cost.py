@@ -5,8 +5,11 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import torch
 from benchmarks.accelerator import host_calls, launches, memory
+from torch.distributed.tensor import DTensor, Shard
 
+import worlds
 from covering import some
 from detonation.core.engine import rows_at_once
 from detonation.core.exchange.two_stage import TwoStage
@@ -92,6 +95,26 @@ def test_more_tensors_cost_the_host_no_call_of_python(monkeypatch):
     owners = Counter(host_calls.owner_of(code) for _, code in many)
     assert owners["this library"] <= CALLS["this library"], owners
     assert len(many) <= CALLS["in all"], owners
+
+
+def calls_of_shards(mesh, tensors):
+    """The Python calls of a step of a model that is sharded as by FSDP2, which keeps the placement of a gradient."""
+
+    def shard(spec=None):
+        local = torch.zeros(640, device="meta")
+        if spec:
+            return DTensor(local, spec, requires_grad=False)
+        return DTensor.from_local(local, mesh["shard"], [Shard(0)], run_check=False)
+
+    model = torch.nn.ParameterList([shard() for _ in range(tensors)])
+    return len(host_calls.calls_of(model, lambda parameter: shard(parameter._spec)))
+
+
+def test_nor_do_more_shards(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    few, many = (worlds.run_alone(calls_of_shards, 1, 1, tensors)[0] for tensors in (1, 9))
+    assert few == many
 
 
 CASES = [(name, 8) for name in memory.CASES]
