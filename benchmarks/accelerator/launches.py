@@ -90,13 +90,19 @@ class Recycling(Mirror):
         self._buffers: dict[int, torch.Tensor] = {}
 
     def all_gather(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with no_watch():
-            arrived = self._buffers.setdefault(len(mine), mine.new_empty(self._replicas, len(mine)))
+        arrived = self._buffers.get(mine.numel())
+        if arrived is None:
+            with no_watch():
+                arrived = mine.new_empty(self._replicas, mine.numel())
+            self._buffers[mine.numel()] = arrived
         return lambda: arrived
 
     def all_to_all(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with no_watch():
-            arrived = self._buffers.setdefault(-len(mine), torch.empty_like(mine))
+        arrived = self._buffers.get(-mine.numel())
+        if arrived is None:
+            with no_watch():
+                arrived = torch.empty_like(mine)
+            self._buffers[-mine.numel()] = arrived
         return lambda: arrived.view(self._replicas, -1)
 
 

@@ -1,6 +1,7 @@
 """Hooks of the base optimizer run as torch calls them, and logs, followers and checkpoints have what they change."""
 
 import logging
+from contextlib import suppress
 
 import pytest
 import torch
@@ -184,3 +185,41 @@ def test_a_checkpoint_calls_hooks_or_refuses_them_by_name(tmp_path):
 def marks(_, state):
     """Changes a state dict."""
     return {**state, "mark": 1}
+
+
+def lone_step():
+    """An optimizer of one replica, with a gradient."""
+    weight = torch.nn.Parameter(torch.ones(64))
+    base = dt.SignSGD([weight], lr=0.1)
+    optimizer = dt.replicate(
+        base, torch.nn.ParameterList([weight]), LoopbackCommunicator(), dt.demo()
+    )
+    weight.grad = torch.ones(64)
+    return optimizer
+
+
+def test_a_profiler_sees_the_range_of_each_step():
+    optimizer = lone_step()
+    optimizer.step()
+    with torch.profiler.profile() as seen:
+        optimizer.step()
+    ranges = {each.key for each in seen.key_averages()}
+    assert {"Optimizer.step#Replicated.step", "Optimizer.step#SignSGD.step"} <= ranges
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_leaves_the_gradient_mode_as_it_was(fails):
+    optimizer = lone_step()
+    seen = []
+    optimizer.register_step_post_hook(lambda *given: seen.append(torch.is_grad_enabled()))
+
+    def closure():
+        assert torch.is_grad_enabled()
+        if fails:
+            raise ArithmeticError
+
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled), suppress(ArithmeticError):
+            optimizer.step(closure)
+        assert torch.is_grad_enabled()
+    assert seen == ([] if fails else [True, False])

@@ -101,11 +101,15 @@ class Runtime:
             products = _products()["cpu"]
         else:
             products = _products()["cuda"]
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if self._may_autocast and torch.is_autocast_enabled(kind):
             return _exactly(products, torch.autocast(kind, enabled=False))
         if products.fp32_precision in _FP32:
             return _AS_IT_IS
         return _exactly(products, _AS_IT_IS)
+
+    @cached_property
+    def _may_autocast(self) -> bool:
+        return torch.amp.is_autocast_available(self.device.type)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """The object under `key` that all kernels of this optimizer share; `make` creates it at the

@@ -5,6 +5,7 @@ error.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from detonation.core.link import Level, Link, links_of_shards
 from detonation.core.replicator import Replicator, Transfer
 from detonation.core.runtime import Readback, Runtime
 
+_FATAL = attrgetter("fatal")
 _log = logging.getLogger("detonation")
 
 
@@ -154,12 +156,15 @@ class StopConsensus:
 
         Collective.
         """
-        self._raise_asked()
-        fatal = self._gravest_here(step - 1)
-        if fatal is not None and self._asks:
-            self._asked = runtime.Readback(self._gravest_anywhere(fatal)), step - 1
-        elif fatal:
-            self._raise(fatal, step - 1)
+        if self._asked:
+            self._raise_asked()
+        if not self._arrived(step - 1):
+            return
+        if self._asks:
+            gravest = self._gravest_anywhere(self._gravest_known())
+            self._asked = runtime.Readback(gravest), step - 1
+        elif any(map(_FATAL, self.counts)):
+            self._raise(self._gravest_known(), step - 1)
 
     def end(self, step: int) -> None:
         """Raises on all ranks if any rank has a fault that is known without waiting for a device.
@@ -167,7 +172,7 @@ class StopConsensus:
         Collective.
         """
         arrived = not self.decides_on_device and self._arrived(step)
-        if arrived and (self._others or any(counts.fatal for counts in self.counts)):
+        if arrived and (self._others or any(map(_FATAL, self.counts))):
             self._settle(step)
         for gate in self.gates:
             gate.end(step)
@@ -218,9 +223,9 @@ class StopConsensus:
         """Replaces `end` of `step`, or `begin` of the next step, on a rank that announces a change
         of `name`.
         """
-        fatal = self._gravest_here(step)
-        if fatal is None:
+        if not self._arrived(step):
             return
+        fatal = self._gravest_known()
         if not fatal >> 4:
             fatal = self.counts[0].announcement(name) << 4 | self.counts[0].number
         for link in self._others:
@@ -320,9 +325,8 @@ class StopConsensus:
         return mended
 
     def _decide(self, step: int, until: float) -> None:
-        if self._asked:
-            self._raise_asked()
-        if self._gravest_here(until) is not None:
+        self._raise_asked()
+        if self._arrived(until):
             self._settle(step)
 
     def _settle(self, step: int) -> None:
@@ -332,14 +336,6 @@ class StopConsensus:
             fatal = int(self._gravest_anywhere(fatal))
         if fatal:
             self._raise(fatal, step)
-
-    def _gravest_here(self, until: float) -> int | None:
-        """The most serious reason in this rank's counts; None if no message was due up to step
-        `until`.
-        """
-        if not self._arrived(until):
-            return None
-        return self._gravest_known()
 
     def _arrived(self, until: float) -> bool:
         """True if a message was due since the last call, up to step `until`. All ranks get the same
@@ -373,10 +369,9 @@ class StopConsensus:
         """Raises the most serious error of an earlier step, if ranks have exchanged such an
         error.
         """
-        asked = self._asked
-        self._asked = None
-        if asked:
-            readback, step = asked
+        if self._asked:
+            readback, step = self._asked
+            self._asked = None
             (fatal,) = readback.read()
             self._raise(fatal, step)
 

@@ -5,10 +5,10 @@ message.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,6 +87,11 @@ class Codec:
         """The layout of the flat that this codec encodes, given the `shapes` of local shards by
         name."""
         return Layout.of(shapes, self.selection.chunk, self.basis.tile)
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What engines made for this codec once, by their own keys: hashing a codec costs more."""
+        return {}
 
     @cached_property
     def index_coding(self) -> IndexCoding:

@@ -24,6 +24,7 @@ SUM_PARTS = 128
 """Number of programs that add squares."""
 
 
+@lru_cache
 def most_summed(chunk: int) -> int:
     """Largest number of coefficients of a row, over all replicas, that are decoded as a weighted
     sum of basis vectors.

@@ -179,9 +179,9 @@ def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The local shard of each parameter."""
     found = []
     for parameter in parameters.values():
-        # inlined, because `local` would add a call per tensor and step
+        # inlined, because `local` or `to_local` would add a call per tensor and step
         if isinstance(parameter, DTensor):
-            parameter = parameter.to_local()
+            parameter = parameter._local_tensor
         found.append(parameter)
     return found
 
@@ -201,16 +201,18 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     addresses: set[int] = set()
     for name, parameter in parameters.items():
         gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            raise ValueError(
-                f"the gradient of {name} is sparse, which cannot be replicated: use sparse=False"
-            )
         if gradient is None:
             found.append(None)
             continue
+        if gradient.is_sparse:
+            raise ValueError(
+                f"the gradient of {name} is sparse, which cannot be replicated: use sparse=False"
+            )
         shard = gradient
         if isinstance(gradient, DTensor):
-            shard = _local_gradient(parameter, gradient)
+            if not isinstance(parameter, DTensor) or gradient._spec is not parameter._spec:
+                gradient = _resharded(parameter, gradient)
+            shard = gradient._local_tensor
         address = shard.data_ptr()  # the address is 0 for an empty tensor and on the meta device
         if address and (address in addresses or 0 in shard.stride()):
             shard = _separated(parameter)
@@ -219,12 +221,12 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     return found
 
 
-def _local_gradient(parameter: Tensor, gradient: DTensor) -> Tensor:
-    """The shard of `gradient`, resharded like `parameter`."""
+def _resharded(parameter: Tensor, gradient: DTensor) -> DTensor:
+    """`gradient`, resharded like `parameter`."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient
-    return gradient.to_local()
+    return gradient
 
 
 def gradient_stamps(parameters: Mapping[str, Tensor]) -> dict[str, GradientStamp]:

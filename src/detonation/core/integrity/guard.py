@@ -6,7 +6,7 @@ import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from zlib import crc32
 
 import torch
@@ -49,6 +49,8 @@ LOUDER = 1000.0
 FORGET = 0.9999
 """Decay of the reference norm per exchange while most messages are smaller."""
 
+_ROWS = attrgetter("rows")
+_REFUSED = itemgetter(-1)
 TOO_LARGE = f"has values that are not finite, or above {LIMIT:g}"
 TOO_LOUD = f"is more than {LOUDER:g} times as loud as most are, or were before"
 
@@ -282,7 +284,7 @@ class Guard(SumGuard):
                 if message.missing:
                     received = with_said(received, message.missing.says)
                 self._sent += 1
-            nbytes = sum(message.codec.lengths[sum(each.rows for each in runs)])
+            nbytes = sum(message.codec.lengths[sum(map(_ROWS, runs))])
             header = Header(
                 self._schema, message.step, self._place | phase, self._replica, status, received
             )
@@ -400,7 +402,7 @@ class Guard(SumGuard):
     ) -> bool:
         """Counts the faults in the table of `decide_usable`. Returns True if no message is
         refused."""
-        fine = not any(row[-1] for row in rows)
+        fine = not any(map(_REFUSED, rows))
         step = expected.header.step
         faults = [""] * len(rows)
         if not fine:

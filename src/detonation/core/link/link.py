@@ -199,7 +199,7 @@ class Link:
 
         Shapes: `[nbytes]` uint8, the same on all replicas -> `[replicas, nbytes]`.
         """
-        nbytes = bytes_per_rank(len(message), self.local_ranks)
+        nbytes = bytes_per_rank(message.numel(), self.local_ranks)
         self.bytes_sent += ring_bytes("all-gather", nbytes, self.replicas)
         return self._communicator.all_gather(message)
 

@@ -4,7 +4,7 @@ Users call them through `detonation`. Inside the package only `core.replicator` 
 call them.
 """
 
-from detonation.core.optim.base_step import BaseStep, hooks_after, hooks_before, hooks_of
+from detonation.core.optim.base_step import BaseStep, hooks_after, hooks_before, hooks_of, unheard
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import Deferred, SignSGD
 from detonation.core.optim.wrapper import OptimizerWrapper, evaluated

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakSet, finalize, ref
 
+import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -20,6 +23,36 @@ class Clipping(Protocol):
     norm: Tensor | None
 
     def __call__(self) -> None: ...
+
+
+def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `step` the step of a class of optimizers, which computes no gradients.
+
+    torch wraps a step in a range of its profiler and in hooks, for 30 calls of Python. Here it does
+    so only while a profiler runs, or if there are hooks that may change the arguments.
+    """
+    heard = Optimizer.profile_hook_step(torch.no_grad()(step))
+
+    @wraps(step)
+    def stepped(self: Optimizer, closure: Any = None) -> Any:
+        before = _global_optimizer_pre_hooks or self._optimizer_step_pre_hooks
+        if before or profiler._is_profiler_enabled:
+            return heard(self, closure)
+        tracked = torch.is_grad_enabled()
+        if tracked:
+            torch.set_grad_enabled(False)
+        try:
+            out = step(self, closure)
+        finally:
+            if tracked:
+                torch.set_grad_enabled(True)
+        for hooks in (self._optimizer_step_post_hooks, _global_optimizer_post_hooks):
+            for hook in hooks.values():
+                hook(self, (self, closure), {})
+        return out
+
+    stepped.hooked = True  # type: ignore[attr-defined]  # torch then wraps it no further
+    return stepped
 
 
 class BaseStep:
@@ -158,14 +191,17 @@ class _Lookout:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # torch's state-dict helpers step with lr 0 to create state
+        stepping = self.stepping
+        if stepping is not None:
+            if stepping.look:
+                stepping.look()
+            return
         moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
-        if self.users and moves and not self.stepping:
+        if self.users and moves:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} inside was stepped, which moves this replica"
                 " alone: call step() of the optimizer that detonation.replicate returned"
             )
-        if self.stepping and self.stepping.look:
-            self.stepping.look()
 
 
 def _lookout_of(optimizer: Optimizer) -> _Lookout:

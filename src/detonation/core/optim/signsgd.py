@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.tensors import local
+from detonation.core.optim.base_step import unheard
 from detonation.core.optim.wrapper import evaluated
 
 GROUPS = 4
@@ -83,7 +84,7 @@ class SignSGD(Optimizer):
         """True if only signs of gradients matter, because there is no momentum."""
         return not any(group["momentum"] for group in self.param_groups)
 
-    @torch.no_grad()
+    @unheard
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient; returns the value of `closure`."""
         loss = None

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from detonation.core.agreement import BufferSync, StopConsensus, gates, options_
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.observer import StepObserver
 from detonation.core.link import Communicator, Coordinates, Level, coordinates_of, rules_of
-from detonation.core.optim import BaseStep, OptimizerWrapper, evaluated
+from detonation.core.optim import BaseStep, OptimizerWrapper, evaluated, unheard
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Route, Settings, build_levels, compare_replicas
@@ -28,6 +29,8 @@ from detonation.core.replicator import PaddingRows, Replicator, held_rows
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes import Scheme
 from detonation.plugins import plugin
+
+_OVERLAPPING = attrgetter("overlapping")
 
 
 class Replicated(OptimizerWrapper):
@@ -124,7 +127,7 @@ class Replicated(OptimizerWrapper):
         return self._consensus is not None and self._consensus.idle(self.step_count)
 
     @_disable_dynamo  # torch.compile runs `step` without compiling it
-    @torch.no_grad()
+    @unheard
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs one step of training, on all ranks at once.
 
@@ -135,7 +138,7 @@ class Replicated(OptimizerWrapper):
         loss = None
         if closure:
             loss = self._evaluated(closure)
-        overlapping = any(replicator.overlapping for replicator in self._replicators or [])
+        overlapping = any(map(_OVERLAPPING, self._replicators or []))
         without_state = not overlapping and not self.base.state
         if (
             without_state
@@ -154,9 +157,9 @@ class Replicated(OptimizerWrapper):
         # the number of the current step, from its first message until the weights have moved
         halfway: int | None = None
         try:
-            with ExitStack() as arithmetic:
-                # 1. Enter the step with the current replicas and parameters.
-                consensus, first, last = self._enter(overlapping, arithmetic)
+            # 1. Enter the step with the current replicas and parameters.
+            consensus, first, last = self._enter(overlapping)
+            with consensus.runtime.exact_arithmetic():
                 halfway = step = self.step_count
                 signals = [scheme.signal for _, scheme in self.levels]
                 # 2. Exchange gradients.
@@ -197,7 +200,7 @@ class Replicated(OptimizerWrapper):
         return evaluated(closure)
 
     def _enter(
-        self, overlapping: bool, arithmetic: ExitStack
+        self, overlapping: bool
     ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
         """Enters a step: builds the levels before the first step, and makes pending changes.
 
@@ -206,7 +209,6 @@ class Replicated(OptimizerWrapper):
 
         Args:
             overlapping: Whether `overlap` has sent gradients of this step.
-            arithmetic: Receives the context in which the rest of the step computes.
 
         Returns: the consensus, the replicators that act before the weights move, with padding rows
         last, and the replicators that act afterwards.
@@ -218,16 +220,17 @@ class Replicated(OptimizerWrapper):
         changed = self._trained.show_shards()  # before the weights move
         if self.observer:
             self.observer.enter(self)
-        assert self._consensus is not None
-        arithmetic.enter_context(self._consensus.runtime.exact_arithmetic())
         held_back = self._held_back
         self._held_back = False
-        if not overlapping:
-            if self._renumbers:
+        assert self._consensus is not None
+        exactly = self._consensus.runtime.exact_arithmetic
+        if self._renumbers and not overlapping:
+            with exactly():
                 self.renumber()
-            if not held_back:  # with `overlap` the step has already been entered
-                self._consensus.enter_step(self.step_count)
-            if changed:
+        if not (overlapping or held_back):  # with `overlap` the step has already been entered
+            self._consensus.enter_step(self.step_count)
+        if changed and not overlapping:
+            with exactly():
                 self._change_trained(in_buckets=held_back)
         replicators = self._replicators or []
         first: list[Replicator | PaddingRows] = [each for each in replicators if each.acts_before]

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from detonation.core.memory import LocalState, Memory
 from detonation.core.optim import Deferred, SignSGD, hooks_of
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import Scheme, buckets_of, codec_of, sending_order
+
+_MOMENTUM = itemgetter("momentum")
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class Update:
             for number in unused:
                 # this tensor is moved in place of the update
                 moved[number] = torch.empty_like(moved[number])
-            adds_up = any(group["momentum"] for group in signs.param_groups)
+            adds_up = any(map(_MOMENTUM, signs.param_groups))
             if not adds_up and self.engine.can_apply_signs(received, moved):
                 each = list(parameters.values())
                 move = partial(self.engine.apply_signs, received, moved)

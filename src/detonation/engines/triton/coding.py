@@ -1,5 +1,7 @@
 """Codecs for Triton kernels: the supported codecs, and their compile-time constants."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from detonation.core.codec import (
@@ -36,6 +38,7 @@ AGGREGATION_NAMES: dict[type[Aggregation], str] = {
 }  # fmt: skip
 """Supported aggregations by type."""
 PRECISION_NAMES = {precision: name for name, precision in PRECISIONS.items()}
+_PRECISION_IDS = {id(precision) for precision in PRECISION_NAMES}  # a comparison calls Python
 _SELECTIONS: dict[type, str] = {
     TopK: "topk",
     Random: "random",
@@ -70,15 +73,18 @@ def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
 
 def why_decoded_in_torch(received: Received) -> str:
     """The reason why kernels cannot decode these messages; "" if they can."""
-    source = received.source
+    source: object = received
+    if not isinstance(source, Arrived):
+        source = received.source
     aggregation = type(received.aggregation)
     if not isinstance(source, Arrived | Sums):
         return "it is given coefficients in the place of messages"
     if isinstance(source, Arrived):
         if aggregation not in AGGREGATION_NAMES:
             return f"no kernel aggregates by {aggregation.__name__}"
-        if source.codec.precision not in PRECISION_NAMES:
-            return f"no kernel decodes {source.codec.precision!r}"
+        precision = source.codec.precision
+        if id(precision) not in _PRECISION_IDS and precision not in PRECISION_NAMES:
+            return f"no kernel decodes {precision!r}"
         if type(source.codec.selection) in (TopK, Everything):
             return ""  # these messages can be decoded without the step number in `SharedIndices`
     if isinstance(source.shared, SharedIndices):
@@ -121,6 +127,27 @@ def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
 
     Shapes: octets `[messages, room + nbytes]` uint8.
     """
-    values, *statistics = codec.precision.lengths(rows, codec.selection.k)
-    indices = codec.nbytes(rows) - values - sum(statistics)
-    return RowRun(octets, room, rows, (values, sum(statistics), indices))
+    return RowRun(octets, room, rows, format_of(codec, rows).lengths)
+
+
+class Format(NamedTuple):
+    """Messages of a codec and a number of rows as kernels read them.
+
+    lengths: of the values, statistics and indices, in bytes.
+    """
+
+    coding: Coding
+    places: Places
+    lengths: tuple[int, int, int]
+
+
+def format_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Format:
+    """The format of messages; see `places_of`. It is made once."""
+    found: Format | None = codec.derived.get((rows, owners))
+    if found is None:
+        values, *statistics = codec.precision.lengths(rows, codec.selection.k)
+        indices = codec.nbytes(rows) - values - sum(statistics)
+        lengths = values, sum(statistics), indices
+        found = Format(coding_of(codec), places_of(codec, rows, owners), lengths)
+        codec.derived[rows, owners] = found
+    return found

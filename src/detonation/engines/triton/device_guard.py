@@ -4,6 +4,7 @@ per collective.
 
 from collections.abc import Collection, Sequence
 from functools import cached_property, partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -29,8 +30,11 @@ from detonation.core.integrity.message import (
     constant,
 )
 from detonation.core.integrity.observer import StepObserver
-from detonation.engines.triton.coding import coding_of, places_of, row_run
+from detonation.engines.triton.coding import format_of, row_run
 from detonation.kernels.gpu import inspection
+
+_LIMITS = inspection.Limits(LIMIT, LOUDER, FORGET)
+_ROWS = itemgetter(0)
 
 
 class TritonGuard(Guard):
@@ -43,16 +47,18 @@ class TritonGuard(Guard):
 
     def _write_header(self, runs: Sequence[MessageRows], nbytes: int, header: Header) -> None:
         octets = runs[0].octets
-        read = [row_run(run.codec, run.octets, run.room, run.rows) for run in runs]
-        found = _on_device(header.status, octets.device)
-        self._inspector(len(octets)).seal(
+        read = []
+        for run in runs:
+            read.append(row_run(run.codec, run.octets, run.room, run.rows))
+        status = _on_device(header.status, octets.device)
+        self._inspector(octets.shape[0]).seal(
             read,
             nbytes,
             IDENTITY,
             header.schema,
             header.step,
-            header.origin,
-            found,
+            header.sender << 32 | header.place,
+            status,
             header.received,
         )
 
@@ -74,8 +80,8 @@ class TritonGuard(Guard):
             nbytes = 4 * len(body)
             taken = stage.workspace.take(("weights", stage.phase), (nbytes,), body.device)
             weights = taken.view(torch.float32)
-            places = places_of(codec, stage.rows)
-            self._inspector(len(body)).weigh(body, places, coding_of(codec), weights)
+            coding, places, _ = format_of(codec, stage.rows)
+            self._inspector(len(body)).weigh(body, places, coding, weights)
             aggregation = WeightedMean(weights)
         return Arrived(codec, body, stage.rows, shared, aggregation, stage.unit, message.release)
 
@@ -88,28 +94,30 @@ class TritonGuard(Guard):
         step = message.step
         octets = message.arrived
         rows = stage.rows
-        nbytes = codec.nbytes(rows)
+        nbytes = sum(codec.lengths[rows])
         phase = stage.phase
-        pairs = sorted(zip(message.rows, octets, strict=True), key=lambda pair: pair[0])
+        pairs = sorted(zip(message.rows, octets, strict=True), key=_ROWS)
         parts = []
         for (first, count), each in pairs:
             room = 0
             if not first:
                 room = HEADER_BYTES
             parts.append(row_run(codec, each, room, count))
+        coding, places, _ = format_of(codec, rows)
         whole = octets[0]
         # simulated replicas share one receive buffer, which none of them may overwrite
         if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):
             width = codec.width(rows, HEADER_BYTES)
-            whole = stage.workspace.take(("whole", phase), (len(whole), width), whole.device)
+            shape = whole.shape[0], width
+            whole = stage.workspace.take(("whole", phase), shape, whole.device)
         header = Header(self._schema, step, self._place | phase, 0)
         expected = Expected(header, nbytes, len(self._names), stage.signals)
-        table = self._inspector(len(whole)).inspect(
+        table = self._inspector(whole.shape[0]).inspect(
             parts,
             whole,
             nbytes,
-            coding_of(codec),
-            places_of(codec, rows),
+            coding,
+            places,
             IDENTITY,
             header.schema,
             step,
@@ -117,7 +125,7 @@ class TritonGuard(Guard):
             expected.parameters,
             self.usual,
             stage.signals,
-            inspection.Limits(LIMIT, LOUDER, FORGET),
+            _LIMITS,
         )
         report = partial(self._report, expected=expected, last=not phase)
         found = _readback(table)

@@ -5,6 +5,7 @@ rows.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from detonation.core.codec import (
     Received,
     Rotation,
     Selected,
+    Selection,
     SharedIndices,
     Sums,
     dct_matrix,
@@ -44,13 +46,14 @@ from detonation.engines.triton import note_engine
 from detonation.engines.triton.coding import (
     AGGREGATION_NAMES,
     coding_of,
-    places_of,
+    format_of,
     why_decoded_in_torch,
     why_not_triton,
 )
 from detonation.engines.triton.device_guard import TritonGuard
 from detonation.kernels.gpu import inspection, launches, launching
 
+_DTYPE = attrgetter("dtype")
 OwnerRows = tuple[int, int, int, int, int, int]
 """Number of an owner; number of owners; rows of an owner: assigned round robin, per run, and in all
 (see `addressing.dealt_row`); rows of the flat.
@@ -126,6 +129,8 @@ class TritonEngine(ReferenceEngine):
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
+        self._found_later = Verdict(self._found, self._found)
+        self._written = Selected(self._nothing, None)  # values that are in a message already
         # the last codec and its coder, because hashing a codec is slow
         self._coded: tuple[Codec | None, Any] = (None, None)
 
@@ -155,13 +160,13 @@ class TritonEngine(ReferenceEngine):
     ) -> Selected:
         self._encode(self.codec, signals, step, bad, run)
         if not self.codec.selection.shared:
-            return Selected(self._nothing, None)
+            return self._written
         return Selected(self._nothing, self._indices(run, step))
 
     def inspect(self, signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
         if self._runtime.stops_when_bad:
             # the same pass also finds nonfinite values and writes the status
-            return Verdict(self._found, self._found)
+            return self._found_later
         status = self.scan(signals, range(len(signals)))
         return Verdict(status, status)
 
@@ -230,9 +235,9 @@ class TritonEngine(ReferenceEngine):
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
         if not self.reads(received):
             return super().can_apply_signs(received, weights)
-        known = launching.KIND_OF  # this loop over thousands of weights calls no Python function
-        odd = [each for each in weights if each.dtype not in known or not each.is_contiguous()]
-        return not odd
+        # this check of thousands of weights calls no Python function for each
+        are_known = {*map(_DTYPE, weights)} <= launching.KIND_OF.keys()
+        return are_known and all(map(Tensor.is_contiguous, weights))
 
     def apply_signs(
         self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]
@@ -258,8 +263,7 @@ class TritonEngine(ReferenceEngine):
         """Encodes the sum of the coefficients in memory and those of an update."""
         source = received.source
         assert isinstance(source, Arrived)
-        coding = coding_of(source.codec)
-        places = places_of(source.codec, source.rows)
+        coding, places, _ = format_of(source.codec, source.rows)
         name = AGGREGATION_NAMES[type(received.aggregation)]
         arrivals = launches.Arrivals(source.body, places, coding, len(source.body), name)
         self._encode(self.codec, [None], step, None, run, arrivals)
@@ -290,7 +294,7 @@ class TritonEngine(ReferenceEngine):
         run: MessageRows,
         arrivals: Any = None,
     ) -> None:
-        self._rotate(codec, step)
+        coder = self._coder(codec, step)
         read: list[Tensor | None] = []  # keeps copies alive until the kernel is launched
         for signal in signals:
             if signal is not None:
@@ -310,11 +314,11 @@ class TritonEngine(ReferenceEngine):
             residual = self.memory.residual
             decay = self.memory.feedback.decay
             alpha = self.memory.feedback.alpha
-        self._coder(codec).encode(
+        coder.encode(
             self._signals.update(read),
             bad,
             run.octets[:, run.room :],
-            places_of(codec, run.rows, run.owners),
+            format_of(codec, run.rows, run.owners).places,
             residual,
             decay,
             alpha,
@@ -339,7 +343,9 @@ class TritonEngine(ReferenceEngine):
         flat: Tensor | None = None,
         rates: Tensor | None = None,
     ) -> None:
-        source = received.source
+        source: Received | None = received
+        if not isinstance(source, Arrived):
+            source = received.source
         assert isinstance(source, Arrived | Sums)
         codec = self.codec
         if isinstance(source, Arrived):
@@ -347,7 +353,7 @@ class TritonEngine(ReferenceEngine):
         step = 0
         if isinstance(source.shared, SharedIndices):
             step = source.shared.step
-        self._rotate(codec, step)
+        coder = self._coder(codec, step)
         addresses = self._targets
         if targets:
             addresses = addresses.update(targets)
@@ -355,9 +361,9 @@ class TritonEngine(ReferenceEngine):
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
             _, first = source.runs[0]
-            self._coder(codec).decode(
+            coder.decode(
                 first.flatten().unsqueeze(0),
-                places_of(codec, received.rows),
+                format_of(codec, received.rows).places,
                 source.aggregation.replicas,
                 "sum",
                 into,
@@ -369,16 +375,16 @@ class TritonEngine(ReferenceEngine):
                 source.report,
             )
             return
-        replicas = len(source.body)
+        replicas = source.body.shape[0]
         if received.owners:
             replicas = 1
         aggregation = received.aggregation
         selection = codec.selection
         is_sparse_mean = isinstance(aggregation, Mean) and not selection.shared
         few = replicas * selection.k <= most_summed(selection.chunk)
-        self._coder(codec).decode(
+        coder.decode(
             source.body,
-            places_of(codec, source.rows, received.owners),
+            format_of(codec, source.rows, received.owners).places,
             replicas,
             AGGREGATION_NAMES[type(aggregation)],
             into,
@@ -389,16 +395,14 @@ class TritonEngine(ReferenceEngine):
             summed=isinstance(codec.basis, DCT) and is_sparse_mean and few,
         )
 
-    def _rotate(self, codec: Codec, step: int) -> None:
+    def _rotate(self, coder: Any, selection: Selection, step: int) -> None:
         """Computes the indices of a shared selection at `step`, unless the table already holds
         them.
         """
-        selection = codec.selection
-        coder = self._coder(codec)
         phase = (0, 0, 0)
         if isinstance(selection, Rotation):
             phase = selection.phase(step, self._seed)
-        if not selection.shared or coder.rotations.place == phase:
+        if coder.rotations.place == phase:
             return
         coder.rotations.place = phase
         cycle, share, change = phase
@@ -406,10 +410,16 @@ class TritonEngine(ReferenceEngine):
         choices = random_start(self._seed, cycle, 1)
         coder.rotations.rotate(coder.coding, words, choices, share, change)
 
-    def _coder(self, codec: Codec) -> Any:
-        """The launches for `codec`, over the rows of this engine."""
-        if codec is self._coded[0]:
-            return self._coded[1]
+    def _coder(self, codec: Codec, step: int) -> Any:
+        """The launches for `codec`, over the rows of this engine, with the selection of `step`."""
+        if codec is not self._coded[0]:
+            self._coded = codec, self._made(codec)
+        coder = self._coded[1]
+        if codec.selection.shared:
+            self._rotate(coder, codec.selection, step)
+        return coder
+
+    def _made(self, codec: Codec) -> Any:
         if codec not in self._coders:
             compiled = coding_of(codec)
             side = 1
@@ -434,5 +444,4 @@ class TritonEngine(ReferenceEngine):
                 first,
                 self._of_owner,
             )
-        self._coded = codec, self._coders[codec]
-        return self._coded[1]
+        return self._coders[codec]

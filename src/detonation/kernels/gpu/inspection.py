@@ -4,6 +4,8 @@ all of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +95,7 @@ class Inspector:
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
         # each launch resets these to zeros
         self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        self._runs: dict[tuple[int, ...], Tensor] = {}
+        self._runs: dict[tuple[int, ...], tuple[Tensor, int]] = {}
 
     def seal(
         self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int,
@@ -104,9 +106,9 @@ class Inspector:
 
         Shapes: status `[n]` int64, see `status_of`.
         """
-        (head,) = (run.octets for run in runs if run.room)
+        (head,) = [run.octets for run in runs if run.room]
         launch(
-            seal_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs), self._columns,
+            seal_kernel, self._count * PARTS, *self._read(runs), self._columns,
             self._sums, self._firsts, PARTS, self._arrivals, head, head.stride(0), identity, schema,
             step, origin, nbytes, status, status.numel(), received,
             RUNS=len(runs), STATUSES=power(status.numel()),
@@ -133,8 +135,11 @@ class Inspector:
             scale = min(coding.block, values) ** 0.5
         constants = dict(coding.constants)
         del constants["BASIS"], constants["SELECTION"]
+        aligned = True
+        for run in runs:
+            aligned = aligned and is_aligned(run.octets, 4, run.room)
         launch(
-            inspect_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs), whole,
+            inspect_kernel, self._count * PARTS, *self._read(runs), whole,
             whole.stride(0),
             self._columns, self._sums, self._firsts, self._squares, self._faults, PARTS,
             self._arrivals, scale,
@@ -142,7 +147,7 @@ class Inspector:
             usual, limits.limit, limits.louder, limits.forget, self._table, self._count,
             RUNS=len(runs), SKIPPED=CHECKSUM_WORD,
             JOIN=whole.data_ptr() != runs[0].octets.data_ptr(),
-            ALIGNED=all(is_aligned(run.octets, 4, run.room) for run in runs), **constants,
+            ALIGNED=aligned, **constants,
             SOME=OCTETS,
             REPLICAS=power(self._count), SIGNALS=signals,
         )  # fmt: skip
@@ -159,15 +164,20 @@ class Inspector:
             PARTS=NORM_PARTS, REPLICAS=power(self._count),
         )  # fmt: skip
 
-    def _lines(self, runs: Sequence[RowRun]) -> tuple[Tensor, int]:
-        """The positions of the parts of runs in the whole message, as `read_message` needs them,
-        and the number of lines of the message.
+    def _read(self, runs: Sequence[RowRun]) -> tuple[Any, ...]:
+        """What `read_message` needs of runs: the address of each of `RUNS` runs and the distance
+        between its messages, the positions of their parts in the whole message, and the number of
+        lines of the message.
 
-        Shapes: -> `[runs, 16]` int64.
+        Shapes: positions `[runs, 16]` int64.
         """
+        assert len(runs) <= RUNS
+        addresses: list[int] = []
         lengths: list[int] = []
         for run in runs:
+            addresses += (run.octets.data_ptr(), run.octets.stride(0))
             lengths += (run.room, run.rows, *run.lengths)
+        addresses += addresses[:2] * (RUNS - len(runs))
         key = tuple(lengths)
         if key not in self._runs:
             table = []
@@ -185,16 +195,10 @@ class Inspector:
             numbers: list[int] = []
             for line, run in zip(table, runs, strict=True):
                 numbers += [*line, run.rows, 0, 0, 0]
-            self._runs[key] = uploaded(numbers, torch.int64, self._device)
-        total = _HEADER_BYTES + sum(sum(run.lengths) for run in runs)
-        return self._runs[key], -(-total // _LINE_BYTES)
-
-
-def _addresses(runs: Sequence[RowRun]) -> list[int]:
-    """The address of each of `RUNS` runs, and the distance between its messages."""
-    assert len(runs) <= RUNS
-    given = [*runs, *[runs[0]] * (RUNS - len(runs))]
-    return [number for run in given for number in (run.octets.data_ptr(), run.octets.stride(0))]
+            total = _HEADER_BYTES + sum(sum(run.lengths) for run in runs)
+            lines = -(-total // _LINE_BYTES)
+            self._runs[key] = uploaded(numbers, torch.int64, self._device), lines
+        return (*addresses, *self._runs[key])
 
 
 class SumInspector:
@@ -303,10 +307,11 @@ def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
     """True if each message begins, after `room` bytes, at an address that `unit` divides."""
     # [messages, bytes] uint8
     return not (
-        (messages.data_ptr() + room) % unit or (len(messages) > 1 and messages.stride(0) % unit)
+        (messages.data_ptr() + room) % unit or (messages.shape[0] > 1 and messages.stride(0) % unit)
     )
 
 
+@lru_cache(64)
 def power(number: int) -> int:
     """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

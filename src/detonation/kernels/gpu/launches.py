@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,12 +100,6 @@ class Arrivals:
     coding: Coding
     replicas: int
     aggregation: str
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The constants of `encode_kernel` for these messages."""
-        names = ("K", "SELECTION", "PRECISION", "BLOCK", "WIDTH", "BITMAP")
-        return {f"ARRIVED_{name}": self.coding.constants[name] for name in names}
 
 
 class Coder:
@@ -224,8 +217,8 @@ class Coder:
             given.places.indices_at, given.replicas,
             self._scratch, self._numbers, units, *(scanned or (status, 0.0, status)),
             **coding.constants, ALIGNED=is_aligned(message, 4), AGGREGATION=given.aggregation,
-            **given.constants, RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds,
-            SEARCH=slots.search,
+            **given.coding.arrived_constants,
+            RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds, SEARCH=slots.search,
             STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._together,
             BYTES=self._bytes, SCANNED=scanned is not None,
             warps=self._warps,

@@ -24,7 +24,7 @@ KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
-] = {}  # compiled kernels, with the constants that follow the arguments
+] = {}  # what starts compiled kernels, with the constants that follow the arguments
 launch_counts: Counter[str] = Counter()
 """How often each kernel was launched, and how often a table of addresses was copied to the device.
 """
@@ -74,6 +74,12 @@ class Coding:
             "WIDTH": width,
             "BITMAP": self.bitmap,
         }
+
+    @cached_property
+    def arrived_constants(self) -> dict[str, Any]:
+        """The constants of `encode_kernel` for received messages."""
+        names = ("K", "SELECTION", "PRECISION", "BLOCK", "WIDTH", "BITMAP")
+        return {f"ARRIVED_{name}": self.constants[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -169,25 +175,25 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     if device.type == "cuda":  # Triton launches on the current device, which may be another one
         on_device = torch.cuda.device(device)
     with on_device:
-        kinds = []
+        key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]
         if _DIRECT:  # the JIT would inspect each argument, which costs more time than the launch
-            kinds = [_COMPILED_FOR.get(type(each), _kind_of_tensor)(each) for each in arguments]
-        key = id(kernel), device, warps, *constants, *constants.values(), *kinds
-        if known := _DIRECT and _compiled.get(key):
-            known[0][(programs, 1, 1)](*arguments, *known[1])
-            return
+            for each in arguments:  # inlined, because a call per argument costs time, too
+                if isinstance(each, Tensor):
+                    key += (each.dtype, each.data_ptr() % 16)
+                else:
+                    key.append(_COMPILED_FOR[type(each)](each))
+            if known := _compiled.get(tuple(key)):
+                start, following = known
+                start(*arguments, *following)
+                return
         compiled = kernel[(programs,)](
             *arguments, **constants, num_warps=warps, enable_fp_fusion=False
         )
         if _DIRECT:
-            _compiled[key] = (
-                compiled,
+            _compiled[tuple(key)] = (
+                compiled[(programs, 1, 1)],
                 [constants[name] for name in kernel.arg_names[len(arguments) :]],
             )
-
-
-def _kind_of_tensor(tensor: Tensor) -> Hashable:
-    return tensor.dtype, tensor.data_ptr() % 16
 
 
 @lru_cache(4096)
