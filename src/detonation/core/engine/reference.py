@@ -93,11 +93,23 @@ class ReferenceEngine(Rule):
             sizes = codec, layout.rows, self._room
             self._released_rows = released_at_once(*sizes)
             self._absorbed_rows, self._selected_rows = selected_at_once(*sizes)
+        self._encodes_codes = (
+            self._on_cpu
+            and codec.dense
+            and isinstance(codec.basis, Identity)
+            and not (isinstance(codec.precision, Float) or layout.tiled)
+        )
+        if self._encodes_codes:
+            # a message of codes can be cut only between the blocks of its codebook
+            whole_blocks = max(1, self._cached_rows // codec.unit) * codec.unit
+            self._absorbed_rows = whole_blocks
+            self._selected_rows = whole_blocks
         self._encoded_at_once = self._selected_rows
         if codec.dense or (self._on_cpu and codec.selection.shared):
             self._encoded_at_once = layout.rows
         # messages can be cut only at multiples of a unit
         self._block = cache(partial(Bucket.of, layout))
+        self._memories: dict[int, Memory] = {}
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if the result of `encode` is so large that its memory should be freed before the
         message is sent."""
@@ -200,9 +212,18 @@ class ReferenceEngine(Rule):
                 yield first, block.layout.flatten(pieces, self.device), None
                 continue
             if not is_whole:
-                memory = self.memory.of_rows(block.layout, first)
+                memory = self._memory_of(block)
             assert memory
             yield first, memory.absorb(pieces, bad), memory
+
+    def _memory_of(self, block: Bucket) -> Memory:
+        """The memory of a block, whose views and padding are found once."""
+        assert self.memory
+        known = self._memories.get(block.first)
+        if known is None:
+            known = self.memory.of_rows(block.layout, block.first)
+            self._memories[block.first] = known
+        return known
 
     def encode_into(
         self,
@@ -221,6 +242,8 @@ class ReferenceEngine(Rule):
             if bad is not None:
                 values.masked_fill_(bad, 0.0)
             return Selected(values, None)
+        if self._encodes_codes and not run.owners:
+            return self._encode_codes(run, signals)
         out = None
         # an all-reduce overwrites its run, but `release` needs this replica's own values
         if self.codec.precision == FP32 and not (run.is_summed or self.codec.dense):
@@ -228,6 +251,22 @@ class ReferenceEngine(Rule):
         selected = self.encode(signals, step, bad, out)
         self.codec.write(selected, run)
         return selected
+
+    def _encode_codes(self, run: MessageRows, signals: Sequence[Tensor | None]) -> Selected:
+        """Writes whole rows as codes and subtracts them from memory, block by block: each block
+        stays in the cache, and no temporary has the size of the model.
+        """
+        for first, flat, memory in self._absorbed_parts(signals, None):
+            part = run.of_rows(first, len(flat))
+            self.codec.write(Selected(flat, None), part)
+            if memory:
+                sent = flat
+                if not self._exact:
+                    sent = self.codec.written(part)
+                memory.release([sent])
+            del flat  # free this block before allocating the next one
+        nobody_needs_them = torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu")
+        return Selected(nobody_needs_them, None, released=True)
 
     def inspector(self, buckets: int) -> SignalInspector:
         """An inspector for messages that are sent in `buckets` buckets."""
