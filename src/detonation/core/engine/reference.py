@@ -84,8 +84,11 @@ class ReferenceEngine(Rule):
         self._runtime = runtime
         self._on_cpu = runtime.device.type == "cpu"
         self._room = room or Room(max(1, layout.rows))
+        self._encodes_codes = self._on_cpu and _sends_codes(codec, layout)
+        # a message of codes can be cut only between the blocks of its codebook
+        unit = codec.unit if self._encodes_codes else 8
         # rows of one operation
-        self._cached_rows = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
+        self._cached_rows = max(unit, CACHE_BLOCK // codec.selection.chunk // unit * unit)
         self._released_rows = self._cached_rows
         self._absorbed_rows = self._cached_rows
         self._selected_rows = self._cached_rows
@@ -93,17 +96,6 @@ class ReferenceEngine(Rule):
             sizes = codec, layout.rows, self._room
             self._released_rows = released_at_once(*sizes)
             self._absorbed_rows, self._selected_rows = selected_at_once(*sizes)
-        self._encodes_codes = (
-            self._on_cpu
-            and codec.dense
-            and isinstance(codec.basis, Identity)
-            and not (isinstance(codec.precision, Float) or layout.tiled)
-        )
-        if self._encodes_codes:
-            # a message of codes can be cut only between the blocks of its codebook
-            whole_blocks = max(1, self._cached_rows // codec.unit) * codec.unit
-            self._absorbed_rows = whole_blocks
-            self._selected_rows = whole_blocks
         self._encoded_at_once = self._selected_rows
         if codec.dense or (self._on_cpu and codec.selection.shared):
             self._encoded_at_once = layout.rows
@@ -430,6 +422,12 @@ class ReferenceEngine(Rule):
         if self._on_cpu:
             return self._cached_rows
         return decoded_at_once(self.codec, received, self._room)
+
+
+def _sends_codes(codec: Codec, layout: Layout) -> bool:
+    """True if messages are whole rows in codes of few bits."""
+    is_plain = isinstance(codec.basis, Identity) and not layout.tiled
+    return codec.dense and is_plain and not isinstance(codec.precision, Float)
 
 
 def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
