@@ -102,6 +102,15 @@ def test_what_fills_no_tile_lies_in_rows_of_its_own_order():
     assert not layout.tiled and [slot.rows for slot in layout.slots] == [1, 2, 16, 16, 0, 0]
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7, 100])
+def test_rows_are_scattered_in_parts_of_any_size(at_once):
+    layout = Layout.of({"a": (3, 9), "empty": (0, 7), "scalar": (), "b": (41,), "c": (8,)}, chunk=8)
+    flat = torch.arange(layout.rows * 8.0).view(-1, 8)
+    targets = [torch.full(slot.shape, -1.0) for slot in layout.slots]
+    layout.scatter(iter(flat.split(at_once)), targets)
+    assert all(map(torch.equal, targets, layout.views(flat)))
+
+
 def test_writing_leaves_alone_what_is_absent():
     layout = Layout.of({"a": (9, 9), "b": (8, 8), "c": (3,)}, 64, tile=8)
     flat = layout.flatten(signals_of(layout, 0), CPU)

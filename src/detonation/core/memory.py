@@ -116,7 +116,9 @@ class Memory:
         replaces the residual only if `bad` is False.
         """
         if bad is None:
-            to = self.residual.mul_(self.feedback.decay)
+            to = self.residual
+            if self.feedback.decay != 1:
+                to.mul_(self.feedback.decay)
             views = self._views
         else:
             to = self.residual.mul(self.feedback.decay)

@@ -62,6 +62,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "marked": [_P, _I, _I, _I, _N, _N, _N, _P],
     "checksums": [_P, _I, _I, _I, _I, _P],
     "check_indices": [_P, _I, _I, _I, _N, _N, _N, _P],
+    "encode_powers": [_P, _I, _I, _P, _P, _I],
+    "look_up": [_P, _I, _I, _I, _I, _N, _I, _P, _I, _P],
 }
 """Argument types of each function: pointers, 64-bit counts, floats and ints."""
 
@@ -312,6 +314,32 @@ class Library:
         at = packed.data_ptr(), len(packed), packed.stride(0)
         self._library.detonation_check_indices(*at, rows, k, chunk, width, found.data_ptr())
         return found
+
+    def encode_powers(self, values: Tensor, limits: Tensor, nbytes: int) -> Tensor:
+        """Encodes lines of values as `codebooks.E3M0` does; see `octave_limits` for `limits`."""
+        # [..., n] and [6] fp32 -> [..., nbytes] uint8
+        *lines, count = values.shape
+        plain = values.to(torch.float32).contiguous()
+        encoded = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
+        self._library.detonation_encode_powers(
+            plain.data_ptr(), prod(lines), count, limits.data_ptr(), encoded.data_ptr(), nbytes
+        )
+        return encoded
+
+    def look_up(
+        self, packed: Tensor, levels: Tensor, first: int, count: int, width: int, block: int
+    ) -> Tensor:
+        """The level of each packed code of up to 4 bits; see `codebooks.decoded`."""
+        # [..., nbytes] uint8, [..., blocks, 2**width] fp32 -> [..., count] fp32
+        lines = packed.unsqueeze(0).flatten(0, -2)
+        of_lines = levels.unsqueeze(0).flatten(0, -3)
+        values = torch.empty(*packed.shape[:-1], count, dtype=torch.float32, device="cpu")
+        at = lines.data_ptr(), len(lines), lines.stride(0), lines.shape[1]
+        begin = of_lines[:, first:]
+        self._library.detonation_look_up(
+            *at, count, width, block, begin.data_ptr(), begin.stride(0), values.data_ptr()
+        )
+        return values
 
 
 @lru_cache

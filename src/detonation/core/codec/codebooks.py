@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 
 if TYPE_CHECKING:
@@ -174,6 +175,13 @@ class E3M0(BlockCodebook):
     statistics = 1
     block = 256
 
+    def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
+        kernel = _exact_kernel(values)
+        if kernel is None:
+            return super().encode(values, negative_zeros)
+        nbytes = self.nbytes(values.shape[-2], values.shape[-1])
+        return kernel.encode_powers(values.flatten(-2), octave_limits(), nbytes)
+
     def quantise(
         self, blocks: Tensor, counts: Tensor, negative_zeros: bool
     ) -> tuple[Tensor, Tensor]:
@@ -297,6 +305,10 @@ def decoded(
     """
     messages = packed.shape[:-1]
     count = math.prod(shape)
+    kernel = _exact_kernel(packed)
+    if kernel and width <= 4:
+        line = kernel.look_up(packed, levels, first, count, width, block)
+        return line.view(*messages, *shape)
     codes = unpack(packed, count, width, torch.uint8)
     missing = -count % block
     if missing:
@@ -306,8 +318,6 @@ def decoded(
     read = slice(first, first + blocks)
     if codes.device.type == "cpu" and width == 1:
         values = torch.where(codes.view(torch.bool), levels[..., read, 1:], levels[..., read, :1])
-    elif codes.device.type == "cpu":
-        values = levels[..., read, :].gather(-1, codes.to(torch.int64))
     else:
         firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
         # int32 needs half the memory of int64
@@ -327,6 +337,28 @@ def _firsts(blocks: int, levels: int, device: torch.device) -> Tensor:
     if end >= 2**31:
         dtype = torch.int64
     return torch.arange(0, end, levels, dtype=dtype, device=device).unsqueeze(1)
+
+
+def _exact_kernel(values: Tensor) -> kernel_library.Library | None:
+    """The kernels that compute the same bits as torch: replicas with and without them agree."""
+    if values.device.type != "cpu":
+        return None
+    return kernel_library.load_library()
+
+
+@lru_cache(maxsize=1)
+def octave_limits() -> Tensor:
+    """The largest ratio that `E3M0` rounds to each number of octaves from 0 to 5, as torch rounds
+    logarithms on this machine.
+
+    Shapes: -> `[6]` fp32.
+    """
+    octaves = torch.arange(6, dtype=torch.float32, device="cpu").unsqueeze(1)
+    nearest = torch.exp2(octaves + 0.5).view(torch.int32)
+    steps = torch.arange(-16, 17, dtype=torch.int32, device="cpu")
+    ratios = nearest.add(steps).view(torch.float32)
+    is_below = ratios.log2().round_() <= octaves
+    return ratios.masked_fill_(is_below.logical_not(), 0.0).amax(1)
 
 
 @lru_cache(maxsize=8)

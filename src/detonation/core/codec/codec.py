@@ -36,10 +36,12 @@ class Selected:
         values: `[rows, k]` fp32; `[rows, 0]` if an engine has already written them into a run and
             nobody needs them.
         indices: Indices of the values, in the same shape; None if `values` are whole rows.
+        released: True if they have already left the memory.
     """
 
     values: Tensor
     indices: Tensor | Unpackable | None
+    released: bool = False
 
 
 class PartLengths(dict[int, tuple[int, ...]]):

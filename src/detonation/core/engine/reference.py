@@ -84,8 +84,11 @@ class ReferenceEngine(Rule):
         self._runtime = runtime
         self._on_cpu = runtime.device.type == "cpu"
         self._room = room or Room(max(1, layout.rows))
+        self._encodes_codes = self._on_cpu and _sends_codes(codec, layout)
+        # a message of codes can be cut only between the blocks of its codebook
+        unit = codec.unit if self._encodes_codes else 8
         # rows of one operation
-        self._cached_rows = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
+        self._cached_rows = max(unit, CACHE_BLOCK // codec.selection.chunk // unit * unit)
         self._released_rows = self._cached_rows
         self._absorbed_rows = self._cached_rows
         self._selected_rows = self._cached_rows
@@ -98,6 +101,7 @@ class ReferenceEngine(Rule):
             self._encoded_at_once = layout.rows
         # messages can be cut only at multiples of this unit
         self._block = cache(partial(Bucket.of, layout))
+        self._memories: dict[int, Memory] = {}
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if the result of `encode` is so large that its memory should be freed before the
         message is sent."""
@@ -201,9 +205,18 @@ class ReferenceEngine(Rule):
                 yield first, block.layout.flatten(pieces, self.device), None
                 continue
             if not is_whole:
-                memory = self.memory.of_rows(block.layout, first)
+                memory = self._memory_of(block)
             assert memory
             yield first, memory.absorb(pieces, bad), memory
+
+    def _memory_of(self, block: Bucket) -> Memory:
+        """The memory of a block, whose views and padding are found once."""
+        assert self.memory
+        known = self._memories.get(block.first)
+        if known is None:
+            known = self.memory.of_rows(block.layout, block.first)
+            self._memories[block.first] = known
+        return known
 
     def encode_into(
         self,
@@ -222,6 +235,8 @@ class ReferenceEngine(Rule):
             if bad is not None:
                 values.masked_fill_(bad, 0.0)
             return Selected(values, None)
+        if self._encodes_codes and not run.owners:
+            return self._encode_codes(run, signals)
         out = None
         # an all-reduce overwrites its buffer, but `release` needs this replica's own values
         if self.codec.precision == FP32 and not (run.is_summed or self.codec.dense):
@@ -229,6 +244,22 @@ class ReferenceEngine(Rule):
         selected = self.encode(signals, step, bad, out)
         self.codec.write(selected, run)
         return selected
+
+    def _encode_codes(self, run: MessageRows, signals: Sequence[Tensor | None]) -> Selected:
+        """Writes whole rows as codes and subtracts them from memory, block by block: each block
+        stays in the cache, and no temporary has the size of the model.
+        """
+        for first, flat, memory in self._absorbed_parts(signals, None):
+            part = run.of_rows(first, len(flat))
+            self.codec.write(Selected(flat, None), part)
+            if memory:
+                sent = flat
+                if not self._exact:
+                    sent = self.codec.written(part)
+                memory.release([sent])
+            del flat  # free this block before allocating the next one
+        nobody_needs_them = torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu")
+        return Selected(nobody_needs_them, None, released=True)
 
     def inspector(self, buckets: int) -> SignalInspector:
         """An inspector for messages that are sent in `buckets` buckets."""
@@ -393,6 +424,12 @@ class ReferenceEngine(Rule):
         if self._on_cpu:
             return self._cached_rows
         return decoded_at_once(self.codec, received, self._room)
+
+
+def _sends_codes(codec: Codec, layout: Layout) -> bool:
+    """True if messages are whole rows in codes of few bits."""
+    is_plain = isinstance(codec.basis, Identity) and not layout.tiled
+    return codec.dense and is_plain and not isinstance(codec.precision, Float)
 
 
 def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:

@@ -250,17 +250,24 @@ class Layout:
 
         Shapes: parts `[n, chunk]` each; targets contiguous, one local shape per parameter.
         """
-        lines = [target.view(-1) for target in targets]
         at = 0
+        begin = 0  # the first parameter that is not yet complete
         for part in parts:
             line = part.reshape(-1)
             end = at + part.numel()
             pairs = []
-            for (_, start, stop), target in zip(self._spans, lines, strict=True):
-                low = max(at, start)
-                high = min(end, stop)
-                if low < high:
+            for number in range(begin, len(targets)):
+                begin = number
+                slot, start, stop = self._spans[number]
+                if at <= start and stop <= end:
+                    pairs.append((targets[number], line[start - at : stop - at].view(slot.shape)))
+                elif at < stop:
+                    low = max(at, start)
+                    high = min(end, stop)
+                    target = targets[number].view(-1)
                     pairs.append((target[low - start : high - start], line[low - at : high - at]))
+                if stop >= end:
+                    break
             copy([target for target, _ in pairs], [source for _, source in pairs])
             at = end
             del part, line, pairs  # free this part before allocating the next one

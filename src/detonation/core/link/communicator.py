@@ -95,6 +95,10 @@ class HostStaging:
 
 # torch renamed all_gather_into_tensor; the old name warns in versions that have the new one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SMALL = 2**20
+"""Largest size in bytes of a small message, copied for each replica. The latency of a larger one is
+small against its transfer, and copies of it need memory.
+"""
 
 
 class AxisRules:
@@ -305,6 +309,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
         # [bytes] -> [replicas, bytes] uint8
+        if self._is_gloo and self._size > 2 and len(mine) * self._size <= SMALL:
+            # gloo's all-gather waits once for each other replica, in a ring; this waits once
+            return self.all_to_all(mine.repeat(self._size))
         return self._received(_all_gather, (self._size, len(mine)), mine)
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:

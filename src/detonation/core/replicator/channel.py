@@ -430,7 +430,7 @@ class Channel:
             engine.codec.write(selected, run)
         if self._knows:
             self._know(transfer, pipeline, selected)
-        if sent and not engine.releases_at_once:
+        if sent and not engine.releases_at_once and not selected.released:
             if engine.needs_own_values:
                 own = engine.codec.written(run)
             else:

@@ -66,6 +66,7 @@ class Ranks(_Together):
         self.size = dist.get_world_size()
         self.sizes = sizes
         self._mesh = mesh
+        self._is_gloo = device.type == "cpu" and dist.get_backend() == "gloo"
         self._comm = CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
@@ -82,12 +83,17 @@ class Ranks(_Together):
         """Gathers `values`, [n], of all ranks. Waits only when the result is called."""
         self._comm.wait_for_current(values)
         with self._comm.active():
-            everyone = [torch.empty_like(values) for _ in range(self.size)]
-            work = dist.all_gather(everyone, values, async_op=True)
+            everyone = values.new_empty(self.size, *values.shape)
+            if self._is_gloo:
+                # gloo's all-gather waits once for each other rank, in a ring; this waits once
+                copies = values.expand_as(everyone).contiguous()
+                work = dist.all_to_all_single(everyone, copies, async_op=True)
+            else:
+                work = dist.all_gather([*everyone.unbind()], values, async_op=True)
             if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
             work.wait()  # the communication stream waits, not the host
-            return runtime.Readback(torch.stack(everyone)).read
+            return runtime.Readback(everyone).read
 
     def over_shards(self, count: int) -> int:
         """Sum of `count` over the shards of this rank's replica."""
@@ -259,9 +265,10 @@ def rank_in_words(rank: int, sizes: Sequence[int]) -> str:
     return f"replica {replica} (shard {rank - ends[replica] + sizes[replica]})"
 
 
-def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:
+def _arrived(work: dist.Work, everyone: Tensor) -> list[list[Any]]:
     work.wait()
-    return [values.tolist() for values in everyone]
+    found: list[list[Any]] = everyone.tolist()
+    return found
 
 
 def settings_of_run(membership: Membership) -> dict[str, Any]:
