@@ -279,7 +279,8 @@ class GradientReplicator(Replicator):
         """Raises `OverlapError` between `overlap` and its step, or if gradients changed after they
         were sent.
         """
-        self._refuse_unequal()
+        if self._equal:
+            self._refuse_unequal()
         if self._overlap:
             raise OverlapError(
                 f"gradients of step {self._overlap.step} left within overlap(), but no step()"
