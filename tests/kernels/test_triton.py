@@ -91,7 +91,7 @@ def sent_and_read(scheme, engine, given, step, zeros):
     run = MessageRows(codec, rows, lambda: octets, room=HEADER_BYTES, negative_zeros=zeros)
     selected, message = engine.encode_into(run, given, step), run.body[0]
     values = codec.written(run).clone()
-    if not engine.releases_at_once:
+    if not engine.releases_at_once and not selected.released:
         engine.release(selected, values if engine.needs_own_values else None)
     shared = selected.indices if codec.selection.shared else None
     received = codec.received([message, message], rows, shared, scheme.aggregation)
@@ -389,7 +389,7 @@ def test_two_optimizers_share_no_memory_that_kernels_write():
     codec, (one, other) = dt.random_sign().codec, (Runtime(CPU, 3) for _ in range(2))
     layout = codec.layout(SHAPES)
     first, bucket, apart = (
-        engine_for(codec, layout, None, runtime)._coder(codec) for runtime in (one, one, other)
+        engine_for(codec, layout, None, runtime)._coder(codec, 0) for runtime in (one, one, other)
     )
     assert first.rotations is bucket.rotations and first._scratch is bucket._scratch
     assert first.rotations.table.data_ptr() != apart.rotations.table.data_ptr()

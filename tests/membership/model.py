@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations_with_replacement
 
 from canonical import canonical
-from faults import asking, at_any_moment, where_they_show, without
+from fault_moments import asking, at_any_moment, where_they_show, without
 from guests import awaits_guest, guest_moves, offers
 from moves import adopts, arrived, can_end, enters, makes, run_on, starts, uses
 from recovery import called, forms, proposes, reads, recovery_moves
