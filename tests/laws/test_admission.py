@@ -420,6 +420,50 @@ def test_a_newcomer_comes_in_without_a_replica_that_is_lost_before_any_begins_it
     assert stays == comes and stays[-1] == REPLICAS
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_newcomer_in_the_group_of_all_loses_a_replica_before_the_others_begin_its_first_step(
+    begun, monkeypatch
+):
+    """It compares itself with the others once, whether it has begun that step by then or not."""
+    axes, again, await_guest = {}, threading.Event(), AxisUser._await_guest
+
+    def awaited(user, step):
+        comes = user.expects(step)
+        await_guest(user, step)
+        if comes:
+            assert again.wait(LIMIT_S)
+
+    class Member(SurvivingCommunicator):
+        def _formed(self):
+            axes[self._membership.replica] = self
+            return super()._formed()
+
+    class Newcomer(SurvivingCommunicator):
+        def for_one(self, hand_over=None):
+            user = None
+            if begun:
+                user = super().for_one(hand_over)
+            axes[0]._membership.stop()
+            note_gone(axes[0]._membership.store, 0)
+            with self._changed:
+                assert self._changed.wait_for(lambda: len(self.losses) > 0, LIMIT_S)
+            again.set()
+            return user or super().for_one(hand_over)
+
+    monkeypatch.setattr(AxisUser, "_await_guest", awaited)
+    monkeypatch.setattr(elastic_axis, "SurvivingCommunicator", Newcomer)
+    store, scheme = HashStore(), TALKING["demo"]
+
+    def first():
+        with pytest.raises(ReplicaLost):
+            member(store, 0, scheme, kind=Member)
+
+    stays, comes, _ = together(
+        lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
+    )
+    assert stays == comes and stays[-1] == REPLICAS
+
+
 def test_a_newcomer_knows_of_a_replica_that_is_asked_to_leave_while_all_wait_for_it(monkeypatch):
     """That one leaves before the step after that of the newcomer, which hands over with the others."""
     axes, enter_step, await_guest = {}, AxisUser.enter_step, AxisUser._await_guest

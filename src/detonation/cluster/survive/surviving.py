@@ -143,8 +143,13 @@ class SurvivingCommunicator(AxisEnd):
 
     def for_one(self, hand_over: HandOver | None = None) -> AxisUser:
         with self._changed:
+            entry = self.users.entry
+            if entry:
+                self.settle()  # its report, that it has not begun the step, must stay true
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
+            if entry:  # before all compare their state, as the others do
+                user.begin_with_members(entry.step)
         return user
 
     def _first_user(self) -> AxisUser:

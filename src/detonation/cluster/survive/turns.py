@@ -72,14 +72,14 @@ class AxisUsers:
     def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
-        self._entry = entry  # for a new replica: its first optimizer is the one that lets it in
+        self.entry = entry  # for a new replica: its first optimizer is the one that lets it in
         self._users: dict[int, weakref.ref[AxisUser]] = {}
         self._held: list[object] = []  # optimizers kept alive until a replica has left
 
     def next_number(self) -> int:
         """The number of a new optimizer; its `turns` exist from then on."""
-        entry = self._entry
-        self._entry = None
+        entry = self.entry
+        self.entry = None
         if entry is None:
             self.turns.append(Turns())
             return len(self.turns) - 1

@@ -302,10 +302,16 @@ class AxisUser(AxisEnd):
             self._let_all_hand_over(leaving)
         self._await_departure(leaving, step)
         self._await_guest(step)
+        return self.begin_with_members(step, leaving)
+
+    def begin_with_members(self, step: int, left: Sequence[int] = ()) -> list[int]:
+        """Adopts the members of `step`, and begins it; `left` are replicas that have left before
+        it. Returns the earlier members that stay, by index.
+        """
         # a single lock, because an agreement needs to know who has begun this step, and with whom
         with self._membership.changed:
             self.axis.settle()
-            self.axis.forget_departed(leaving)
+            self.axis.forget_departed(left)
             turn = self.turn_of(step)
             due = self._due(turn)
             members = self.layout
