@@ -103,7 +103,15 @@ def without_visits(world, ranks):
         begun = [rank.users[world.door].begun for rank in ranks if world.door < len(rank.users)]
         visited = world.visited
         if begun and world.door >= 0:  # it enters before a turn that no rank has begun
-            visited = tuple(sorted(v for v in {*visited} if v[0] + v[1] >= min(begun)))
+            least = min(begun)
+            entry = world.entry and world.entry[0]  # which all may have passed without it
+            visited = tuple(
+                sorted(
+                    (step, ahead, chain)
+                    for step, ahead, chain in {*visited}
+                    if step + ahead >= least or (entry and entry.is_at(step, ahead))
+                )
+            )
         return world._replace(visited=visited)
     return world._replace(visited=(), door=-1, entry=None, admitted=False)
 
