@@ -376,13 +376,12 @@ def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_st
     )
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-owner", "diloco"])
-def test_a_newcomer_comes_in_without_a_replica_that_is_lost_before_any_begins_its_first_step(
-    name, monkeypatch
-):
-    """All have agreed on the members, and agree once more while nobody has begun that step."""
-    axes, again, await_guest = {}, threading.Event(), AxisUser._await_guest
-    monkeypatch.setattr(GroupAhead, "formed", [])
+def comes_in_without_the_first(monkeypatch, scheme, kind, axes, again):
+    """A newcomer of this `kind` ends replica 0 while it comes in; the others begin its first step `again` later.
+
+    `axes` gets the axis of each member.
+    """
+    await_guest = AxisUser._await_guest
 
     def awaited(user, step):
         comes = user.expects(step)
@@ -394,6 +393,28 @@ def test_a_newcomer_comes_in_without_a_replica_that_is_lost_before_any_begins_it
         def _formed(self):
             axes[self._membership.replica] = self
             return super()._formed()
+
+    monkeypatch.setattr(AxisUser, "_await_guest", awaited)
+    monkeypatch.setattr(elastic_axis, "SurvivingCommunicator", kind)
+    store = HashStore()
+
+    def first():
+        with pytest.raises(ReplicaLost):
+            member(store, 0, scheme, kind=Member)
+
+    stays, comes, _ = together(
+        lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
+    )
+    assert stays == comes and stays[-1] == REPLICAS
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-owner", "diloco"])
+def test_a_newcomer_comes_in_without_a_replica_that_is_lost_before_any_begins_its_first_step(
+    name, monkeypatch
+):
+    """All have agreed on the members, and agree once more while nobody has begun that step."""
+    axes, again = {}, threading.Event()
+    monkeypatch.setattr(GroupAhead, "formed", [])
 
     class Newcomer(SurvivingCommunicator):
         def _formed(self):
@@ -406,18 +427,7 @@ def test_a_newcomer_comes_in_without_a_replica_that_is_lost_before_any_begins_it
             group.abandon()
             raise RuntimeError("a member was lost meanwhile")
 
-    monkeypatch.setattr(AxisUser, "_await_guest", awaited)
-    monkeypatch.setattr(elastic_axis, "SurvivingCommunicator", Newcomer)
-    store, scheme = HashStore(), TALKING[name]
-
-    def first():
-        with pytest.raises(ReplicaLost):
-            member(store, 0, scheme, kind=Member)
-
-    stays, comes, _ = together(
-        lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
-    )
-    assert stays == comes and stays[-1] == REPLICAS
+    comes_in_without_the_first(monkeypatch, TALKING[name], Newcomer, axes, again)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -425,18 +435,7 @@ def test_a_newcomer_in_the_group_of_all_loses_a_replica_before_the_others_begin_
     begun, monkeypatch
 ):
     """It compares itself with the others once, whether it has begun that step by then or not."""
-    axes, again, await_guest = {}, threading.Event(), AxisUser._await_guest
-
-    def awaited(user, step):
-        comes = user.expects(step)
-        await_guest(user, step)
-        if comes:
-            assert again.wait(LIMIT_S)
-
-    class Member(SurvivingCommunicator):
-        def _formed(self):
-            axes[self._membership.replica] = self
-            return super()._formed()
+    axes, again = {}, threading.Event()
 
     class Newcomer(SurvivingCommunicator):
         def for_one(self, hand_over=None):
@@ -450,18 +449,7 @@ def test_a_newcomer_in_the_group_of_all_loses_a_replica_before_the_others_begin_
             again.set()
             return user or super().for_one(hand_over)
 
-    monkeypatch.setattr(AxisUser, "_await_guest", awaited)
-    monkeypatch.setattr(elastic_axis, "SurvivingCommunicator", Newcomer)
-    store, scheme = HashStore(), TALKING["demo"]
-
-    def first():
-        with pytest.raises(ReplicaLost):
-            member(store, 0, scheme, kind=Member)
-
-    stays, comes, _ = together(
-        lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
-    )
-    assert stays == comes and stays[-1] == REPLICAS
+    comes_in_without_the_first(monkeypatch, TALKING["demo"], Newcomer, axes, again)
 
 
 def test_a_newcomer_knows_of_a_replica_that_is_asked_to_leave_while_all_wait_for_it(monkeypatch):

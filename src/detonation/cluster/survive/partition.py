@@ -76,9 +76,7 @@ class PartitionWatch:
         """Replicas whose rank of this shard has not answered for the limit, while this rank
         waits.
         """
-        limit_s = self._membership.silence_s
-        silences = self._silences(time.monotonic())
-        return self._replicas(rank for rank, silence in silences.items() if silence >= limit_s)
+        return self._replicas(self._silent_ranks(time.monotonic()))
 
     def ask_all(self) -> list[int]:
         """Replicas whose rank of this shard does not answer now. It asks all ranks that answered
@@ -143,8 +141,7 @@ class PartitionWatch:
     def _judge(self, now: float, waited: float) -> None:
         """Records unreachable and late replicas. The beating thread then makes all ranks agree."""
         membership = self._membership
-        silences = self._silences(now)
-        silent = [rank for rank, silence in silences.items() if silence >= membership.silence_s]
+        silent = self._silent_ranks(now)
         if silent and not membership.apart:
             names = ", ".join(f"rank {rank} at {membership.ports[rank]}" for rank in silent)
             seconds = f"{membership.silence_s:g} s"
@@ -159,6 +156,10 @@ class PartitionWatch:
             return
         end = "although all have come and answer: the network is too slow, or loses large packets"
         membership.fail(ReplicaLost(f"{self._line(waited)}; it ends, {end}"))
+
+    def _silent_ranks(self, now: float) -> list[int]:
+        limit_s = self._membership.silence_s
+        return [rank for rank, silence in self._silences(now).items() if silence >= limit_s]
 
     def _silences(self, now: float) -> dict[int, float]:
         """Seconds since the last answer of each rank that has answered before, or since the first
