@@ -26,7 +26,7 @@ def await_members(axis, members):
 def test_a_later_agreement_replaces_an_earlier_one_that_is_due_later():
     """Replica 0 has begun a step when 1 is lost, so 0 and 2 adopt that after the step; then it is
     lost, too, and 2 adopts both losses before the step: replica 0 must not come back after it."""
-    begun = threading.Event()
+    begun, seen = threading.Event(), threading.Event()
 
     def act(axis):
         user = axis.for_one()
@@ -38,7 +38,9 @@ def test_a_later_agreement_replaces_an_earlier_one_that_is_due_later():
             begun.set()
         await_members(axis, [0, 2])
         if axis.replica == 0:
+            assert seen.wait(LIMIT_S)
             raise Died
+        seen.set()
         await_members(axis, [2])
         sizes = []
         for step in range(3):
