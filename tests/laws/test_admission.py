@@ -28,7 +28,7 @@ from detonation.cluster.survive.users import AxisUser
 from detonation.core.flat.tensors import digest
 from detonation.feed import admission
 from limits import LIMIT_S, Clock, until
-from steps import bases, together, unsent
+from steps import Died, bases, together, unsent
 from zoo import TALKING, Plain, batch, built
 
 REPLICAS, AFTER = 2, 4
@@ -94,11 +94,12 @@ def newcomer(store, scheme):
 def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatch):
     """The others agree on no step, as another shard of the newcomer never has its state; or training ends."""
     clock = Clock()  # it waits for the state as long as that takes, and then in no time
+    ready = []
 
     def entry(guest):
-        clock.sleep(0.0 if ended else LIMIT_S)
+        clock.sleep(LIMIT_S if ready and not ended else 0.0)
 
-    monkeypatch.setattr(dt.Guest, "ready", lambda _: None)
+    monkeypatch.setattr(dt.Guest, "ready", lambda guest: ready.append(guest))
     monkeypatch.setattr(dt.Guest, "entry", entry)
     monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=clock))
     store, model = HashStore(), copy.deepcopy(MODEL)
@@ -638,3 +639,81 @@ def test_a_newcomer_turns_to_another_replica_where_the_one_that_lets_it_in_is_lo
     else:
         assert not surely
         assert ended[-1] == 1 and "did not wait for replica 2" in lost[0]
+
+
+class Meeting:
+    """All members wait for one another, until a newcomer is ready; then all know its turn, once."""
+
+    def __init__(self, monkeypatch):
+        self._ready = threading.Event()
+        self._met = []
+        self._axes = {}
+        tell = dt.Guest.ready
+        monkeypatch.setattr(dt.Guest, "ready", lambda guest: (tell(guest), self._ready.set()))
+        self._barrier = threading.Barrier(REPLICAS, self._meets, LIMIT_S)
+
+    def _meets(self):
+        self._met.append(self._ready.is_set())
+        if self._met[-1]:
+            until(lambda: all(axis.guest for axis in self._axes.values()))
+
+    def of(self, axis):
+        """True if all have met here; the newcomer is not one of them."""
+        number = axis._membership.replica
+        if any(self._met) or number == REPLICAS:
+            return False
+        self._axes[number] = axis
+        self._barrier.wait()
+        return self._met[-1]
+
+
+def test_a_newcomer_joins_later_if_all_go_back_before_its_step(monkeypatch):
+    monkeypatch.setattr(membership, "ARRIVE_S", LIMIT_S)
+    meeting, store, scheme = Meeting(monkeypatch), HashStore(), TALKING["full"]
+
+    class Door(dt.Admission):
+        def after_step(self):
+            if meeting.of(self._axis):
+                self._optimizer.resume_at(self._optimizer.step_count - 1)
+            super().after_step()
+
+    monkeypatch.setattr(dt, "Admission", Door)
+    members = [partial(member, store, replica, scheme) for replica in range(REPLICAS)]
+    ends = together(*members, lambda: newcomer(store, scheme))
+    assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
+
+
+def test_a_newcomer_joins_later_if_the_replica_that_gives_the_state_is_lost_before_its_step(
+    monkeypatch,
+):
+    """It ends within the step before, of which it sends nothing."""
+    monkeypatch.setattr(membership, "ARRIVE_S", LIMIT_S)
+    meeting, store, scheme, doors = Meeting(monkeypatch), HashStore(), TALKING["full"], []
+
+    class Member(SurvivingCommunicator):
+        def start(self, kind, *arguments):
+            # of gradients, not of what follows a step
+            if kind == "all_reduce" and meeting.of(self) and self._membership.replica == 0:
+                doors[0]._feed._drop_all("its process ends")
+                doors[0]._feed._listener.close()
+                self._membership.stop()
+                note_gone(self._membership.store, 0)
+                self._group.abandon()
+                raise Died
+            return super().start(kind, *arguments)
+
+    class Door(dt.Admission):
+        def after_step(self):
+            if self._axis.replica == 0:
+                doors[:] = [self]
+            super().after_step()
+
+    def first():
+        with pytest.raises(Died):
+            member(store, 0, scheme, kind=Member)
+
+    monkeypatch.setattr(dt, "Admission", Door)
+    *ends, _ = together(
+        lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
+    )
+    assert ends[0] == ends[1] and ends[0][-1] == REPLICAS

@@ -10,10 +10,9 @@ Replicas are not permuted: the first of the living ones gives results, and lets 
 the reduced search finds each fault of the past.
 """
 
-from states import ALL, GONE, Message, Rank, Report
+from states import ALL, GONE, GUEST, Message, Rank, Report
 
 LIVES = ("trains", "done")
-GUEST = ("asks", "ready", "arrived")
 UNTIL_NOW = (0, 0)
 
 
@@ -25,7 +24,8 @@ def canonical(case, world):
     at = min(rank.at for rank in alive)
     base = min(rank.floor for rank in alive)
     makes = any(name == "make" for name, _ in case.program)
-    joins = any(rank.state in GUEST for rank in world.ranks) or "join" in world.faults
+    comes = any(rank.state in GUEST or rank.guest for rank in world.ranks)
+    joins = comes or "join" in world.faults
     ranks = [living(rank, at, base, makes, joins) for rank in alive]
     world = _with(world, ranks)
     world = without_visits(world, ranks)
@@ -48,6 +48,9 @@ def nobody(world):
         called=0,
         door=-1,
         visited=(),
+        giver=-1,
+        copied=0,
+        overlooked=False,
         entry=None,
         faults=(),
     )
@@ -99,7 +102,7 @@ def without_visits(world, ranks):
     unread = any(record and record.guest >= 0 for record in world.records[lowest + 1 :])
     if guest.state in GUEST or guest.let_in or unread or any(r.guest for r in ranks):
         if guest.state not in ("asks", "ready"):
-            return world._replace(visited=())
+            return world._replace(visited=(), giver=-1, copied=0)
         begun = [rank.users[world.door].begun for rank in ranks if world.door < len(rank.users)]
         visited = world.visited
         if begun and world.door >= 0:  # it enters before a turn that no rank has begun
@@ -113,7 +116,15 @@ def without_visits(world, ranks):
                 )
             )
         return world._replace(visited=visited)
-    return world._replace(visited=(), door=-1, entry=None, admitted=False)
+    return world._replace(
+        visited=(),
+        door=-1,
+        giver=-1,
+        copied=0,
+        entry=None,
+        admitted=False,
+        overlooked=False,
+    )
 
 
 def without_sent(world):
@@ -135,7 +146,7 @@ def without_sent(world):
     for epoch in {rank.epoch for rank in living_}:
         here = [rank for rank in ranks if rank.epoch == epoch and rank.state in (*LIVES, *GONE)]
         come = all(rank.epoch >= epoch for rank in living_) and not any(
-            rank.state == "arrived" for rank in ranks
+            rank.state in ("arrived", "late") for rank in ranks
         )
         if not come:
             continue
@@ -212,7 +223,7 @@ def read_whole(world, alive):
     whole = {epoch for rank in alive for epoch in rank.let_in}
     whole |= {rank.epoch for rank in alive if rank.busy in ("forms", "copies")}
     guest = world.ranks[-1]
-    if guest.state == "arrived" or (guest.state == "ready" and world.admitted):
+    if guest.state in ("arrived", "late") or (guest.state in GUEST and world.admitted):
         latest = len(world.records) - 1
         whole |= {max(latest - 1, 0), latest}
         coming = (e for e, record in enumerate(world.records) if record and record.guest >= 0)

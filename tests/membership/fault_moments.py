@@ -9,7 +9,7 @@ So a search needs the fault only directly before such a move.
 
 from itertools import combinations
 
-from guests import guest_moves
+from guests import guest_moves, has_copy
 from recovery import called, forms, moved_on, notices, proposes, recovery_moves
 from states import FIRST, GONE, dead, departures, rank_with
 
@@ -108,7 +108,8 @@ def showing(case, world):
     found = set()
     for rank in world.ranks:
         if rank.number == FIRST and rank.state in ("asks", "ready"):
-            if all(each.state in (*GONE, "done") for each in world.ranks[:FIRST]):
+            ended = all(each.state in (*GONE, "done") for each in world.ranks[:FIRST])
+            if ended or (world.giver >= 0 and not has_copy(world)):
                 found.add(FIRST)
         elif rank.state in LIVES and shows(case, world, rank):
             found.add(rank.number)

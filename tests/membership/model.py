@@ -20,7 +20,7 @@ from guests import awaits_guest, guest_moves, offers
 from moves import adopts, arrived, can_end, enters, makes, run_on, starts, uses
 from recovery import called, forms, proposes, reads, recovery_moves
 from search import Results, explored
-from states import FIRST, GONE, Broken, Histories, Rank, User, World, dead, rank_with
+from states import FIRST, GONE, GUEST, Broken, Histories, Rank, User, World, dead, rank_with
 
 from detonation.cluster.survive import groups
 
@@ -113,7 +113,7 @@ def sure_move(case, world):
             return forms(case, world, rank)[:1]
     # All have told all, and no guest can come between: there is one record, whoever is lost now.
     guest = world.ranks[FIRST]
-    comes = guest.state in ("asks", "ready", "arrived") and not world.admitted
+    comes = guest.state in GUEST and not world.admitted
     if not case.plain and not comes and not any(making(rank) for rank in world.ranks):
         told = dict(world.reports)
         for rank in world.ranks:
@@ -148,7 +148,7 @@ def before_leaving(case, world):
     here = [rank for rank in world.ranks if rank.state in ("trains", "done")]
     guest = world.ranks[FIRST]
     leavers = {each[0] for rank in here for each in rank.departing}
-    if not leavers or guest.state in ("asks", "ready", "arrived"):
+    if not leavers or guest.state in GUEST:
         return []
     if any(not rank.settled or rank.guest or called(world, rank) for rank in here):
         return []
@@ -236,10 +236,11 @@ def takes(case, world, rank):
         rank = arrived(rank, message)
         message = message._replace(absent=tuple(groups.lost_of(message.layout, message.members)))
     text = f"replica {rank.number} has the result of number {message.number}"
-    after = uses(case, world, rank, message)
-    after = offers(case, after, after.ranks[rank.number])
+    rank, ends = uses(case, rank, message)
+    after = rank_with(world, rank)
     require_one_history(case, after, rank.number)
-    return [(text, after)]
+    following = offers(after, rank) if ends else [after]
+    return [(text, run_on(case, each, each.ranks[rank.number])) for each in following]
 
 
 def takes_with_guest(case, world, rank):
@@ -312,6 +313,7 @@ PROPERTIES = (
     "what was agreed before any rank began a step holds in that step",
     "a replica that leaves keeps no memory of any optimizer",
     "a guest has used the results that the others have used",
+    "a guest that lives is let in, unless training ends before",
     "a rank that lives is never left out",
     "each state has a way to an end",
 )

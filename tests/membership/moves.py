@@ -306,8 +306,8 @@ def arrived(rank, message):
     return rank._replace(kept=tuple(each for each in rank.kept if each.number > message.floor))
 
 
-def uses(case, world, rank, message):
-    """The main thread uses the result of `message`."""
+def uses(case, rank, message):
+    """The main thread uses the result of `message`; returns the rank, and whether a step has ended."""
     absent = frozenset(message.absent)
     _, purpose, user = message.what
     rank = rank._replace(untaken=rank.untaken[1:], queue=rank.queue[1:])
@@ -318,10 +318,15 @@ def uses(case, world, rank, message):
         require_together(rank, message, absent)
     if isinstance(purpose, tuple) and rank.number in purpose[1]:
         rank = user_with(rank, user, memory=False)
-    if isinstance(purpose, str) and purpose.startswith("step") and not rank.untaken:
+    ends = is_step(purpose) and not rank.untaken
+    if ends:
         rank = user_with(rank, user, steps=rank.users[user].steps + 1)
         rank = user_with(rank, user, memory=True)
-    return run_on(case, world, rank)
+    return rank, ends
+
+
+def is_step(purpose):
+    return isinstance(purpose, str) and purpose.startswith("step")
 
 
 def require_together(rank, message, absent):

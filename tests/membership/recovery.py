@@ -53,10 +53,15 @@ def called(world, rank):
         return "it was asked to leave"
     if rank.awaits >= 0 and all(each.awaits == rank.awaits for each in others):
         return "all have come to the step of the guest"
-    ready = world.ranks[FIRST].state == "ready" and not world.admitted
-    if ready and rank.number == rank.members[0]:
+    if guest_is_ready(world, rank.members) and rank.number == rank.members[0]:
         return "the guest is ready"
     return ""
+
+
+def guest_is_ready(world, members):
+    """As `_is_ready`, if no guest is expected."""
+    ready = world.ranks[FIRST].state == "ready" and not world.admitted
+    return ready and records.has_giver([str(world.giver)], members)
 
 
 def notices(world, rank, why):
@@ -104,7 +109,7 @@ def reported(world, rank, report=None):
 
 
 def proposes(case, world, rank):
-    """As `_propose_if_all_came`; several outcomes, as a guest may be late or not noted."""
+    """As `_propose_if_all_came`; several outcomes, as a guest may not be noted."""
     epoch = rank.epoch + 1
     if epoch < len(world.records):
         return []
@@ -113,32 +118,43 @@ def proposes(case, world, rank):
     if any(world.ranks[member].state not in GONE for member in missing):
         return []
     members = [member for member in rank.members if member in mine]
-    awaited = rank.awaits
-    late = [{awaited}]
-    if awaited >= 0 and awaited not in mine:
-        late = [set()]  # lost, or too late
+    awaited = {rank.awaits}
+    if rank.awaits >= 0 and rank.awaits not in mine:
+        if world.ranks[FIRST].state not in GONE:
+            return []  # the guest, which lives, reports in time
+        awaited = set()
+    reports = {member: told(mine[member]) for member in members}
+    expected = records.expected_by_all(awaited, reports)
+    nexts = [-1]
+    if not expected and guest_is_ready(world, members):
+        # a rank looks for a guest at each beat, so it is overlooked at most once
+        nexts = [FIRST] if world.overlooked else [-1, FIRST]
+        world = world._replace(overlooked=True)
+    of_guest = {guest: told(mine[guest]) for guest in expected}
+    postponed = records.is_postponed(of_guest)
+    entrants = [*members]
+    if not postponed:
+        entrants += expected
+        reports |= of_guest
     found = []
-    for guests in late:
-        reports = {member: told(mine[member]) for member in members}
-        expected = records.expected_by_all(guests, reports)
-        reports |= {guest: told(mine[guest]) for guest in expected}
-        nexts = [-1]
-        if world.ranks[FIRST].state == "ready" and not expected and not world.admitted:
-            nexts = [-1, FIRST]
-        for following in nexts:
-            record = records.agreement_record([*members, *expected], 1, reports, following)
-            kept = Record(
-                tuple(record["members"]),
-                record["guest"],
-                tuple((number, mine[number]) for number in record["reports"]),
-                reach(world, members),
-                tuple(each for each in rank.members if each not in record["members"]),
-            )
-            after = world._replace(records=(*world.records, kept), reports=())
-            text = f"replica {rank.number} proposes {record['members']}, epoch {epoch}"
-            if following >= 0:
-                text += ", and a guest next"
-            found.append((text, after))
+    for following in nexts:
+        record = records.agreement_record(entrants, 1, reports, following, postponed)
+        kept = Record(
+            tuple(record["members"]),
+            record["guest"],
+            tuple((number, mine[number]) for number in record["reports"]),
+            reach(world, members),
+            tuple(each for each in rank.members if each not in record["members"]),
+            postponed,
+        )
+        after = world._replace(records=(*world.records, kept), reports=())
+        text = f"replica {rank.number} proposes {record['members']}, epoch {epoch}"
+        if following >= 0:
+            text += ", and a guest next"
+        if postponed:
+            text += ", and the guest later"
+            after = after._replace(admitted=False, entry=None)
+        found.append((text, after))
     return found
 
 

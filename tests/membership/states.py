@@ -20,6 +20,8 @@ FIRST = 3
 """Number of replicas with which all begins; the next number is that of a guest."""
 GONE = ("dead", "left", "ended")
 """Of ranks that the others will miss: killed, left by request, over."""
+GUEST = ("asks", "ready", "arrived", "late")
+"""Of a replica that is no member yet."""
 ALL = 2**62
 """Number of a guest's report: it lacks no collective."""
 _PARAMETERS = {slot: torch.zeros(1) for slot in "ab"}
@@ -70,8 +72,8 @@ class User(NamedTuple):
 class Rank(NamedTuple):
     """A replica of one rank.
 
-    state: `out` (no replica yet), `asks`, `ready`, `arrived` (a guest), `trains`, `done`, or one of
-    `GONE`. at: position in the program. queue: what its main thread does next. busy: what its
+    state: `out` (no replica yet), `asks`, `ready`, `arrived`, `late` (a guest), `trains`, `done`, or
+    one of `GONE`. at: position in the program. queue: what its main thread does next. busy: what its
     recovery does: "", `reported`, `forms`, `copies`. sent: the operations in its present group.
     chain: number of the history of all results that it has used. let_in: epochs, while a guest forms
     its first group. begins, enters: positions up to which it has begun, or entered, its program.
@@ -136,7 +138,7 @@ class Record(NamedTuple):
     """An `Agreement`, and what the properties need of it.
 
     reach: positions up to which ranks had begun, and entered, the program when they agreed.
-    removed: replicas that are no members any more.
+    removed: replicas that are no members any more. postponed: as of `Agreement`.
     """
 
     members: tuple[int, ...]
@@ -144,6 +146,7 @@ class Record(NamedTuple):
     reports: tuple[tuple[int, Report], ...]
     reach: tuple[int, int]
     removed: tuple[int, ...]
+    postponed: bool = False
 
 
 class World(NamedTuple):
@@ -152,8 +155,10 @@ class World(NamedTuple):
     reports: of the next epoch, by rank. records: of the agreements, by epoch; None for those that
     nobody needs. called: the last epoch to which all
     were called. door: optimizer that lets the guest in; -1 for none yet. entry: as
-    told to the guest. faults: those that may still happen. visited: where the guest may find the
-    state of training: step, turns ahead, and history.
+    told to the guest. faults: those that may still happen. giver: the replica that the guest follows;
+    -1 for none. copied: turns ahead of the state that it has last sent. visited: the states that it
+    has sent: step, turns ahead, and history. overlooked: a record was made while the guest was
+    ready.
     """
 
     ranks: tuple[Rank, ...]
@@ -165,6 +170,9 @@ class World(NamedTuple):
     entry: tuple | None = None
     faults: tuple[str, ...] = ()
     visited: tuple[tuple[int, int, int], ...] = ()
+    giver: int = -1
+    copied: int = 0
+    overlooked: bool = False
 
 
 class Broken(Exception):
@@ -217,6 +225,19 @@ class Histories:
             found[chain] = 0
             for result in reversed(results):
                 found[chain] = self.after(found[chain], result)
+        return found
+
+    def same_steps(self, one, other):
+        """True if two sequences have the same results of steps."""
+        return self._steps(one) == self._steps(other)
+
+    def _steps(self, chain):
+        found = []
+        while chain:
+            chain, _, result = self._of[chain]
+            (_, purpose, _), *_ = result
+            if isinstance(purpose, str) and purpose.startswith("step"):
+                found.append(result)
         return found
 
     def last(self, chain):
@@ -328,7 +349,12 @@ def told(report):
 def agreement_of(epoch: int, record: Record) -> Agreement:
     """The record as a rank reads it from the store."""
     reports = {number: told(report) for number, report in record.reports}
-    text = {"members": record.members, "guest": record.guest, "reports": reports}
+    text = {
+        "members": record.members,
+        "guest": record.guest,
+        "reports": reports,
+        "postponed": record.postponed,
+    }
     return parse_agreement(epoch, json.dumps(text).encode())
 
 

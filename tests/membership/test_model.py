@@ -3,7 +3,7 @@
 import pytest
 from model import Case, program_of, search
 
-from detonation.cluster.survive import turns
+from detonation.cluster.survive import agreement, turns
 from detonation.cluster.survive.agreement import Agreement, GuestEntry, turn_of
 from detonation.core.integrity.fault_counts import FaultCounts
 
@@ -82,4 +82,11 @@ def test_it_finds_a_newcomer_with_the_state_of_an_earlier_visit(monkeypatch):
     """Training goes back, and comes to the same step again."""
     monkeypatch.setattr(GuestEntry, "is_at", lambda entry, step, ahead: step == entry.step)
     program = (("step", "a"), ("back", 0), ("step", "a"), ("step", "a"), ("step", "a"))
+    broken(Case(program, ("join",), users="a"), "have used different results")
+
+
+def test_it_finds_a_newcomer_whose_state_cannot_come(monkeypatch):
+    """Training goes back before the step at which all wait for it."""
+    monkeypatch.setattr(agreement, "is_postponed", lambda reports: False)
+    program = (("step", "a"), ("back", 0), ("step", "a"))
     broken(Case(program, ("join",), users="a"), "have used different results")

@@ -7,13 +7,11 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable
-from functools import partial
 
 from torch import nn
 
 from detonation.cluster.position import joined_address
-from detonation.cluster.survive.agreement import ReplicaLost
+from detonation.cluster.survive.agreement import GuestEntry, ReplicaLost
 from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
@@ -187,55 +185,103 @@ def admitted(
         with Follower(
             model, guest.addresses(timeout_s), token, optimizer, 64, joins=True
         ) as follower:
-            follow = partial(_follow, guest, follower, timeout_s)
-            follow("no weights came", lambda: follower.step >= 0)
-            guest.ready()
-            follow(
-                "the others did not agree on a step",
-                lambda: guest.entry() is not None or follower.ended,
-            )
-            if (entry := guest.entry()) is None:
-                raise ReplicaLost(
-                    f"training ended after {follower.step} steps, before replica {guest.number}"
-                    " came in"
-                )
-            follow(
-                f"the weights of step {entry.step} did not come",
-                lambda: entry.is_at(follower.step, follower.ahead),
-            )
-            # the other replicas end open rounds, and receive all messages in flight
-            follow(
-                f"the others did not synchronize after step {entry.step}",
-                lambda: follower.complete,
-            )
-            axis = guest.come_in(entry, timeout_s)
+            arrival = _Arrival(guest, follower, timeout_s)
+            axis = None
+            while axis is None:
+                entry = arrival.next_entry()
+                axis = guest.come_in(entry, timeout_s, arrival.reaches(entry))
+                if axis is None:  # a shard lacked the state, so the others have gone on
+                    arrival.start_over()
             joined = follower.join(axis, safety)
         joined.verify()  # collective: the other replicas call verify at this step
         undo.pop_all()
     return joined, axis
 
 
-def _follow(
-    guest: Guest,
-    follower: Follower,
-    timeout_s: float,
-    late: str,
-    has_come: Callable[[], bool],
-) -> None:
-    """Follows the replica that offers the state until `has_come`. If this replica is lost, follows
-    the next one that offers it.
+class _Arrival:
+    """A guest that follows training until the step at which it joins.
 
-    Raises `ReplicaLost` after `timeout_s`, or if the others have continued without `guest`.
+    Its state comes from one replica. If that replica is lost, or training goes back, the guest needs
+    a new copy, and says so before others wait for it, or at once when they do.
     """
-    deadline = time.monotonic() + timeout_s
-    while not has_come():
+
+    def __init__(self, guest: Guest, follower: Follower, timeout_s: float) -> None:
+        self._guest = guest
+        self._follower = follower
+        self._timeout_s = timeout_s
+        self._is_ready = False
+
+    def next_entry(self) -> GuestEntry:
+        """Follows until the others wait for this guest before the step that it returns."""
+        deadline = time.monotonic() + self._timeout_s
+        while (entry := self._guest.entry()) is None:
+            if self._follower.ended:
+                raise ReplicaLost(
+                    f"training ended after {self._follower.step} steps, before replica"
+                    f" {self._guest.number} came in"
+                )
+            if self._announces_change():
+                deadline = time.monotonic() + self._timeout_s
+            late = "no weights came"
+            if self._is_ready:
+                late = "the others did not agree on a step"
+            self._follow(deadline, late)
+        return entry
+
+    def reaches(self, entry: GuestEntry) -> bool:
+        """Follows to the state at `entry`; returns False if that state cannot come."""
+        deadline = time.monotonic() + self._timeout_s
+        follower = self._follower
+        while not (entry.is_at(follower.step, follower.ahead) and follower.complete):
+            can_come = self._has_copy()  # before the last messages of a lost connection are used
+            late = f"the weights of step {entry.step} did not come"
+            if follower.step == entry.step:
+                # the other replicas end open rounds, and receive all messages in flight
+                late = f"the others did not synchronize after step {entry.step}"
+            self._follow(deadline, late)
+            if not can_come or not entry.is_at(entry.step, follower.ahead):
+                return entry.is_at(follower.step, follower.ahead) and follower.complete
+        return True
+
+    def start_over(self) -> None:
+        """Asks for a new copy of the state, on each shard, because loading one is collective."""
+        self._is_ready = False
+        self._follower.renew()
+
+    def _announces_change(self) -> bool:
+        """Tells the others whether this guest may join; returns True if that has changed."""
+        if self._has_copy() == self._is_ready:
+            return False
+        self._is_ready = not self._is_ready
+        if self._is_ready:
+            self._guest.ready()
+        else:
+            self._guest.withdraw()
+        return True
+
+    def _has_copy(self) -> bool:
+        """True if a member gives the state, and each later step follows."""
+        follower = self._follower
+        given = self._guest.giver in self._guest.members
+        return follower.step >= 0 and follower.current and given
+
+    def _follow(self, deadline: float, late: str) -> None:
+        """Follows the replica that offers the state; if that one is lost, the next one.
+
+        Raises `ReplicaLost` after `deadline`, or if the others have continued without the guest.
+        """
+        guest = self._guest
+        follower = self._follower
         if time.monotonic() > deadline:
             lost = ""
             if follower.trouble:
                 lost = f": {follower.trouble}"
-            raise ReplicaLost(f"{late} for replica {guest.number} within {timeout_s:g} s{lost}")
+            raise ReplicaLost(
+                f"{late} for replica {guest.number} within {self._timeout_s:g} s{lost}"
+            )
         guest.let_in()
-        follower.turn_to(guest.addresses(0))
+        if not self._has_copy():
+            follower.turn_to(guest.latest_addresses())
         follower.update(wait_s=0.01)
-        if follower.trouble and not has_come():  # a training that has ended says so itself
+        if follower.trouble and not follower.ended:  # a training that has ended says so itself
             guest.hosts.require()

@@ -104,6 +104,11 @@ class Follower(AbstractContextManager["Follower"]):
             return all(stream.ended and not stream.inbox for stream in self._streams)
 
     @property
+    def current(self) -> bool:
+        """True if a copy of the state has come, and each later step comes on its connection."""
+        return all(stream.current for stream in self._streams)
+
+    @property
     def complete(self) -> bool:
         """True if no round is open and no message of an earlier step is missing. With rounds of
         several steps or a delay, this holds after training has synchronized.
@@ -182,6 +187,12 @@ class Follower(AbstractContextManager["Follower"]):
             close_all(self._streams)
             self._streams[:] = [self._stream(self._own_shard or 0)]
             del self._shards[1:]
+
+    def renew(self) -> None:
+        """Asks for a new copy of the state."""
+        with self._changed:
+            for stream in self._streams:
+                stream.restart()
 
     def close(self) -> None:
         """Stops following; the model keeps its weights."""

@@ -103,6 +103,7 @@ class Stream:
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
+        self.current = False  # True while the connection lasts on which the last copy came
         self.failures = 0  # failed attempts since the last copy of the state
         self._token = token
         self._most_bytes = most_bytes
@@ -130,6 +131,7 @@ class Stream:
     def restart(self) -> None:
         """Drops the queue and the connection, to get a new copy. The caller must hold `changed`."""
         self.inbox.clear()
+        self.current = False
         self._dropped = True
         self._hang_up()
         self._changed.notify_all()
@@ -154,6 +156,7 @@ class Stream:
                 self._hang_up()
                 with self._changed:
                     self._frames = None
+                    self.current = False
                     if self.joins > joins:
                         self.failures = 0
                     else:
@@ -216,6 +219,7 @@ class Stream:
             if self._dropped:  # the next event in the inbox must be a copy of the state
                 raise ConnectionResetError("too far from the other shards")
             self.inbox.append(event)
+            self.current = self.current or isinstance(event, Joined)
             self.came += 1
             self._changed.notify_all()
 

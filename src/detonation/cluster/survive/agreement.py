@@ -64,8 +64,9 @@ class RankReport:
 
     floor: the rank has finished all collectives up to this number. beyond: later collectives that
     it has finished. absent: replicas absent from finished collectives that the rank still holds.
-    begun: number of steps begun, used in messages. guest: the replica that the rank expects to
-    join; -1 for none. users: the turns (see `Turns`) that each optimizer on the axis has begun.
+    begun: number of steps begun, used in messages. guest: the replica for which the rank waits; -1
+    for none. A guest that has the state of the step waits for itself. users: the turns (see
+    `Turns`) that each optimizer on the axis has begun.
     entered: turns for which the rank knows the leaving and joining replicas. leaves: True if its
     replica was asked to leave. departing: replicas that leave, each with the turn of each optimizer
     before which it leaves, and the optimizers that were `gone` then. coming: the turn before which
@@ -99,7 +100,8 @@ class Agreement:
     """Members of an epoch, by their numbers at the start, and the progress of each rank.
 
     guest: a replica that may join before the next step; -1 for none. apart: pairs of replicas that
-    could not reach each other. late: replicas that did not begin an exchange in time.
+    could not reach each other. late: replicas that did not begin an exchange in time. postponed:
+    True if the replica for which all waited lacked the state, so that it joins later.
     """
 
     epoch: int
@@ -108,6 +110,7 @@ class Agreement:
     guest: int = -1
     apart: list[list[int]] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    postponed: bool = False
 
     @property
     def next_step(self) -> int:
@@ -140,8 +143,8 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """The replica for which all ranks waited; -1 for none. If it is not a member now, it never
-        will be.
+        """The replica for which all ranks waited; -1 for none. Unless it is a member now, or was
+        postponed, it never joins.
         """
         guests = {report.guest for report in self.reports.values()}
         if len(guests) == 1:
@@ -189,6 +192,11 @@ class GuestEntry:
     turn: int
     step: int
 
+    @property
+    def turn_in_words(self) -> str:
+        """The turn of its optimizer as text; no two entries of one guest have the same."""
+        return f"{self.user} {self.turn}"
+
     def is_at(self, step: int, ahead: int) -> bool:
         """True after `step` steps, if `ahead` is their distance to the turn: training may go back
         and repeat the step."""
@@ -216,8 +224,8 @@ def parse_agreement(epoch: int, text: bytes) -> Agreement:
     """Parses the record of an agreement in the store."""
     record: dict[str, Any] = json.loads(text)
     reports = {int(rank): RankReport(**report) for rank, report in record["reports"].items()}
-    doubts = {key: record[key] for key in ("apart", "late") if key in record}
-    return Agreement(epoch, record["members"], reports, record["guest"], **doubts)
+    others = {key: record[key] for key in ("apart", "late", "postponed") if key in record}
+    return Agreement(epoch, record["members"], reports, record["guest"], **others)
 
 
 def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
@@ -230,17 +238,28 @@ def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
 
 
 def agreement_record(
-    replicas: Sequence[int], shards: int, reports: Mapping[int, Mapping[str, Any]], guest: int
+    replicas: Sequence[int],
+    shards: int,
+    reports: Mapping[int, Mapping[str, Any]],
+    guest: int,
+    postponed: bool,
 ) -> dict[str, Any]:
     """The record of an agreement between those of `replicas` that can continue together.
 
-    reports: of all their ranks, by rank. guest: see `Agreement`.
+    reports: of all their ranks, by rank. guest, postponed: see `Agreement`.
     """
     pairs = pairs_apart((rank // shards, report["apart"]) for rank, report in reports.items())
     late = sorted({each for report in reports.values() for each in report["late"]})
     kept = those_that_go_on(replicas, pairs, late)
     of_kept = {rank: report for rank, report in reports.items() if rank // shards in kept}
-    return {"members": kept, "reports": of_kept, "guest": guest, "apart": pairs, "late": late}
+    return {
+        "members": kept,
+        "reports": of_kept,
+        "guest": guest,
+        "apart": pairs,
+        "late": late,
+        "postponed": postponed,
+    }
 
 
 def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
@@ -250,6 +269,23 @@ def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, An
         for guest in guests
         if all(report["guest"] == guest >= 0 for report in reports.values())
     ]
+
+
+def is_postponed(reports: Mapping[int, Mapping[str, Any]]) -> bool:
+    """True if one of a guest's ranks, which made `reports`, lacks the state of its step."""
+    return any(report["guest"] < 0 for report in reports.values())
+
+
+def has_giver(told: Collection[str], members: Collection[int]) -> bool:
+    """True if a guest may join: a member gives it the state.
+
+    told: by each of its ranks, the number of the replica that gives the state; "" for no state.
+
+    >>> has_giver(["0", "0"], [0, 1]), has_giver(["0", ""], [0, 1]), has_giver(["0"], [1, 2])
+    (True, False, False)
+    """
+    givers = {*told}
+    return len(givers) == 1 and givers <= {str(member) for member in members}
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
@@ -381,7 +417,6 @@ def axis_key(
         "coming",
         "copy",
         "ready",
-        "admit",
         "entry",
         "at",
     ],
@@ -394,9 +429,9 @@ def axis_key(
     last step; `left`, set after it left together with the others; `asked`, set if it was asked to
     leave. Keys of a guest: `ask`, its request to join; `refused`, the reason why it cannot; `door`,
     the optimizer that lets it in; `copy`, the turn after which it gets a copy of the state;
-    `admit`, the turn before which it joins; `entry`, the step of that turn, set after all have
-    reached it. Keys of a guest's shard: `feed`, the address of its feed; `coming`, set while it
-    waits for a copy; `ready`, set once it has the copy. Key of a guest and a rank: `at`, set when
-    the rank has reached the guest's turn.
+    `entry`, the optimizer, turn and step before which it joins, once all come to wait for it. Keys
+    of a guest's shard: `feed`, the replica that gives the state, and the address of its feed;
+    `coming`, set while it waits for a copy; `ready`, the replica whose state it follows, or "".
+    Key of a guest and a rank: `at`, the last turn of the guest that the rank has reached.
     """
     return "/".join((kind, *map(str, numbers)))

@@ -351,6 +351,8 @@ class Guest:
     it together.
 
     number: the number of the replica; numbers are never reused. hosts: the replicas that train.
+    members: the replicas in the last record that it has read. giver: the replica whose state it
+    follows; -1 for none. postponed: how often all have gone on, because it lacked the state.
 
     Args:
         store: Where the replicas meet; see `elastic`.
@@ -392,6 +394,8 @@ class Guest:
             self._shards = mesh["shard"].size()
         self._timeout_s = timeout_s
         self._ahead: GroupAhead | None = None
+        self._answered: GuestEntry | None = None
+        self._feeds = ""
         own = latest_axis_store(_reached(store))
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
@@ -420,6 +424,10 @@ class Guest:
         )
         self._link = _node_link(speed, self.membership, mesh)
         self._store = self.membership.store
+        self._epoch = int(self._store.get(EPOCH))
+        self.members = latest_members(self._store, replicas)
+        self.giver = -1
+        self.postponed = 0
         self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
         # register at once, because the others look for consecutive guest numbers
         self._store.set(axis_key("ask", self.number), "1")
@@ -455,16 +463,28 @@ class Guest:
         """Addresses of the feeds of all shards, separated by commas. Waits until the others have
         opened them.
         """
-        keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         who = f"replica {self.number}"
         awaited = Awaited(who, timeout_s, WAIT_LINE_S, self._require_hosts)
         try:
-            while not self._store.check(keys):
+            while not self.latest_addresses():
                 awaited.wait(lambda: "a replica that lets it in", _POLL_S)
         except TimeoutError as error:
             text = f"no replica has let {who} in within {timeout_s:g} s"
             raise ReplicaLost(text) from error
-        return ",".join(self._store.get(key).decode() for key in keys)
+        return self._feeds
+
+    def latest_addresses(self) -> str:
+        """Addresses of the feeds that one replica has last opened on all its shards; "" for none.
+        From now on that replica is the `giver`.
+        """
+        keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
+        if self._store.check(keys):
+            told = [self._store.get(key).decode().split(" ", 1) for key in keys]
+            givers = {giver for giver, _ in told}
+            if len(givers) == 1:
+                self.giver = int(givers.pop())
+                self._feeds = ",".join(address for _, address in told)
+        return self._feeds
 
     def _require_hosts(self) -> None:
         """Raises `ReplicaLost` if the replicas that train have refused this one, or have ended."""
@@ -475,34 +495,59 @@ class Guest:
         self.hosts.require()
 
     def ready(self) -> None:
-        """Announces that this rank has a copy of the training state."""
-        self._store.set(axis_key("ready", self.number, self._shard), "1")
+        """Announces that this rank has a copy of the training state, and follows the `giver`."""
+        self._store.set(axis_key("ready", self.number, self._shard), str(self.giver))
+
+    def withdraw(self) -> None:
+        """Announces that this rank no longer follows the training state."""
+        self._store.set(axis_key("ready", self.number, self._shard), "")
 
     def entry(self) -> GuestEntry | None:
         """The turn and step before which this replica joins; None until the others have reached
-        them.
+        them, and again after this replica was postponed.
         """
-        key = axis_key("entry", self.number)
-        if self._store.check([key]):
-            return GuestEntry(*map(int, self._store.get(key).split()))
-        return None
+        entry = self._latest_entry()
+        if entry == self._answered:
+            return None
+        return entry
 
-    def come_in(self, entry: GuestEntry, timeout_s: float = 60.0) -> SurvivingCommunicator:
-        """Joins before `entry`, and returns the axis. Collective.
+    def _latest_entry(self) -> GuestEntry | None:
+        key = axis_key("entry", self.number)
+        if not self._store.check([key]):
+            return None
+        return GuestEntry(*map(int, self._store.get(key).split()))
+
+    def come_in(
+        self, entry: GuestEntry, timeout_s: float = 60.0, has_state: bool = True
+    ) -> SurvivingCommunicator | None:
+        """Joins before `entry`, and returns the axis; None if a rank of this replica lacks the
+        state, so that the replica joins later. Collective.
 
         Raises `ReplicaLost` if the others do not let this replica in within `timeout_s`.
         """
         formed = self._ahead.formed if self._ahead else []
         report = RankReport(_ALL, [], {}, entry.step, self.number, ahead=formed)
+        if not has_state:
+            self.withdraw()  # first, because the record may name the next guest
+            report = replace(report, guest=-1)
+        self._answered = entry
+        postponed = self.postponed
         deadline = time.monotonic() + timeout_s
-        self._store.set(axis_key("at", self.number, self.membership.rank), "1")
-        agreement = None
-        while agreement is None:
+        self._store.set(axis_key("at", self.number, self.membership.rank), entry.turn_in_words)
+        while (agreement := self.let_in(report)) is None:
+            if self.postponed > postponed:
+                self.withdraw()
+                return None
             if time.monotonic() > deadline:
                 raise ReplicaLost(
                     f"the others did not let replica {self.number} in within {timeout_s:g} s"
                 )
-            agreement = self.let_in(report)
+        return self._joined(agreement, report, entry)
+
+    def _joined(
+        self, agreement: Agreement, report: RankReport, entry: GuestEntry
+    ) -> SurvivingCommunicator:
+        """The axis of `agreement`, or of a later one if another replica is lost meanwhile."""
         self.membership.join(agreement)
         floors = [
             report.floor
@@ -525,28 +570,36 @@ class Guest:
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
-        """The agreement that lets this guest in, if there is one; requested by `report`.
+        """Reads the records that are new, and returns the one that lets this guest in; None if
+        there is none yet. Then `report` goes to the next epoch.
 
         Raises `ReplicaLost` if there is an agreement without this guest.
         """
-        latest = int(self._store.get(EPOCH))
-        # the other replicas may already have agreed on the next epoch
-        for epoch in (latest, latest + 1):
-            if not self._store.check([f"{epoch}/record"]):
-                continue
-            agreement = parse_agreement(epoch, self._store.get(f"{epoch}/record"))
+        while self._store.check([f"{self._epoch + 1}/record"]):
+            self._epoch += 1
+            agreement = parse_agreement(self._epoch, self._store.get(f"{self._epoch}/record"))
             if self.number in agreement.members:
                 return agreement
-            if agreement.guest == self.number and self._ahead is None:
-                self._ahead, _ = group_ahead(self.membership, agreement, self._timeout_s)
-            if agreement.awaited == self.number:
-                entry = self.entry()
-                at = "in vain"
-                if entry is not None:
-                    at = f"before step {entry.step}"
-                raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
+            self.members = agreement.members
+            self._note(agreement)
         # report only before the agreement that admits this guest; later it would count as a member
         if report:
-            self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
+            key = f"{self._epoch + 1}/report/{self.membership.rank}"
+            self._store.set(key, json.dumps(vars(report)))
             time.sleep(_POLL_S)
         return None
+
+    def _note(self, agreement: Agreement) -> None:
+        """Notes what an agreement without this guest says of it."""
+        if agreement.guest == self.number and self._ahead is None:
+            self._ahead, _ = group_ahead(self.membership, agreement, self._timeout_s)
+        if agreement.awaited != self.number:
+            return
+        if not agreement.postponed:
+            entry = self._latest_entry()
+            at = "in vain"
+            if entry is not None:
+                at = f"before step {entry.step}"
+            raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
+        self.postponed += 1
+        self._ahead = None

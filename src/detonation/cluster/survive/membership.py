@@ -33,7 +33,9 @@ from detonation.cluster.survive.agreement import (
     axis_key,
     beat_of,
     expected_by_all,
+    has_giver,
     in_words,
+    is_postponed,
     pace_of,
     parse_agreement,
     ranks_of_replicas,
@@ -64,6 +66,7 @@ class Membership:
     members: replicas, by their numbers at the start. called: True if this rank has noticed a loss,
     so that it must call `agree`. under_way: True if the first steps are over, so that silence
     counts. guest: the next replica that may join. guest_asks: True if that replica has asked.
+    guest_comes: True if all have agreed on the turn before which it joins.
     leaves: True if this replica was asked to leave, and not all others know yet. waits_in: the
     number of the exchange for which the main thread waits; 0 for none. started: the last exchange
     that this rank has started. apart, late: replicas that this rank reports; see `PartitionWatch`.
@@ -109,6 +112,7 @@ class Membership:
         self.changed = threading.Condition()
         self.noticed_at = 0.0
         self.called = self.guest_asks = self.under_way = self.leaves = self.told = False
+        self.guest_comes = False
         self.waits_in = self.started = 0
         self.apart: list[int] = []
         self.late: list[int] = []
@@ -235,9 +239,12 @@ class Membership:
             self.late = []
             for rank in self._ranks(agreement.guest):
                 self._seen.setdefault(rank, (b"", time.monotonic()))
+            self.guest_comes |= agreement.guest >= 0
             if agreement.awaited >= 0:
-                self.guest = agreement.awaited + 1
-                self.guest_asks = False
+                self.guest_comes = False
+                if not agreement.postponed:
+                    self.guest = agreement.awaited + 1
+                    self.guest_asks = False
         self.store.set(EPOCH, str(self.epoch))
         if len(self.members) < self.least:
             lost = f"lost {in_words(missing)} after step {agreement.next_step}"
@@ -342,15 +349,21 @@ class Membership:
         return bool(self.store.check([axis_key("left", rank)]))
 
     def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
-        """Proposes a record of `members` and of each `awaited` guest that all of them expect."""
+        """Proposes a record of `members` and of each `awaited` guest that all of them expect, if it
+        has the state.
+        """
         reports = self._reports(members)
         guests = expected_by_all(awaited, reports)
-        reports |= self._reports(guests)
-        ready = not guests and self.guest_asks and self._is_ready(self.store)
         next_guest = -1
-        if ready:
+        if not guests and self.guest_asks and self._is_ready(self.store, members):
             next_guest = self.guest
-        record = agreement_record([*members, *guests], self.shards, reports, next_guest)
+        told = self._reports(guests)
+        postponed = is_postponed(told)
+        entrants = [*members]
+        if not postponed:
+            entrants += guests
+            reports |= told
+        record = agreement_record(entrants, self.shards, reports, next_guest, postponed)
         self.store.compare_set(self._key("record"), "", json.dumps(record))
 
     def _reports(self, members: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -359,9 +372,9 @@ class Membership:
             for rank in ranks_of_replicas(members, self.shards)
         }
 
-    def _is_ready(self, store: Store) -> bool:
+    def _is_ready(self, store: Store, members: Collection[int]) -> bool:
         keys = [axis_key("ready", self.guest, shard) for shard in range(self.shards)]
-        return bool(store.check(keys))
+        return store.check(keys) and has_giver([store.get(key).decode() for key in keys], members)
 
     def _look_for_guest(self) -> None:
         """Checks whether a replica asks to join; once the replica is ready, makes all ranks agree
@@ -374,7 +387,7 @@ class Membership:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
                 # all ranks may have agreed in the meantime, and now look for the next guest
                 self.guest_asks = guest == self.guest
-        if not self.guest_asks or self._beats.check([axis_key("admit", guest)]):
+        if not self.guest_asks or self.guest_comes:
             return
         if any(self._lost(rank, self.silence_s) for rank in ranks):
             with self.changed:
@@ -383,7 +396,7 @@ class Membership:
                     self.guest_asks = False
             return
         is_first = self.rank == self.members[0] * self.shards
-        if is_first and not self.called and self._is_ready(self._beats):
+        if is_first and not self.called and self._is_ready(self._beats, self.members):
             self._beats.set(self._key("call"), "1")
 
     def _run(self) -> None:

@@ -22,7 +22,6 @@ from detonation.cluster.survive.agreement import (
     GuestEntry,
     RankReport,
     ReplicaLost,
-    axis_key,
 )
 from detonation.cluster.survive.groups import (
     ALL,
@@ -481,13 +480,13 @@ class SurvivingCommunicator(AxisEnd):
             self._expect(*new_entry(agreement, door))
             self._ahead, line = group_ahead(membership, agreement, self.timeout_s)
             self._listen(line)
-            membership.store.set(axis_key("admit", agreement.guest), "1")
         if not self.departing:
             self.users.let_go()
 
     def _expect(self, turn: int, guest: int) -> None:
         """Records that `guest` joins before `turn` of the optimizer that lets it in."""
         self.guest = turn, guest
+        self._membership.guest_comes = True
         self.host.door = self.host.door_of(guest)
 
     def _report(self) -> RankReport:

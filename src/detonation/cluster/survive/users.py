@@ -113,7 +113,8 @@ class Host:
         store = self.membership.store
         # publish the optimizer before the address, because the guest acts on the address
         store.set(axis_key("door", guest), str(user))
-        store.set(axis_key("feed", guest, self.membership.shard), address)
+        feed = axis_key("feed", guest, self.membership.shard)
+        store.set(feed, f"{self.membership.replica} {address}")
 
     def refuse(self, guest: int, reason: str) -> None:
         """Tells a guest that it cannot join."""
@@ -132,20 +133,22 @@ class Host:
         told = f"{entry.user} {entry.turn} {entry.step}"
         self.membership.store.set(axis_key("entry", guest), told)
 
-    def awaits(self, guest: int) -> bool:
-        """Announces that this rank has reached the step at which `guest` joins; returns True after
-        all members have.
+    def awaits(self, guest: int, turn: str) -> bool:
+        """Announces that this rank has reached the `turn` before which `guest` joins; returns True
+        after all members have.
         """
-        self.membership.store.set(axis_key("at", guest, self.membership.rank), "1")
-        return not self.not_at(guest)
+        self.membership.store.set(axis_key("at", guest, self.membership.rank), turn)
+        return not self.not_at(guest, turn)
 
-    def not_at(self, guest: int) -> list[int]:
-        """Ranks that have not reached the step at which `guest` joins."""
+    def not_at(self, guest: int, turn: str) -> list[int]:
+        """Ranks that have not reached the `turn` before which `guest` joins."""
         store = self.membership.store
         ranks = ranks_of_replicas(self.membership.members, self.membership.shards)
-        if store.check([axis_key("at", guest, rank) for rank in ranks]):
-            return []
-        return [rank for rank in ranks if not store.check([axis_key("at", guest, rank)])]
+        keys = {rank: axis_key("at", guest, rank) for rank in ranks}
+        if not store.check([*keys.values()]):
+            return [rank for rank, key in keys.items() if not store.check([key])]
+        # a guest that was postponed has had an earlier turn
+        return [rank for rank, key in keys.items() if store.get(key).decode() != turn]
 
     def copy_turn(self, guest: int, turn: int) -> float:
         """The turn after which all shards give their guest a copy; infinity until each shard has a
@@ -379,19 +382,19 @@ class AxisUser(AxisEnd):
                 if axis.guest is None or not self.expects(step):
                     axis.awaits = -1
                     return
+                turn, guest = axis.guest
+                entry = GuestEntry(self.number, turn, step)
                 if axis.awaits < 0:
-                    axis.host.tell_entry(
-                        axis.guest[1], GuestEntry(self.number, axis.guest[0], step)
-                    )
-                axis.awaits = axis.guest[1]
+                    axis.host.tell_entry(guest, entry)
+                axis.awaits = guest
             # after this check no collective is running on any rank
-            if axis.host.awaits(axis.awaits):
+            if axis.host.awaits(guest, entry.turn_in_words):
                 membership.call()
                 with membership.changed:
                     membership.changed.wait_for(lambda: axis.guest is None or axis.error, 1.0)
             else:
                 membership.require_store()
-                awaited.wait(partial(axis.host.not_at, axis.awaits), _POLL_S)
+                awaited.wait(partial(axis.host.not_at, guest, entry.turn_in_words), _POLL_S)
 
     def _due(self, turn: int) -> list[Agreement]:
         return due_before(self.pending, self.number, turn)
