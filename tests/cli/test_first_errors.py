@@ -554,7 +554,7 @@ MISTAKES = {
     "a master whose name is wrong": Mistake(
         no_such_host,
         "MASTER_ADDR is",
-        ("'hed.example.org'", "no host has that name", "name that of rank 0"),
+        ("'hed.example.org'", "no host has that name", "name the host of rank 0"),
     ),
     "a port in use": Mistake(
         port_in_use, "is in use: give", ("port ", "is in use", "another MASTER_PORT")

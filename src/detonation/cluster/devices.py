@@ -12,7 +12,7 @@ import torch
 from detonation.cluster.position import LaunchPosition
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables that limit the GPUs of a process; each may hide all of them."""
+"""Environment variables that limit the GPUs of a process; each may hide all GPUs."""
 _SLURM = (
     "SLURM_STEP_GPUS",
     "SLURM_JOB_GPUS",
@@ -140,7 +140,7 @@ def _index(usable: int, position: LaunchPosition | None) -> int:
         raise ValueError(
             f"{usable} GPUs are visible, and the launcher does not say which rank of its machine"
             f" rank {position.rank} is: set LOCAL_RANK and LOCAL_WORLD_SIZE (or call"
-            " torch.cuda.set_device), or make one GPU visible to each"
+            " torch.cuda.set_device), or make one GPU visible to each rank"
         )
     if position.local_rank >= usable:
         raise ValueError(

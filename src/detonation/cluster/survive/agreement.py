@@ -67,11 +67,12 @@ class RankReport:
     begun: number of steps begun, used in messages. guest: the replica that the rank expects to
     join; -1 for none. users: the turns (see `Turns`) that each optimizer on the axis has begun.
     entered: turns for which the rank knows the leaving and joining replicas. leaves: True if its
-    replica was asked to leave. departing: replicas that leave, each with the turn of each optimizer
-    before which it leaves, and the optimizers that were `gone` then. coming: the turn before which
-    a replica joins, and that replica. alive: the existing optimizers. apart: replicas that this
-    rank cannot reach. late: replicas that have not begun the exchange in which this rank waits.
-    ahead: members of the group that this rank has formed ahead of a guest's step.
+    replica was asked to leave. departing: leaving replicas, each with the turns of all optimizers
+    before which it leaves, and the optimizers that were `gone` at that agreement. coming: the turn
+    before which a replica joins, and the number of this replica. alive: the existing optimizers.
+    apart: replicas that this rank cannot reach. late: replicas that have not begun the exchange in
+    which this rank waits. ahead: members of the group that this rank has already formed for a
+    guest's step.
     """
 
     floor: int
@@ -140,8 +141,8 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """The replica for which all ranks waited; -1 for none. If it is not a member now, it never
-        will be.
+        """The replica for which all ranks waited; -1 for none. If this replica is not a member now,
+        it never becomes one.
         """
         guests = {report.guest for report in self.reports.values()}
         if len(guests) == 1:
@@ -150,7 +151,7 @@ class Agreement:
 
     @property
     def formed(self) -> bool:
-        """True if all have formed the group of the members before they agreed on them."""
+        """True if all ranks had formed the members' group before they agreed on the members."""
         return all(report.ahead == self.members for report in self.reports.values())
 
     def asked(self, shards: int) -> set[int]:
@@ -183,15 +184,16 @@ def in_words(replicas: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class GuestEntry:
-    """A replica joins before this turn and step of the optimizer `user`."""
+    """The turn and step of the optimizer `user` before which a replica joins."""
 
     user: int
     turn: int
     step: int
 
     def is_at(self, step: int, ahead: int) -> bool:
-        """True after `step` steps, if `ahead` is their distance to the turn: training may go back
-        and repeat the step."""
+        """True if this turn follows `step` steps. `ahead` is the number of the turn minus `step`:
+        training may go back, and repeat the step in a later turn.
+        """
         return step == self.step and ahead == self.turn - step
 
 
@@ -232,9 +234,9 @@ def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
 def agreement_record(
     replicas: Sequence[int], shards: int, reports: Mapping[int, Mapping[str, Any]], guest: int
 ) -> dict[str, Any]:
-    """The record of an agreement between those of `replicas` that can continue together.
+    """The record of an agreement between the `replicas` that can continue together.
 
-    reports: of all their ranks, by rank. guest: see `Agreement`.
+    reports: the reports of all ranks of `replicas`, by rank. guest: see `Agreement`.
     """
     pairs = pairs_apart((rank // shards, report["apart"]) for rank, report in reports.items())
     late = sorted({each for report in reports.values() for each in report["late"]})
@@ -253,7 +255,7 @@ def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, An
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
-    """Pairs of replicas of which one reports that it cannot reach the other.
+    """Pairs of replicas in which one replica reports that it cannot reach the other.
 
     >>> pairs_apart([(0, [1]), (1, [0, 2]), (2, [])])
     [[0, 1], [1, 2]]
@@ -265,11 +267,13 @@ def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int
 def those_that_go_on(
     members: Sequence[int], pairs: Sequence[Sequence[int]], late: Collection[int]
 ) -> list[int]:
-    """The members that continue if `pairs` of them cannot reach each other and others are `late`.
+    """The members that continue if some `pairs` cannot reach each other and some replicas are
+    `late`.
 
     Late replicas are removed first. Then, as long as a pair remains, the replica in most pairs is
-    removed; among equals, the one with the highest number. So a replica that few others can reach
-    is removed, and of two partitions the larger one continues.
+    removed. If several replicas are in equally many pairs, the replica with the highest number is
+    removed. So a replica that few others can reach is removed, and the larger of two partitions
+    continues.
 
     >>> those_that_go_on([0, 1, 2], [[0, 1], [1, 2]], [])  # one against the rest
     [0, 2]
@@ -293,8 +297,8 @@ def axis_store(base: Store, number: int) -> Store:
 
 
 def serve_one_axis(base: Store) -> None:
-    """Reserves `base` for one axis. Its ranks then need not agree on a part of the store, so any of
-    them may end earlier.
+    """Reserves `base` for one axis. Its ranks then need not agree on a part of the store, so any
+    rank may end earlier.
     """
     base.set(f"{_AXES}/latest", "0")
 
@@ -308,8 +312,9 @@ def next_axis_store(
 ) -> Store:
     """The part of `base` for a new axis of all ranks. Collective.
 
-    look: see `Awaited`. offer: called on rank 0 with the new part, before others know it. The store
-    may also contain parts of earlier starts. Raises `TimeoutError` if a rank is missing.
+    look: see `Awaited`. offer: called on rank 0 with the new part, before other ranks know this
+    part. The store may also contain parts of earlier starts. Raises `TimeoutError` if a rank is
+    missing.
     """
     # `serve_one_axis` has reserved this store
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):
