@@ -48,7 +48,7 @@ class LaunchPosition:
         if self.rank >= self.world_size:
             last = self.world_size - 1
             raise ValueError(
-                f"the launcher says rank {self.rank}, but the ranks are 0 to {last}: correct RANK"
+                f"the launcher says rank {self.rank}, but ranks are from 0 to {last}: correct RANK"
             )
 
     @property

@@ -45,7 +45,9 @@ class Claim:
         self.look()
 
     def look(self) -> None:
-        """Renews the claim, and compares it with the claims of other processes. Call it repeatedly."""
+        """Renews the claim, and compares it with the claims of other processes. Call it
+        repeatedly.
+        """
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
             return

@@ -114,7 +114,9 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that a peer's end cannot cause; if there is none, the earliest failure."""
+    """The earliest failure that a peer's end cannot cause; if there is none, the earliest
+    failure.
+    """
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
 
 

@@ -219,7 +219,9 @@ class Stores:
         return not self._closed and self._connections[connection.number] is connection
 
     def _next(self, connection: Connection) -> tuple[Call | None, dict[str, Swap]]:
-        """Waits for the next requests to the store; returns none if the store is not used any more."""
+        """Waits for the next requests to the store; returns none if the store is not used any
+        more.
+        """
         with self._changed:
             while self._uses(connection):
                 connection.since = time.monotonic()
@@ -234,7 +236,9 @@ class Stores:
         return None, {}
 
     def _admit(self, connection: Connection) -> None:
-        """Starts to use a store that answers, if it is one of the stores on which all have agreed."""
+        """Starts to use a store that answers, if it is one of the stores on which all have
+        agreed.
+        """
         with self._changed:
             connection.since = 0.0
             self._judge(connection)
