@@ -240,7 +240,7 @@ def save_checkpoint(
 
 @contextmanager
 def _as_saving() -> Iterator[None]:
-    """Context in which this rank is in a save: other ranks that wait for it are told so."""
+    """Context in which this rank counts as saving, so that ranks that wait for it can log this."""
     PROGRESS.where = "saving"
     try:
         yield

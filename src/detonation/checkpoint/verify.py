@@ -144,7 +144,8 @@ def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
 
 
 def newest(directory: Path) -> Found:
-    """The newest complete checkpoint of `directory`, and a line for each newer incomplete one.
+    """The newest complete checkpoint of `directory`, and a line for each newer, incomplete
+    checkpoint.
 
     Raises `ValueError` if no checkpoint is whole.
     """
@@ -161,7 +162,7 @@ def newest(directory: Path) -> Found:
 class WholeModel:
     """One model, merged from the replicas `here` of a checkpoint.
 
-    rejected: a line for each newer incomplete checkpoint.
+    rejected: a line for each newer, incomplete checkpoint.
     """
 
     reader: CheckpointReader

@@ -178,7 +178,7 @@ class Memory:
 
 
 def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
-    """Raises `ValueError` if the saved state `what` has other keys than the current one."""
+    """Raises `ValueError` if the saved state `what` has other keys than the current state."""
     if odd := sorted({*current} ^ {*saved}):
         raise ValueError(
             f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"
@@ -201,8 +201,8 @@ class LocalState:
     loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
-        """Read-only tensors: `kind.parameter` in the parameter's local shape, followed by the
-        others.
+        """Read-only tensors: `kind.parameter` in the parameter's local shape, followed by all other
+        tensors.
 
         Shapes: -> one local shape per kind and parameter.
         """

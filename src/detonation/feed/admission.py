@@ -237,5 +237,5 @@ def _follow(
         guest.let_in()
         follower.turn_to(guest.addresses(0))
         follower.update(wait_s=0.01)
-        if follower.trouble and not has_come():  # a training that has ended says so itself
+        if follower.trouble and not has_come():  # a training that has ended announces this itself
             guest.hosts.require()

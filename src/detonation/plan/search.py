@@ -336,7 +336,7 @@ def _second_machine(
         return None, ""
     optimizer, found, alone_s = alone
     known = f"one machine with {optimizer} and the same examples per step has the baseline's loss"
-    # relative loss of one machine after so many seconds
+    # loss of one machine after `seconds`, relative to the baseline's loss
     ahead = (seconds / alone_s) ** -found.exponent - 1
     if alone_s <= seconds:
         both = f"within {duration(alone_s)}, {network.replicas} machines within {duration(seconds)}"

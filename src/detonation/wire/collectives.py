@@ -50,7 +50,7 @@ class BlockIntegers:
     def encode(
         self, values: Tensor, places: Tensor | None = None, marked: Tensor | None = None
     ) -> Tensor:
-        """Quantizes each line, and marks those numbers at `places` that are `marked`."""
+        """Quantizes each line, and marks the numbers at `places` for which `marked` is True."""
         # [..., n] fp32, [marks] int64, [marks] bool -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
         if missing:

@@ -90,7 +90,7 @@ def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-    """2 for each bitmap with a row that has other than `k` set bits, else 0.
+    """2 for each bitmap in which the number of set bits of some row is not `k`, else 0.
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """

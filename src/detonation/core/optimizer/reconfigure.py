@@ -167,8 +167,8 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True if a replica joins or leaves while a round may be open: its mean is over the replicas
-    that have moved in it, and a new replica would lack messages in flight.
+    """True if a replica joins or leaves while a round may be open. The mean of this round is over
+    all replicas that have moved in it, and a new replica would lack messages in flight.
     """
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
     changes = any(axis.expects(step) or axis.leaving(step) for axis in axes)

@@ -141,8 +141,9 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
     """Warns, on one replica, about two set-ups that train with a far higher loss
     (docs/findings.md).
 
-    `warn_of_second_momentum` describes the first. In the second, error feedback keeps the errors of
-    signs in a top-k memory. These errors are as large as the values, and are selected again.
+    `warn_of_second_momentum` describes the first set-up. In the second set-up, error feedback keeps
+    the errors of signs in a top-k memory. These errors are as large as the values, and are selected
+    again.
     """
     warn_of_second_momentum(optimizer, levels)
     for _, scheme in levels if _is_first(levels) else ():

@@ -72,8 +72,8 @@ class Replicator(ABC):
             self.channel.discard(transfers)
 
     def drain(self) -> None:
-        """Waits for messages in flight, up to the first message whose announcement this rank did
-        not make.
+        """Waits for messages in flight, up to the first message that another rank replaced by an
+        announcement.
         """
         self.local_state()
 

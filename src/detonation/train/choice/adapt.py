@@ -190,8 +190,8 @@ class Adapter:
         return max(min(seconds[shard::shards]) for shard in range(shards))
 
     def _settings(self) -> list[Scheme]:
-        """Schemes to which the run can change: the first, the current, and the first with other
-        values of one argument.
+        """Schemes to which the run can change: the first scheme, the current scheme, and the first
+        scheme with other values of one argument.
         """
         now = _present(self._session)
         found = {spelled(scheme): scheme for scheme in (self._first, now)}

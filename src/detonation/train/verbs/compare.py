@@ -169,7 +169,7 @@ def _is_of(task: RunTask) -> bool:
 
 
 def _finished(task: RunTask) -> Table | None:
-    """Summary of a finished run with the same configuration; None without one."""
+    """Summary of a finished run with the same configuration; None if there is none."""
     if not _is_of(task):
         return None
     path = _directory(task)
