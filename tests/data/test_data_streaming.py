@@ -101,7 +101,7 @@ def test_a_strangers_position_is_one_line(source, position):
         ("a.txt", {"split": "train"}, "split is for sources hf:NAME"),
         ("a.pdf", {}, r"a stream reads files of one suffix, of \.jsonl, \.csv, \.parquet, \.txt"),
         ("a.jsonl", {"column": "body"}, "no column body; there are id, text"),
-        ("a.jsonl", {"context": 99_999}, "the context must be at most that"),
+        ("a.jsonl", {"context": 99_999}, "context must be at most"),
     ],
 )
 def test_what_cannot_be_streamed_is_one_line(tmp_path, make, arguments, message):

@@ -86,7 +86,8 @@ def checkpoints(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         raise ValueError(
-            f"there is no directory {directory}: give that of a run, its --out, or of a checkpoint"
+            f"there is no directory {directory}: give the directory of a run, its --out, or of a"
+            " checkpoint"
         )
     if (directory / manifest.MANIFEST_NAME).exists():
         return [directory]
@@ -95,7 +96,7 @@ def checkpoints(directory: Path) -> list[Path]:
     )
     if not found:
         raise ValueError(
-            f"{directory} holds no checkpoint: give the --out of a run that has saved one"
+            f"{directory} holds no checkpoint: give the --out of a run that has saved a checkpoint"
         )
     return found
 

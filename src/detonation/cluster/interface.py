@@ -100,8 +100,9 @@ def find_way(host: str) -> Way | None:
     if way is None and sys.platform == "linux":
         found = [str(way_over(name)) for _, name in socket.if_nameindex()]
         raise ValueError(
-            f"no interface of this machine leads to {host!r}, it has {', '.join(found)}: "
-            "name one that the other machines reach, with --interface or GLOO_SOCKET_IFNAME"
+            f"no interface of this machine leads to {host!r}, its interfaces are"
+            f" {', '.join(found)}: choose one that the other machines reach, with --interface or"
+            " GLOO_SOCKET_IFNAME"
         )
     return way
 

@@ -311,8 +311,8 @@ def shard(
     names = mesh.mesh_dim_names or ()
     if not {"replicate", "shard"} <= {*names}:
         raise ValueError(
-            f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of'
-            " init_mesh"
+            f"the mesh has the axes {names}: pass the whole mesh of init_mesh,"
+            ' ("replicate", "shard")'
         )
     links = None
     if wire:

@@ -193,14 +193,15 @@ def require_known_host(flag: str, addresses: str) -> None:
         named = joined_address(host, port)
         if host in ("0.0.0.0", "::"):
             raise ValueError(
-                f"{flag} is {named!r}, which names all interfaces: give the address of one, which"
-                " the other machines reach"
+                f"{flag} is {named!r}, which names all interfaces: give the address of one"
+                " interface that the other machines reach"
             )
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError) as error:
             raise ValueError(
-                f"{flag} is {named!r}, but no host has that name: give a host that has one"
+                f"{flag} is {named!r}, but no host has that name: give the name or"
+                " address of a host"
             ) from error
 
 

@@ -166,13 +166,13 @@ class UnevenAxis(Communicator):
 
     def _refusal(self, what: str, remedy: str) -> ValueError:
         return ValueError(
-            f"{self._sizes} cannot have {what}: {remedy}, or start equally many on each"
+            f"{self._sizes} cannot have {what}: {remedy}, or start equally many ranks on each"
         )
 
     def refuse_log(self) -> None:
         raise ValueError(
             "nodes of different numbers of ranks keep no log and publish nothing: start equally"
-            " many"
+            " many ranks"
         )
 
     def all_gather(self, mine: Tensor) -> Any:

@@ -308,7 +308,9 @@ def from_folder(path: Path, form: Form) -> Decoded:
     elif (path / "validation").is_dir():
         parts = (_files(path / "train"), _files(path / "validation"))
     else:
-        raise ValueError(f"{path} has train/CLASS and no validation/CLASS: both, or CLASS alone")
+        raise ValueError(
+            f"{path} has train/CLASS and no validation/CLASS: it needs both, or CLASS alone"
+        )
     classes = sorted({file.parent.name for file in parts[0]})
     other = sorted({file.parent.name for file in parts[1]} - {*classes})
     if other:

@@ -136,7 +136,7 @@ def _require_tools(what: str, *tools: str) -> None:
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         raise ValueError(
-            f"{what} needs {' and '.join(missing)} on this machine: install that, or give your own"
+            f"{what} needs {' and '.join(missing)} on this machine: install them, or give your own"
             " data (a path) or hf:NAME as source"
         )
 

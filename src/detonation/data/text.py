@@ -77,13 +77,14 @@ def text(
     least = 10 * context
     if len(ids) < least:
         raise ValueError(
-            f"{source} has {len(ids)} {unit}; context {context} needs at least {least}: take less"
+            f"{source} has {len(ids)} {unit}; context {context} needs at least {least}: reduce the"
+            " context"
         )
     train, held_out = hold_out(ids)
     if len(held_out) < context:
         raise ValueError(
-            f"{source} has {len(held_out)} {unit} to hold out: the context must be at most that,"
-            f" not {context}"
+            f"{source} has {len(held_out)} {unit} to hold out: context is {context}, must be at"
+            f" most {len(held_out)}"
         )
     training = TextBlocks(train, context)
     validation = TextBlocks(held_out, context)
@@ -165,8 +166,8 @@ def _streamed(
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
         raise ValueError(
-            f"the first {len(first)} rows of {source} have {len(ids)} ids: the context must be"
-            " at most that"
+            f"the first {len(first)} rows of {source} have {len(ids)} ids: context must be at most"
+            f" {len(ids)}"
         )
     return TextStream(source, found, name, encode, context, held_out), TextBlocks(ids, context)
 

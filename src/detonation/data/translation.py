@@ -60,7 +60,7 @@ def translation(
         raise ValueError(
             f"{source} has {len(train)} train and {len(held_out)} validation pairs, of which"
             f" {len(parts[0])} and {len(parts[1])} fit source_length {source_length} and"
-            f" target_length {target_length}: allow longer ones"
+            f" target_length {target_length}: allow longer pairs"
         )
     vocab = TRANSLATION_VOCAB
     if tokenizer:

@@ -68,7 +68,8 @@ def comm_hook(
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
         raise TypeError(
-            f"comm_hook takes a DistributedDataParallel model, got {kind}: use replicate for others"
+            f"comm_hook takes a DistributedDataParallel model, got {kind}: use replicate for other"
+            " models"
         )
     if model.mixed_precision is not None:
         raise ValueError(

@@ -228,7 +228,7 @@ class Playback(Player):
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(
-                f"{path} is in version {about.get('version')} of the format, here it is"
+                f"{path} is in version {about.get('version')} of the format, this version reads"
                 f" {LOG_VERSION}"
             )
         use_padding_of(about, self._optimizer)

@@ -164,8 +164,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         # [n], [S * n]
         if op != dist.ReduceOp.SUM:
             raise ValueError(
-                f"the reduce-scatter between nodes sums, was asked for {op}: leave the divisor to"
-                " FSDP2"
+                f"the reduce-scatter between nodes sums, but was asked for {op}: leave the divisor"
+                " to FSDP2"
             )
         parts = input_tensor.view(self._link.replicas, -1)
         places = self._first_numbers(parts)

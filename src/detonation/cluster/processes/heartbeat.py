@@ -107,7 +107,7 @@ class StoreBoard:
             if signed != found[0]:
                 raise ValueError(
                     f"rank {other} has another DETONATION_TOKEN than rank 0, or one of them has"
-                    " none: give all ranks the same"
+                    " none: give all ranks the same token"
                 )
 
     def write_count(self, rank: int, count: int) -> None:

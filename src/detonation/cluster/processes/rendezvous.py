@@ -133,7 +133,8 @@ def rendezvous_store(
             why = f" ({error})"
         raise RunError(
             f"rank {rank} of {world_size} has not met the others at {where} in {timeout_s:.0f} s"
-            f"{why}: start all, with one MASTER_ADDR and MASTER_PORT, and open that port at rank 0"
+            f"{why}: start all ranks with one MASTER_ADDR and MASTER_PORT, and open that port at"
+            " rank 0"
         ) from error
 
 

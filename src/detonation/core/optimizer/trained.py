@@ -174,7 +174,7 @@ class TrainedParameters:
             if (p.dtype, p.shape) != (dtype, shape):
                 raise ValueError(
                     f"{name} is {p.shape} {p.dtype}, was {shape} {dtype} at the last step:"
-                    " keep dtype and shape, or make the optimizer anew"
+                    " keep dtype and shape, or make the optimizer again"
                 )
 
     def _refuse_replaced(self) -> None:
@@ -188,7 +188,8 @@ class TrainedParameters:
             if number not in held:
                 raise ValueError(
                     f"{name} of the model is another parameter than the optimizer has, as after"
-                    " load_state_dict(assign=True): load without assign, or make the optimizer anew"
+                    " load_state_dict(assign=True): load without assign, or make the optimizer"
+                    " again"
                 )
         self._note_owners()
 

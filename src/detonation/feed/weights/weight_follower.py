@@ -63,7 +63,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self._tensors = {name: each.detach() for name, each in weights(model).items()}
         if any(isinstance(each, DTensor) for each in self._tensors.values()):
             raise ValueError(
-                "the model is sharded: the files of a weight feed are followed in a whole one"
+                "the model is sharded: the files of a weight feed are followed in a whole model"
             )
         self._order: list[str] = []  # of the files
         self._run = -1
@@ -237,8 +237,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
             raise ValueError(
-                f"training has another model: {odd[0]} and {len(odd) - 1} more are in one of them"
-                " alone"
+                f"training has another model: {odd[0]} and {len(odd) - 1} more are in only one of"
+                " the models"
             )
         for name, new in tensors.items():
             own = self._tensors[name]

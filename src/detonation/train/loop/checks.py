@@ -118,8 +118,8 @@ def check_translates(model: Any, data: Data) -> None:
         )
     if getattr(getattr(model, "config", None), "decoder_start_token_id", None) is None:
         raise ValueError(
-            "train.bleu_sentences needs a model with config.decoder_start_token_id, as"
-            " transformers' have"
+            "train.bleu_sentences needs a model with config.decoder_start_token_id, as translation"
+            " models have"
         )
     if not importlib.util.find_spec("sacrebleu"):
         raise ValueError(
@@ -133,9 +133,7 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
     if train.steps:
         return train
     if isinstance(loaded.train, Streamed):
-        raise ValueError(
-            "train.epochs of a stream are unknown, because its length is: set train.steps"
-        )
+        raise ValueError("train.epochs of a stream are unknown, like its length: set train.steps")
     examples = train.batch_size * train.accumulate * sum(config.mesh.sizes)
     steps = math.ceil(train.epochs * len(loaded.train) / examples)
     return replace(train, steps=max(1, steps))

@@ -52,7 +52,8 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
         )
     if len(set(schemes)) < len(schemes):
         raise ValueError(
-            f"--schemes is {','.join(schemes)!r}, must be different schemes: full,demo,random"
+            f"--schemes is {','.join(schemes)!r}, must be different schemes, such as"
+            " full,demo,random"
         )
     if AUTO in schemes:
         raise ValueError(
