@@ -108,7 +108,9 @@ class TranslationPairs:
         return {"input_ids": ids, "attention_mask": real, "labels": labels}
 
     def _padded(self, side: int, indices: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-        """Sentences at `indices` of one side, padded with `pad`, and the mask of real ids."""
+        """Sentences at `indices` in the language `side`, padded with `pad`, and the mask of real
+        ids.
+        """
         ids = torch.full((len(indices), self._lengths[side]), pad)  # [B, length] int64
         real = torch.zeros_like(ids)
         for row, index in enumerate(indices.tolist()):

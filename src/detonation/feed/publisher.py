@@ -287,7 +287,7 @@ class Feed(StepRecorder):
         if not coming:
             return
         try:
-            # after the first step the collectives are chosen, and closeness of replicas is decided
+            # after the first step, collectives and closeness of replicas do not change any more
             require_followable(optimizer)
         except ValueError as error:
             for each in coming:

@@ -268,7 +268,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
             if replica in pair:
                 other = sum(pair) - replica
                 peer = ranks[other]
-        # times of short, then of long messages; the lower replica of a pair stores them
+        # times of short messages, then of long messages; the lower replica of a pair stores them
         times = [0.0] * (2 * size)
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(

@@ -50,8 +50,8 @@ class Stop:
         self._awaits_copy = False
 
     def repeats(self, number: int) -> bool:
-        """True if this signal repeats the first request: `timeout` signals the command, and then
-        its whole process group.
+        """True if this signal repeats the first request: the program `timeout` signals a command,
+        and then the command's whole process group.
         """
         return number == self.number and time.monotonic() - self._since <= SAME_REQUEST_S
 

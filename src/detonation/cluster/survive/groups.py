@@ -90,15 +90,15 @@ class Group:
         return self._kept(self._group.allreduce([values]))
 
     def all_gather(self, target: Tensor, mine: Tensor) -> dist.Work:
-        """Shapes: target `[size, n]`, mine `[n]`."""
+        """Gathers `mine` of all members into `target`."""
         return self._kept(self._group._allgather_base(target.view(-1), mine))
 
     def all_to_all(self, target: Tensor, mine: Tensor) -> dist.Work:
-        """Shapes: target `[size, n]`, mine `[size, n]`."""
+        """Sends row r of `mine` to member r, and receives a row of each member in `target`."""
         return self._kept(self._group.alltoall_base(target.view(-1), mine.view(-1), [], []))
 
     def broadcast(self, values: Tensor, source: int) -> dist.Work:
-        """Replaces `values` with those of `source`."""
+        """Replaces `values` with the values of member `source`."""
         return self._kept(self._group.broadcast(values, source))
 
     def abandon(self) -> None:

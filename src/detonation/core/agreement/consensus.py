@@ -152,7 +152,7 @@ class StopConsensus:
             counts.forget()
 
     def begin(self, step: int) -> None:
-        """Raises on all ranks for a fault of earlier steps, on a device that decides itself.
+        """If the device decides, raises an error on all ranks for a fault of earlier steps.
 
         Collective.
         """

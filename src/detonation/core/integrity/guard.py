@@ -377,8 +377,8 @@ class Guard(SumGuard):
         return refused
 
     def hear(self, missing: Missing, table: runtime.Readback, absent: Collection[int] = ()) -> None:
-        """Gives `missing` a function that reads from a table of `decide_usable` which gradients the
-        messages report as missing.
+        """Gives `missing` a function that reads the missing gradients of all replicas from a table
+        of `decide_usable`.
         """
 
         def said() -> dict[int, int]:

@@ -119,9 +119,7 @@ class Replicator(ABC):
         """
 
     def forget_held_rows(self) -> None:
-        """Looks for the padding rows of its parameters again, because these rows may move from now
-        on.
-        """
+        """Determines again which padding rows of its parameters must not move."""
         return
 
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

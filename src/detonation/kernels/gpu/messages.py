@@ -1,5 +1,5 @@
-"""Kernels of inspection: write checksums and headers, and check received messages, sums of an
-all-reduce, and signals before they enter a memory.
+"""Kernels of inspection. They write checksums and headers, and check received messages, sums of an
+all-reduce, and signals before these enter a memory.
 """
 
 import triton
@@ -23,8 +23,8 @@ _ADDRESSES = ["address0", "address1", "address2", "address3"]
 
 @triton.jit
 def place_number(index):
-    """The factor of a column, or of a line after all columns, before its lowest bit is set; see
-    `checksum._numbers`.
+    """The factor of column or line number `place`, before its lowest bit is set. Lines are numbered
+    after all columns; see `checksum._numbers`.
     """
     at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15
     return at ^ ((at >> 32) & 0xFFFFFFFF)

@@ -38,7 +38,7 @@ from detonation.train.recipe.tables import REPLICATE
 
 
 def check_config(config: Config) -> Config:
-    """`config` with its scheme's defaults, and with the model sizes that the data set.
+    """`config` with its scheme's defaults, and with the model sizes that follow from the data.
 
     It needs no processes and writes nothing.
 
