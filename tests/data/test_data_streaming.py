@@ -113,9 +113,7 @@ def test_what_cannot_be_streamed_is_one_line(tmp_path, make, arguments, message)
 
 def test_a_stream_that_is_all_held_out_ends_with_one_line(tmp_path):
     data = loaded(own.json_lines(tmp_path / "few.jsonl", count=20))
-    with pytest.raises(
-        ValueError, match=r"no documents besides those held out: leave data.streaming out"
-    ):
+    with pytest.raises(ValueError, match=r"only held-out documents: leave data.streaming out"):
         drawn(data, 0)
 
 

@@ -53,7 +53,7 @@ def verb(*first: str) -> Callable[[type[_T]], type[_T]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Common):
-    """Settings over those of a recipe."""
+    """Settings that override settings of a recipe."""
 
     set: Sets = ()
     """Override any key of the recipe; a wrong key lists the valid ones."""

@@ -277,8 +277,8 @@ def shard(
     equal. Collective.
 
     Every rank ends with its shard of rank 0's weights. Each element of an outermost `nn.ModuleList`
-    (the layers of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest;
-    the model itself becomes the last unit.
+    (the layers of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest
+    of the model; the model itself becomes the last unit.
 
     Args:
         mesh: the mesh of `init_mesh`.
@@ -423,7 +423,8 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
 
 
 def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Sha256 of `parameters`, by default those of this rank, and sha256 of its persistent buffers.
+    """Sha256 of `parameters` (by default this rank's parameters), and sha256 of this rank's
+    persistent buffers.
 
     Shapes: `[64]` uint8.
     """

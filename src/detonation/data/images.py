@@ -374,7 +374,7 @@ def _labels(numbers: Any) -> Any:
 
 
 def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
-    """Raises `ValueError` for a picture whose size differs from the first one's."""
+    """Raises `ValueError` for a picture whose size differs from the first picture's size."""
     if (picture.height, picture.width) != shape:
         raise ValueError(
             f"{name} is {picture.width}x{picture.height}, the first image {shape[1]}x{shape[0]}: "

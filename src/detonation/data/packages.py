@@ -236,8 +236,8 @@ _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])"
 def _bible(raw: Path, ready: Path) -> None:
     """Writes lines `English<TAB>Spanish` of all verses in both Bibles of the SWORD project.
 
-    The order is that of the Spanish Bible. The two Bibles number some verses differently (NRSVA and
-    KJV), so a small number of pairs are neighbouring verses instead of translations.
+    The verses are in the order of the Spanish Bible. The two Bibles number some verses differently
+    (NRSVA and KJV), so a small number of pairs are neighbouring verses instead of translations.
     """
     folder = raw / "usr" / "share" / "sword"
     modules = needs("pysword.modules", "data").SwordModules(str(folder))

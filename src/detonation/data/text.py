@@ -178,7 +178,7 @@ class TextStream:
 
     If the number of files is a multiple of the number of parts, each part reads its own files.
     Otherwise each part reads all files and uses one row out of `parts`. Documents follow each other
-    without padding. After the last document the first one follows again.
+    without padding. After the last document the first document follows again.
 
     Args:
         source: Name of the data, for errors.
@@ -320,9 +320,7 @@ class _Cursor:
         row = next(self._next, None)
         if row is None:
             if not self._fruitful:
-                raise ValueError(
-                    "the stream has no documents besides those held out: leave data.streaming out"
-                )
+                raise ValueError("the stream has only held-out documents: leave data.streaming out")
             self._epoch += 1
             self._open(None)
             return

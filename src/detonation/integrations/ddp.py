@@ -168,7 +168,7 @@ class CommHook:
         state: None,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> Future[Tensor]:
-        """Collects one bucket of gradients; after the last bucket, exchanges all of them.
+        """Collects one bucket of gradients; after the last bucket, exchanges all buckets.
 
         Called by DistributedDataParallel. DistributedDataParallel reorders its buckets after the
         first step; the message keeps its order.

@@ -64,7 +64,7 @@ class Option:
 def settings(name: str) -> list[dict[str, Any]]:
     """Candidate arguments for a scheme: its defaults, `SETTINGS`, and all measured settings.
 
-    Measured settings contain all arguments, because they may override those of a recipe.
+    Measured settings contain all arguments, because they may override arguments of a recipe.
     """
     measured = [dict(loss.arguments) for loss in loss_table() if loss.scheme == name]
     return [{}, *SETTINGS.get(name, []), *measured]
@@ -134,7 +134,7 @@ def one_machine(
     """The fastest optimizer on one machine that processes all examples of a step, and its seconds.
 
     Without a network, forward and backward take `replicas` times longer there. The optimizer is one
-    of those in the options. None if no loss is known.
+    of the optimizers in the options. None if no loss is known.
     """
     full = next((option.cost for option in ranked if option.is_full), None)
     if network.replicas == 1 or full is None:

@@ -445,7 +445,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         )
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
-        """Restores a saved reference, of which `own` is this rank's part. Collective."""
+        """Restores a saved reference; `own` is this rank's part of it. Collective."""
         # shapes: [n], and [2] int64 in the order of `counts`
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())

@@ -29,7 +29,7 @@ def this_process() -> str:
 class Claim:
     """The claim of `rank`, which belongs to `replica` of `replicas` with `shards` ranks each.
 
-    Its methods raise `RefusedStart` on a rank whose claim conflicts with another one, after they
+    Its methods raise `RefusedStart` on a rank whose claim conflicts with another claim, after they
     have written the reason for the waiting ranks.
     """
 

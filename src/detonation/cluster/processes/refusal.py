@@ -65,8 +65,8 @@ def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
 
 
 def require_start(store: Store, position: LaunchPosition, device: torch.device) -> None:
-    """Raises an error on all ranks if one of them cannot start, if two share a GPU, or if GPU and
-    CPU ranks are mixed.
+    """Raises an error on all ranks if one rank cannot start, if two ranks share a GPU, or if GPU
+    and CPU ranks are mixed.
 
     Collective with `refuse_world` on ranks that cannot start.
     """

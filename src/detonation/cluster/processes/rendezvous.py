@@ -396,7 +396,7 @@ def keep_to_one_interface(
 
 
 def wait_until_read(store: Store, rank: int, world_size: int) -> None:
-    """Waits until all ranks have read the error, because one of them hosts the store."""
+    """Waits until all ranks have read the error, because one of these ranks hosts the store."""
     store.set(_key("read", rank), "")
     with contextlib.suppress(DistError):
         store.wait(

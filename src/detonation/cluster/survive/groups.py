@@ -35,7 +35,7 @@ class Flight:
     succeeded.
 
     That thread then waits for the lock of `notify`, and the work is unfinished until `notify`
-    returns. So do not wait for the work while you hold that lock.
+    returns. Therefore do not wait for the work while you hold that lock.
     """
 
     def __init__(self, work: dist.Work, notify: Callable[[], None]) -> None:

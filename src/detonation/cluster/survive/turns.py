@@ -42,7 +42,7 @@ class Turns:
         return step + self.ahead
 
     def resume_at(self, step: int) -> None:
-        """Lets `step` be the next one, because training goes back or forward."""
+        """Lets `step` be the next step, because training goes back or forward."""
         self.ahead = self.begun - step
 
     def begin(self, step: int) -> None:

@@ -235,7 +235,7 @@ def _empty_headers(whole: Tensor, absent: Collection[int]) -> None:
 def _without(
     absent: Collection[int], found: Arrived, refused: Tensor | None
 ) -> tuple[Arrived, Tensor | None]:
-    """The messages and the flags of refused messages, without those of `absent` replicas."""
+    """The messages and the flags of refused messages, without the entries of `absent` replicas."""
     present = [sender for sender in range(len(found.body)) if sender not in absent]
     if refused is not None:
         refused = refused[present]

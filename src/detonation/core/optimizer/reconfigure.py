@@ -259,9 +259,7 @@ def _grow_memories(replicators: Sequence[Replicator], factor: float) -> None:
 def take_options(
     replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool
 ) -> None:
-    """Sets the options of a newcomer's parameter groups to those of the first replica.
-    Collective.
-    """
+    """Copies the options of the first replica's parameter groups to a newcomer. Collective."""
     plain = [recorded_options(group) for group in groups]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():

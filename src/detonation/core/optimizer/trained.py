@@ -90,7 +90,8 @@ class TrainedParameters:
         return {name: p for name, p in found.items() if id(p) not in trained}
 
     def _trained_elsewhere(self) -> set[int]:
-        """The ids of parameters of other optimizers, except optimizers that a later one replaces.
+        """The ids of parameters of other optimizers, except optimizers that a later optimizer
+        replaces.
 
         Some ranks may still hold an optimizer that others dropped. A later optimizer that has one
         of its parameters replaces it on all ranks.

@@ -125,7 +125,7 @@ class Replicator(ABC):
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of the model's `tensors` that this replicator's replicas hold on this rank.
 
-        This is all of them, or pieces if the parameters are pieces.
+        The part has all tensors, or pieces of them if the parameters are pieces.
         """
         first = next(iter(self.parameters.values()), None)
         if first is not None:

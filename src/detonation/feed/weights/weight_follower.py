@@ -93,8 +93,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
         """Applies the published steps; returns `step`. See `Follower.update` for the arguments.
 
-        If training returned to an earlier step, so does the model. If a file is missing or damaged,
-        the model keeps its weights until the next base, and `trouble` gives the reason.
+        If training returned to an earlier step, the model also returns to it. If a file is missing
+        or damaged, the model keeps its weights until the next base, and `trouble` gives the reason.
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.

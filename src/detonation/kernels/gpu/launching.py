@@ -172,7 +172,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     if device.type == "meta":
         return
     on_device: AbstractContextManager[object] = nullcontext()
-    if device.type == "cuda":  # Triton launches on the current device, which may be another one
+    if device.type == "cuda":  # Triton launches on the current device, which may be another device
         on_device = torch.cuda.device(device)
     with on_device:
         key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]

@@ -128,8 +128,8 @@ def read_message(
 def is_last(arrivals, programs):
     """True in the last of `programs` programs that call it, which sees all writes of the others.
 
-    arrivals: a counter, 0 before and after. The order in which programs call it decides which one
-    continues, but changes no result.
+    arrivals: a counter, 0 before and after. The order in which programs call it decides which
+    program continues, but changes no result.
     """
     # all threads of this program have written; the atomic addition makes the writes visible
     tl.debug_barrier()

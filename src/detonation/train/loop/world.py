@@ -289,7 +289,7 @@ def require_same_settings(membership: Membership, config: Config) -> None:
 
 
 def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str, Any]) -> None:
-    """Raises `ValueError` on all ranks if one of them has other settings or flags than rank 0.
+    """Raises `ValueError` on all ranks if a rank has other settings or flags than rank 0.
 
     Collective. A rank with other flags would skip a collective for which the others wait. flags:
     flags of the command line, by name.

@@ -118,7 +118,7 @@ def count(text: str) -> int:
 
 
 def _same_world(question: Question, profile: Profile) -> None:
-    """Raises `ValueError` if the replicas or shards differ from those of the profile.
+    """Raises `ValueError` if the numbers of replicas or shards differ from the profile.
 
     The profile does not say how another number of ranks would share the links.
     """
