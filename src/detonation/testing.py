@@ -336,8 +336,7 @@ def _replicas_agree(
         sends = scheme.aligned()
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
     if scheme.signal == "gradients":
-        # one parameter has no gradient on any replica, so the first messages make replicas exchange
-        # sets
+        # one parameter never has a gradient, so replicas exchange sets at the first messages
         bits = ring_bytes("all-gather", -(-len(shapes) // 8), replicas)
         delay = scheme.round.delay
         known = [n + bits * (delay <= step <= 2 * delay) for step, n in enumerate(known)]

@@ -99,7 +99,11 @@ def test_a_strangers_position_is_one_line(source, position):
     [
         (None, {}, "sotu-sample is read as a whole: leave data.streaming out"),
         ("a.txt", {"split": "train"}, "split is for sources hf:NAME"),
-        ("a.pdf", {}, r"a stream reads files of one suffix, of \.jsonl, \.csv, \.parquet, \.txt"),
+        (
+            "a.pdf",
+            {},
+            r"a stream reads files of one suffix, one of \.jsonl, \.csv, \.parquet, \.txt",
+        ),
         ("a.jsonl", {"column": "body"}, "no column body; there are id, text"),
         ("a.jsonl", {"context": 99_999}, "context must be at most"),
     ],

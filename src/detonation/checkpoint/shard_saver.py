@@ -176,8 +176,7 @@ class ShardSaver:
         if leads:
             common = _common([report["steps"] for report in reports if "steps" in report])
             kept = [saved for saved in common if saved <= step][: self._keep]
-            # a replica that joined has no old checkpoints, so all nodes keep theirs until it has
-            # `keep`
+            # nodes keep old checkpoints until a joined replica has `keep` checkpoints
             if len(kept) == self._keep:
                 retention.retire(directory, kept[-1])
         return directory / retention.checkpoint_name(step)

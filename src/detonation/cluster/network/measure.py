@@ -153,8 +153,7 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     latency = 0.0
     slope = 0.0
     scale = y
-    # errors relative to the line: with errors relative to `y`, the shortest noisy times would
-    # dominate
+    # errors relative to `y` would give the shortest noisy times too much weight
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))

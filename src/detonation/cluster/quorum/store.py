@@ -41,8 +41,8 @@ class QuorumStore(Store):
         self.host = stores.host
         self.port = stores.port
         self._stores = stores
-        # No thread may send requests when the interpreter ends, and torch keeps only the C++ part
-        # of this object alive.
+        # No thread may send requests when the interpreter ends.
+        # torch keeps only the C++ part of this object alive.
         atexit.register(self.close)
         # a forked process has no such threads, and its lock may be held
         os.register_at_fork(after_in_child=partial(atexit.unregister, self.close))

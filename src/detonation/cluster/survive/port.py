@@ -182,7 +182,7 @@ class Running:
         if not changed:
             return
         pause_s = 4 * max([_PRESENT_S, *map(pace_of, beats)])
-        if now - self._changed > pause_s:  # after a pause, beats begin anew
+        if now - self._changed > pause_s:  # beats paused: a run begins now
             self._began = now
         self._changed = now
         if now - self._began > RUNNING_S:

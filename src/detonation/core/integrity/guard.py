@@ -133,7 +133,7 @@ def decide_usable(
         header.schema, header.place, expected.nbytes, expected.parameters, replicas, words.device
     )
     limits = limits.add(of_step, alpha=header.step)
-    limits[:, :, 8].copy_(words[:, 7])  # the checksum must equal the one in the header
+    limits[:, :, 8].copy_(words[:, 7])  # the checksum must equal the checksum in the header
     refused = (found < limits[0]).logical_or_(found > limits[1]).any(1)
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)

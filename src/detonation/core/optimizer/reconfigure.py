@@ -306,7 +306,7 @@ def _hand_over_level(
 def _load_named(
     replicator: Replicator, state: Mapping[str, Tensor], joining: Collection[str]
 ) -> None:
-    """Loads tensors of `state` that match one of `replicator` in name and shape, except server
+    """Loads tensors of `state` that match a tensor of `replicator` in name and shape, except server
     residuals and the parameters `joining`.
     """
     own = replicator.local_state()

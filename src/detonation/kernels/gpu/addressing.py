@@ -260,8 +260,7 @@ def rotation_kernel(
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-        # the rank of a word in its permutation; its low bits are its index, so no two words are
-        # equal
+        # the rank of a word in its permutation: its low bits make words distinct
     ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)

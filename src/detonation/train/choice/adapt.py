@@ -165,8 +165,8 @@ class Adapter:
         later = 1 / followed.later
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
-        # If the waits fit the initial link better, the link has recovered. `_factors` may instead
-        # explain the waits by a speed between the initial and the current one.
+        # If the waits fit the initial link better, the link has recovered.
+        # `_factors` may instead find a speed between the initial and the current speed.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)

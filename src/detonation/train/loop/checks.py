@@ -72,7 +72,7 @@ def _checked_data(config: Config) -> Data:
             " detonation.data.Data"
         )
     if not len(loaded.validation):
-        raise ValueError(f"data {config.data.name} holds no example out: validation needs one")
+        raise ValueError(f"data {config.data.name} has no held-out examples: validation needs one")
     task = TASK_OF.get(config.model.name, loaded.kind)
     if task != loaded.kind:
         fitting = " or ".join(name for name, kind in TASK_OF.items() if kind == loaded.kind)

@@ -214,8 +214,8 @@ class ElasticRanks:
         others = {*numbers} - {0, signal.SIGTERM, signal.SIGHUP}
         if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
-        # A signal to all replicas may reach some of them one step earlier,
-        # so a replica leaves one step after it has seen its own signal.
+        # A signal to all replicas may reach some replicas one step earlier.
+        # So a replica leaves one step after it has seen its own signal.
         if mine and self._asked:
             self._axis.depart()
         self._asked = mine > 0
