@@ -60,8 +60,8 @@ class BlockIntegers:
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # A scale that is 0 or nonfinite makes quotients nonfinite.
-        # The mask keeps them inside their block.
+        # A scale that is 0 or nonfinite makes quotients nonfinite. The mask keeps nonfinite
+        # quotients inside their block.
         normal = scales.float().clamp_(min=torch.finfo(torch.float32).tiny)
         per_step = normal.reciprocal_().unsqueeze(-1)
         codes = (blocks * per_step).round_().clamp_(-self.largest, self.largest)
