@@ -29,7 +29,9 @@ def main() -> int:
 
 
 def _run_somewhere() -> int:
-    """Runs the command line, unless the working directory was removed, where libraries abort."""
+    """Runs the command line, unless the working directory was removed, because libraries would
+    abort.
+    """
     try:
         Path.cwd()
     except FileNotFoundError:

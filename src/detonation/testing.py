@@ -38,9 +38,9 @@ def check_scheme(
     """Checks the laws of docs/design.md for `scheme`, with odd shapes and simulated replicas.
 
     Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its
-    memory and its size is known), 5 (never larger than dense, of what it counts), 9 (private state
-    is saved and resumes exactly), 10 (absent is zero) and 11 (zero is zero: the precision is odd),
-    and that name and arguments make an equal scheme.
+    memory and its size is known), 5 (never larger than dense), 9 (private state is saved and
+    resumes exactly), 10 (absent is zero) and 11 (zero is zero: the precision is odd), and that name
+    and arguments make an equal scheme.
 
     Args:
         scheme: Made by a registered function.
@@ -113,7 +113,7 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
 
 
 class _InTurns(Communicator):
-    """The end `end` for a thread that holds `turn`, except during a collective."""
+    """The communicator `end`, for a thread that holds the lock `turn` except in collectives."""
 
     def __init__(self, end: Communicator, turn: threading.Lock) -> None:
         self.replica = end.replica
@@ -336,7 +336,7 @@ def _replicas_agree(
         sends = scheme.aligned()
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
     if scheme.signal == "gradients":
-        # one parameter has no gradient on any replica, which shows where the first messages arrive
+        # one parameter never has a gradient, so replicas exchange sets at the first messages
         bits = ring_bytes("all-gather", -(-len(shapes) // 8), replicas)
         delay = scheme.round.delay
         known = [n + bits * (delay <= step <= 2 * delay) for step, n in enumerate(known)]

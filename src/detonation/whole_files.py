@@ -144,7 +144,7 @@ def _inside(value: object) -> Iterable[Any]:
 def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -> None:
     """Writes `content`, which may be a sequence of parts, to `path`, and waits until it is on disk.
 
-    After a crash either the old file or the new one exists. A link at `path` is replaced, not
+    After a crash either the old file or the new file exists. A link at `path` is replaced, not
     followed. If it fails, it raises `OSError`, and leaves the old file and no partial file.
     """
     if isinstance(content, bytes | bytearray):

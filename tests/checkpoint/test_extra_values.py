@@ -241,7 +241,7 @@ REFUSED = {
     "namedtuple": (Point(1, 2), "is Point(x=1, y=2) of type test_extra_values.Point"),
     "parameter": (nn.Parameter(torch.zeros(1)), "of type torch.nn.parameter.Parameter"),
     "gradient": (torch.zeros(1, requires_grad=True), "requires a gradient: give detach() of it"),
-    "sparse": (torch.zeros(2).to_sparse(), "is a tensor of torch.sparse_coo: give a dense one"),
+    "sparse": (torch.zeros(2).to_sparse(), "is a tensor of torch.sparse_coo: give a dense tensor"),
     "meta": (torch.zeros(2, device="meta"), "is a tensor without memory (meta)"),
     "objects": (np.array([Own()]), "is of numpy's type object, which is not saved"),
     "records": (np.zeros(1, [("a", "f4")]), "is of numpy's type [('a', '<f4')]"),

@@ -331,15 +331,19 @@ MISTAKES = {
         train("--data", "no.txt"), "Valid: ", ("'no.txt'", "unknown", "a path that exists")
     ),
     "an empty text": Mistake(
-        train("--data", "empty.txt"), "needs at least", ("empty.txt", "has 0 bytes", "take less")
+        train("--data", "empty.txt"),
+        "needs at least",
+        ("empty.txt", "has 0 bytes", "reduce the context"),
     ),
     "a short text": Mistake(
-        train("--data", "short.txt"), "needs at least", ("short.txt", "120 bytes", "take less")
+        train("--data", "short.txt"),
+        "needs at least",
+        ("short.txt", "120 bytes", "reduce the context"),
     ),
     "a context longer than the text": Mistake(
         sets("data.source=small.txt", "data.context=5000"),
         "needs at least",
-        ("5000", "12000 bytes", "take less"),
+        ("5000", "12000 bytes", "reduce the context"),
     ),
     "a context of one": Mistake(
         sets("data.context=1"), "context must be at least", ("1", "to predict", "at least 2")
@@ -419,7 +423,7 @@ MISTAKES = {
     "a replay of nothing": Mistake(
         run("follow", "none"),
         "holds no run",
-        ("none", "No such file", "one that trained with --log, or the HOST:PORT"),
+        ("none", "No such file", "a run that trained with --log, or the HOST:PORT"),
     ),
     "a comparison of one": Mistake(
         run("compare", "tiny.toml"),
@@ -470,7 +474,7 @@ MISTAKES = {
     "the class of an optimizer": Mistake(
         library(lambda: replicated(optimizer=torch.optim.SGD)),
         "the optimizer is the class",
-        ("SGD", "class", "make one"),
+        ("SGD", "class", "make an optimizer"),
     ),
     "a model before its optimizer": Mistake(
         library(
@@ -506,7 +510,7 @@ MISTAKES = {
         library(lambda: replicated(sede=1)), "Valid: ", ("'sede'", "mean", "'seed'")
     ),
     "a GPU on a machine without": Mistake(
-        mesh_of(device="cuda"), "sees no GPU", ("'cuda'", "sees no GPU", "'cpu' needs none")
+        mesh_of(device="cuda"), "sees no GPU", ("'cuda'", "sees no GPU", "'cpu' needs no GPU")
     ),
     "another learning rate on a replica": Mistake(
         unlike('"0.1"', '"0.2"'),
@@ -554,7 +558,7 @@ MISTAKES = {
     "a master whose name is wrong": Mistake(
         no_such_host,
         "MASTER_ADDR is",
-        ("'hed.example.org'", "no host has that name", "name that of rank 0"),
+        ("'hed.example.org'", "no host has that name", "name the host of rank 0"),
     ),
     "a port in use": Mistake(
         port_in_use, "is in use: give", ("port ", "is in use", "another MASTER_PORT")

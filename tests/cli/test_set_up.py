@@ -193,9 +193,7 @@ def test_a_program_that_is_no_store_is_told_from_one(tmp_path, start, monkeypatc
         way = ("--elastic", "--meet", address, "--replicas", 2, "--replica", 0)
         why = "the program that listens there is no store"
         met = f"error: there is no store at {address} ({why}): start detonation meet, and give its"
-        launched = (
-            f"error: rank 1 of 2 has not met the others at {address} in 1 s ({why}): start all, "
-        )
+        launched = f"error: rank 1 of 2 has not met the others at {address} in 1 s ({why}): start all ranks "
         for command, code, said in (
             (start("meet", "train", recipe, *way), 2, met),
             (start("join", "train", recipe, "--join", address), 2, met),
@@ -215,7 +213,7 @@ def test_a_host_without_a_name_is_refused_at_once(tmp_path, start):
         assert each.wait() == 2
         assert each.errors == (
             f"error: {flag} is 'nowhere.invalid:2000', but no host has that name: give the name or "
-            "address of one\n"
+            "address of a host\n"
         )
 
 

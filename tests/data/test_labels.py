@@ -84,7 +84,7 @@ def test_texts_that_occur_in_training_are_not_held_out(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokenizer": ""}, "data.tokenizer is '', must be that of the model"),
+        ({"tokenizer": ""}, "data.tokenizer is '', must be the model's tokenizer"),
         ({"context": 1}, "context must be at least 2 ids, not 1"),
         ({"source": "texts"}, "source 'texts' does not exist|unknown source"),
         ({"streaming": True}, "data.streaming is true, must be false for texts with labels"),
@@ -101,7 +101,7 @@ def test_a_mistake_is_named(encoder, source, arguments, message):
 
 def test_one_label_is_none(encoder, tmp_path):
     (tmp_path / "t.csv").write_text("text,label\n" + "a b,x\n" * 20)
-    with pytest.raises(ValueError, match="at least 10 of 2 are needed"):
+    with pytest.raises(ValueError, match="at least 10 texts of 2 labels are needed"):
         load_dataset(
             "text", {"source": str(tmp_path / "t.csv"), "label": "label", "tokenizer": encoder}
         )

@@ -82,9 +82,9 @@ def test_one_error_names_the_host_and_the_interfaces(lab):
     found, lost = answers(asked(lab, "a", of_two, "10.9.0.2"), asked(lab, "b", of_two, "b"))
     assert found == "wire (10.9.0.1)"
     assert lost == (
-        "ValueError: no interface of this machine leads to 'b', it has lo (127.0.0.1), "
-        "wire (10.9.0.2), spare (10.8.0.1): name one that the other machines reach, with "
-        "--interface or GLOO_SOCKET_IFNAME"
+        "ValueError: no interface of this machine leads to 'b', its interfaces are lo "
+        "(127.0.0.1), wire (10.9.0.2), spare (10.8.0.1): choose one that the other machines "
+        "reach, with --interface or GLOO_SOCKET_IFNAME"
     )
 
 

@@ -367,7 +367,7 @@ OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(
         (
             OF_TWO,
             ["--link", "1gbit"],
-            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one",
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], but",
         ),
     ],
 )
@@ -384,10 +384,10 @@ def test_a_profile_of_another_world_gets_one_line(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "plan needs a recipe or --parameters, one of the two"),
+        ([], "plan needs either a recipe or --parameters"),
         (
             ["--parameters", "1b"],
-            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one",
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], but",
         ),
         (["--parameters", "1b", "--link", "100"], "a link is '100', must be a rate above 0"),
         (["--parameters", "1b", "--link", "0mbit"], "a link is '0mbit', must be a rate above 0"),

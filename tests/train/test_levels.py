@@ -63,7 +63,11 @@ def test_set_reaches_one_level():
 @pytest.mark.parametrize(
     ("sets", "changed", "message"),
     [
-        (["scheme.topk=3"], {}, r"the recipe has levels: say of which, as in scheme\.site\.topk=3"),
+        (
+            ["scheme.topk=3"],
+            {},
+            r"the recipe has levels: name the level, as in scheme\.site\.topk=3",
+        ),
         (
             ["scheme.sight.every=3"],
             {},

@@ -103,7 +103,7 @@ def test_a_profile_counts_for_the_model_that_was_measured_alone(tmp_path, capsys
         f"{out} is of the recipe tiny with {measured.parameters:,} parameters, and this model has "
     )
     assert found["error"].startswith(was) and found["error"].endswith(
-        ": probe again, or say --step-time"
+        ": probe again, or give --step-time"
     )
     assert run_command(["plan", "--parameters", "1b", "--profile", str(out), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"].startswith(
@@ -117,7 +117,7 @@ def test_a_profile_counts_for_the_model_that_was_measured_alone(tmp_path, capsys
 
 def test_bad_input_is_one_line(capsys):
     for arguments, line in {
-        ("--set", "train.steps=1"): "error: --set changes a recipe: name one",
+        ("--set", "train.steps=1"): "error: --set changes a recipe: name a recipe",
         ("--link", "fast"): "error: a link is 'fast', must be a rate above 0",
         ("--replicas", "0"): "error: mesh.replicas is 0, but must be at least 1",
         ("nothing.toml",): "error: cannot read the recipe 'nothing.toml'",

@@ -181,7 +181,7 @@ def test_an_argument_of_another_kind_gets_the_remedy():
     expected = [
         ("TypeError", "the scheme is the function demo: call it, demo()"),
         ("ValueError", "unknown scheme 'dmo', did you mean 'demo'?"),
-        ("TypeError", "the scheme is 3, must be one such as detonation.demo(), or its name"),
+        ("TypeError", "the scheme is 3, must be a scheme such as detonation.demo(), or its name"),
         (
             "TypeError",
             'the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group, "cuda")',
@@ -191,7 +191,10 @@ def test_an_argument_of_another_kind_gets_the_remedy():
             "the axis is the name 'replicate': pass the axis itself, mesh[\"replicate\"]",
         ),
         ("TypeError", "the axis is a int, must be an axis of a device mesh"),
-        ("TypeError", "the optimizer is the class AdamW: make one, AdamW(model.parameters())"),
+        (
+            "TypeError",
+            "the optimizer is the class AdamW: make an optimizer, AdamW(model.parameters())",
+        ),
         (
             "TypeError",
             "an optimizer and then its model, got Plain and SGD: replicate(optimizer, model, ...)",

@@ -147,7 +147,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._thread.join()
 
     def _open_group(self) -> None:
-        """Creates the writing thread's group, and a new one after a save broke it on any rank.
+        """Creates the writing thread's group, and creates another group after a save broke it on
+        any rank.
 
         Collective.
         """
@@ -161,9 +162,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             if not any(Texts(device_of(self._model)).gather(broken)):
                 return
             dist.destroy_process_group(self._group)
-        # collectives of the writing thread must not mix with those of training
+        # collectives of the writing thread must not mix with collectives of training
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
-        # no rank may close the group while another one still connects to it
+        # no rank may close the group while another rank still connects to it
         dist.barrier(self._group)
         self._saver = None
         self._broken = False
@@ -240,7 +241,7 @@ def save_checkpoint(
 
 @contextmanager
 def _as_saving() -> Iterator[None]:
-    """Context in which this rank is in a save: other ranks that wait for it are told so."""
+    """Context in which this rank counts as saving, so that ranks that wait for it can log this."""
     PROGRESS.where = "saving"
     try:
         yield

@@ -148,7 +148,7 @@ def memory_sources(replica: int, before: int, now: int) -> range:
 
 
 def _merge(tensors: list[Tensor], key: str) -> Tensor:
-    """Returns the first of equal tensors, or the mean of different ones.
+    """Returns the first of equal tensors, or the mean of different tensors.
 
     Raises `ValueError` for integers that differ.
     """

@@ -277,7 +277,7 @@ def rejections(rejected: Mapping[str, str], used: str) -> list[str]:
 
 
 def none_whole(directory: Path, rejected: Mapping[str, str]) -> NoCheckpoint:
-    """The error if all checkpoints were `rejected`: the reason of the newest one."""
+    """Error that gives the reason of the newest checkpoint, if all checkpoints were `rejected`."""
     name, reason = next(iter(rejected.items()))
     return NoCheckpoint(f"no checkpoint in {directory} is whole: {name} rejected: {reason}")
 

@@ -212,7 +212,7 @@ def _check(
         if was != now:
             raise ValueError(
                 f"{saved.path} was written with {key} {was}, this run has {now}: resume with the"
-                " same"
+                f" same {key}"
             )
     own_groups = [group["parameters"] for group in groups(model, optimizer)]
     saved_groups = [

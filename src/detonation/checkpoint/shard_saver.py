@@ -127,8 +127,8 @@ class ShardSaver:
     """Saves this rank's file, and with the other ranks combines all files into a checkpoint.
 
     keep: number of newest checkpoints to keep. Without a shared file system each node has its own
-    `directory`, with the files of its ranks and the same manifest. Older ones are removed once all
-    nodes have as many newer ones.
+    `directory`, with the files of its ranks and the same manifest. Older checkpoints are removed
+    when all nodes have `keep` newer checkpoints.
     """
 
     def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:
@@ -176,7 +176,7 @@ class ShardSaver:
         if leads:
             common = _common([report["steps"] for report in reports if "steps" in report])
             kept = [saved for saved in common if saved <= step][: self._keep]
-            # a replica that has joined has no older ones: until then a node keeps its own
+            # nodes keep old checkpoints until a joined replica has `keep` checkpoints
             if len(kept) == self._keep:
                 retention.retire(directory, kept[-1])
         return directory / retention.checkpoint_name(step)

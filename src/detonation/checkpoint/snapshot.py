@@ -209,8 +209,8 @@ one whole shard the inner mapping is {}.
 def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
     """This rank's coordinates among the files of a checkpoint, and the shards that it holds.
 
-    The coordinates are those of the rank's first shard. Replicas with different numbers of ranks
-    have the same shards: a rank of a smaller replica holds several.
+    The coordinates are the coordinates of the rank's first shard. Replicas with different numbers
+    of ranks have the same shards: a rank of a smaller replica has several shards.
     """
     axis = optimizer.levels[0][0]
     own = optimizer.coordinates

@@ -86,7 +86,8 @@ def checkpoints(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         raise ValueError(
-            f"there is no directory {directory}: give that of a run, its --out, or of a checkpoint"
+            f"there is no directory {directory}: give the directory of a run, its --out, or of a"
+            " checkpoint"
         )
     if (directory / manifest.MANIFEST_NAME).exists():
         return [directory]
@@ -95,7 +96,7 @@ def checkpoints(directory: Path) -> list[Path]:
     )
     if not found:
         raise ValueError(
-            f"{directory} holds no checkpoint: give the --out of a run that has saved one"
+            f"{directory} holds no checkpoint: give the --out of a run that has saved a checkpoint"
         )
     return found
 
@@ -144,7 +145,8 @@ def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
 
 
 def newest(directory: Path) -> Found:
-    """The newest complete checkpoint of `directory`, and a line for each newer incomplete one.
+    """The newest complete checkpoint of `directory`, and a line for each newer, incomplete
+    checkpoint.
 
     Raises `ValueError` if no checkpoint is whole.
     """
@@ -161,7 +163,7 @@ def newest(directory: Path) -> Found:
 class WholeModel:
     """One model, merged from the replicas `here` of a checkpoint.
 
-    rejected: a line for each newer incomplete checkpoint.
+    rejected: a line for each newer, incomplete checkpoint.
     """
 
     reader: CheckpointReader

@@ -53,7 +53,7 @@ def verb(*first: str) -> Callable[[type[_T]], type[_T]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Common):
-    """Settings over those of a recipe."""
+    """Settings that override settings of a recipe."""
 
     set: Sets = ()
     """Override any key of the recipe; a wrong key lists the valid ones."""
@@ -141,7 +141,7 @@ class Train(Shortcuts, Processes):
 class Simulate(Shortcuts):
     """Train many virtual replicas in this one process, to try a scheme with 64 of them.
 
-    Loss and bytes are those of a real run of replicas of one shard; the seconds are not.
+    Loss and bytes equal a real run with one shard per replica; the seconds do not.
 
     Example: detonation simulate quick-lm --replicas 64
     """
@@ -177,9 +177,9 @@ class Compare(Experiment, Processes):
 
 @verb("recipe", "replicas", "shards", "out")
 class Probe(Processes):
-    """Measure the links between nodes and inside them, and a step without them.
+    """Measure the links between nodes and inside nodes, and a step without them.
 
-    Starts 2 x 2 processes unless told otherwise, or joins those of torchrun or srun.
+    Starts 2 x 2 processes by default, or joins the processes of torchrun or srun.
 
     Example: detonation probe quick-lm
     """
@@ -266,7 +266,7 @@ class Export(Common):
 class Follow(Common):
     """Repeat a run from its updates, bit for bit: live, or from its log.
 
-    Live it needs DETONATION_TOKEN; it sends nothing, and training does not wait for it.
+    A live run needs DETONATION_TOKEN; following sends nothing, and training does not wait.
 
     Example: detonation follow 10.10.0.1:7000 --out runs/standby
 
@@ -309,7 +309,7 @@ KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in _ALL}
 
 
 def verbs(brief: bool = False) -> Any:
-    """Type of all verbs, for tyro. With `brief`, only the first line of each text.
+    """Type of all verbs, for tyro. With `brief` it has only the first line of each text.
 
     Without explicit names tyro would import typeguard, which takes a third of the time of `--help`.
     """

@@ -12,7 +12,7 @@ import torch
 from detonation.cluster.position import LaunchPosition
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables that limit the GPUs of a process; each may hide all of them."""
+"""Environment variables that limit the GPUs of a process; each may hide all GPUs."""
 _SLURM = (
     "SLURM_STEP_GPUS",
     "SLURM_JOB_GPUS",
@@ -81,7 +81,7 @@ def choose_device(
     reason = _reason(env, gpus)
     if asked == "cuda":
         why = f"torch {torch.__version__} sees no GPU{reason and ': ' + reason}"
-        raise ValueError(f"device is 'cuda', but {why}; 'cpu' needs none")
+        raise ValueError(f"device is 'cuda', but {why}; 'cpu' needs no GPU")
     if reason and not any(env.get(name) in ("", "-1") for name in VISIBLE):
         raise ValueError(
             f"this rank would train on the CPU although there is a GPU: {reason}. {_CPU}"
@@ -119,7 +119,7 @@ def require_own_devices(names: Sequence[str]) -> None:
         other = on_gpu[0]
         raise ValueError(
             f"rank {rank} is on {names[rank]}, rank {other} on {names[other]}: give all ranks a"
-            " GPU, or hide all"
+            " GPU, or hide all GPUs"
         )
     for rank, name in enumerate(names):
         if not on_cpu and (first := names.index(name)) < rank:
@@ -140,7 +140,7 @@ def _index(usable: int, position: LaunchPosition | None) -> int:
         raise ValueError(
             f"{usable} GPUs are visible, and the launcher does not say which rank of its machine"
             f" rank {position.rank} is: set LOCAL_RANK and LOCAL_WORLD_SIZE (or call"
-            " torch.cuda.set_device), or make one GPU visible to each"
+            " torch.cuda.set_device), or make one GPU visible to each rank"
         )
     if position.local_rank >= usable:
         raise ValueError(

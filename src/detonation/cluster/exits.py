@@ -18,7 +18,7 @@ from detonation.whole_files import read_json
 
 _POLL_S = 0.02
 _LEAVING_S = 15.0
-"""Seconds after the first remaining replica has ended within which the others must end."""
+"""Seconds in which the other replicas must end after the first remaining replica has ended."""
 _log = logging.getLogger("detonation")
 
 
@@ -42,7 +42,7 @@ class RankExits:
         self._meeting = meeting
         self._failures: list[Failure] = []
         self._survived: list[Failure] = []
-        # until this time, ranks with the root cause may report it
+        # until this time, other ranks may still report the root cause
         self._cause_deadline = float("inf")
         self._end_deadline = float("inf")  # until this time, the last replicas must end
 
@@ -59,7 +59,7 @@ class RankExits:
             time.sleep(_POLL_S)
         if self._pids and time.monotonic() >= self._end_deadline:
             _log.warning(
-                "ranks %s had not ended %g s after the others, and are ended",
+                "ranks %s had not ended %g s after the others: they are killed",
                 sorted(self._pids),
                 _LEAVING_S,
             )
@@ -74,8 +74,8 @@ class RankExits:
                 self._take(rank, os.waitstatus_to_exitcode(status))
 
     def _take(self, rank: int, code: int) -> None:
-        """Records the exit code of `rank`. If it failed, the other ranks of its replica are
-        killed.
+        """Records the exit code of `rank`. If the rank failed, kills the other ranks of its
+        replica.
         """
         if code:
             failure = self._failure_of(rank, code)
@@ -91,7 +91,7 @@ class RankExits:
             self._end_deadline = time.monotonic() + _LEAVING_S
 
     def _failure_of(self, rank: int, code: int) -> Failure:
-        """The failure that `rank` wrote to the folder, or one made from its exit code."""
+        """The failure that `rank` wrote to the folder, or a failure made from its exit code."""
         path = failure_file(self._folder, rank)
         if path.exists():
             return Failure(**read_json(path))
@@ -118,8 +118,8 @@ class RankExits:
         return now > self._cause_deadline
 
     def _root_cause(self) -> Failure | None:
-        """Root cause. Failures of lost replicas count if all other failures are lost
-        connections.
+        """Root cause of the failures. Failures of lost replicas count only if all other failures
+        are lost connections.
         """
         if self._failures and all(failure.network for failure in self._failures):
             return root_cause([*self._failures, *self._survived])

@@ -95,7 +95,7 @@ def init_rank(
         _heartbeat = Heartbeat(board, position.rank, position.world_size, end)
     if isinstance(board, StoreBoard):
         board.require_same_token(position.rank, position.world_size)
-    # after the heartbeat: a finished rank may fail, and report it, while another still connects
+    # after the heartbeat: a connected rank may fail and report it while another still connects
     _init_group(store, position.rank, position.world_size, device)
     if _heartbeat is not None:
         watching = _heartbeat
@@ -133,7 +133,9 @@ def _connect(
     timeout_s: float,
     bound: torch.device | None = None,
 ) -> None:
-    """Connects the ranks that have met in `store`; logs that it waits, as behind a firewall."""
+    """Connects the ranks that have met in `store`; logs if that lasts long, for example behind a
+    firewall.
+    """
     others = "connections to the others: open all ports between the machines"
     with says_meanwhile(f"rank {rank} of {world_size}", others):
         dist.init_process_group(

@@ -1,8 +1,8 @@
-"""The network interface of this machine that leads to a host, by the kernel's routes.
+"""The network interface of this machine that leads to a host, according to the kernel's routes.
 
 Two processes reach each other over loopback only if they are in the same network namespace of one
-machine. If this holds for all processes of a group, they listen on loopback. Else each process
-listens on the interface that leads to the host of the group's store.
+machine. If all processes of a group share a namespace, they listen on loopback. Otherwise each
+process listens on the interface that leads to the host of the group's store.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def way_towards(host: str) -> Way | None:
     """Route to `host`, never over loopback; None if the kernel has none. Sends nothing.
 
     The machine's own name may lead to loopback, as on Debian. Then the result is the default route,
-    or without one the only interface with an address.
+    or, if there is none, the only interface with an address.
     """
     if not host:
         return None
@@ -91,7 +91,7 @@ def way_over(interface: str, host: str = "") -> Way:
 
 
 def find_way(host: str) -> Way | None:
-    """Like `way_towards`, but raises `ValueError` that lists the interfaces if there is no route.
+    """Like `way_towards`, but raises a `ValueError` that lists the interfaces if there is no route.
 
     Systems other than Linux do not list addresses: there it returns None, and the network library
     chooses.
@@ -100,8 +100,9 @@ def find_way(host: str) -> Way | None:
     if way is None and sys.platform == "linux":
         found = [str(way_over(name)) for _, name in socket.if_nameindex()]
         raise ValueError(
-            f"no interface of this machine leads to {host!r}, it has {', '.join(found)}: "
-            "name one that the other machines reach, with --interface or GLOO_SOCKET_IFNAME"
+            f"no interface of this machine leads to {host!r}, its interfaces are"
+            f" {', '.join(found)}: choose one that the other machines reach, with --interface or"
+            " GLOO_SOCKET_IFNAME"
         )
     return way
 

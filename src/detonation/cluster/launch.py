@@ -80,7 +80,8 @@ def run_local(
 
     Args:
         timeout_s: ends the world after this time; by default never.
-        enter: called with its rank in each forked process, before it has sockets and threads.
+        enter: called with the rank in each forked process, before the process has sockets and
+            threads.
         survival: the replicas share no process group; after the loss of one, the others continue.
 
     Returns:
@@ -88,8 +89,8 @@ def run_local(
 
     Raises:
         WorldError: a rank failed, or `timeout_s` passed.
-        SystemExit: a request to stop came twice, or ended ranks that do not handle it. The first
-            one passes on to all ranks.
+        SystemExit: a second request to stop came, or a request ended ranks that do not handle it.
+            The first request is forwarded to all ranks.
     """
     allow_open_files(world_size)  # set the limit before the ranks start, because they inherit it
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
@@ -159,7 +160,7 @@ def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
         try:
             code = _child(mine, enter)
         finally:
-            # Never return into the parent's stack, with its finally clauses and atexit hooks.
+            # Never return into the parent's stack: its finally clauses and atexit hooks would run.
             os._exit(code)
     return pid
 
@@ -183,7 +184,7 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     # the parent handles Ctrl-C; a traceback from each child would only repeat it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in REQUESTS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # for example SIGHUP under nohup
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     heartbeat = None
@@ -225,7 +226,7 @@ def _tell(folder: Path, failure: Failure) -> None:
 
 
 def _kill(pids: dict[int, int]) -> None:
-    """Kills the remaining ranks at once; their files are complete or absent at any time."""
+    """Kills the remaining ranks at once. Each of their files is complete or absent at any time."""
     for pid in pids.values():
         with suppress(ProcessLookupError):  # another thread has already waited for this process
             os.kill(pid, signal.SIGKILL)
@@ -286,15 +287,15 @@ def run_under_launcher(
     """Calls `function()` in the process group of a launcher's world and returns its result.
 
     Args:
-        check: raises `ValueError` for errors that this rank finds by itself, before it waits for
-            others, which may never start.
-        fail: shows an error and returns the exit code, for an error of `check`, and for a rank
-            whose main thread waits for a lost rank.
+        check: raises `ValueError` for errors that this rank finds alone. It is called before this
+            rank waits for other ranks, which may never start.
+        fail: shows an error and returns the exit code. It is called for an error of `check`, and if
+            the main thread waits for a lost rank.
         interface: the network interface of this rank's sockets.
 
     Raises:
-        WorldError: `function` failed on some rank; raised on all ranks, and exactly one of each
-            machine has `reported` False.
+        WorldError: `function` failed on some rank; raised on all ranks. On exactly one rank of each
+            machine `reported` is False.
     """
 
     def end(reason: Reason) -> NoReturn:
@@ -338,7 +339,7 @@ def _require_start(
     except ValueError as error:
         failure = failure_from_exception(position.rank, error)
         if not position.local_rank:  # all ranks of a machine get the same error
-            fail(WorldError(failure, position.world_size))  # at once: the others may never come
+            fail(WorldError(failure, position.world_size))  # at once: others may never start
         failure = failure_from_exception(position.rank, refuse_world(position, error))
         raise WorldError(failure, position.world_size, reported=True) from error
 
@@ -353,7 +354,7 @@ def _reported(
         told = failure.complete and bool(position.local_rank)
         return WorldError(failure, position.world_size, told)
     error = WorldError(failure, position.world_size)
-    if failure.network and not failure.bad_input:  # not a `RefusedStart`, which is precise
+    if failure.network and not failure.bad_input:  # a `RefusedStart` names its cause
         return _lost(position, heartbeat.explain(str(error)))
     reason = heartbeat.report(str(error), failure.bad_input)
     return WorldError(failure, position.world_size, _is_told(position, reason.rank))
@@ -373,8 +374,8 @@ def _lost(position: LaunchPosition, reason: Reason) -> WorldError:
 
 
 def _is_told(position: LaunchPosition, by: int) -> bool:
-    """True if this rank need not print the report of rank `by`: `by` prints it on this machine, or
-    the first rank here does.
+    """True if this rank need not print the report of rank `by`, because `by` itself or the first
+    rank of this machine prints it here.
     """
     if by == position.rank:
         return False

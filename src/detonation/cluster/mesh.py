@@ -74,8 +74,8 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
     """
     if isinstance(mesh, UnevenMesh):
         raise ValueError(
-            "a shard wire needs replicas of equally many ranks: start as many for each, or leave"
-            " it out"
+            "a shard wire needs replicas of equally many ranks: start as many for each, or omit"
+            " the wire"
         )
     shards = mesh["shard"].size()
     if wire.nodes is not None:
@@ -137,7 +137,8 @@ def init_mesh(
         shards: number of ranks that share one copy, usually the accelerators of a node; by default
             the ranks of a node, or the number of ranks divided by `replicas`. Nodes may have
             different numbers; you may give them as a list: `[4, 2]`. The result then has the same
-            two axes, but is no mesh of torch, and all replicas have the same weight in means.
+            two axes, but is not torch's `DeviceMesh`, and all replicas have the same weight in
+            means.
         device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only if no GPU is visible.
         timeout_s: seconds for which a collective waits for a rank before it raises, in all process
             groups; above 0. By default 1800 s if this call initialises the process group, or else
@@ -146,8 +147,8 @@ def init_mesh(
             serves the ranks of a node; by default the backend of the device does both. With "gloo",
             and always with NCCL, the axis has its own communicator.
 
-    A rank that waits for 30 s in a step logs which ranks have not reached it. After 60 s it ends
-    with code 1 if they have left.
+    A rank that waits for 30 s in a step logs which ranks have not begun that step. After 60 s the
+    rank ends with code 1 if those ranks have left.
 
     Raises:
         ValueError: slow_backend is not supported; replicas * shards is not the number of ranks;
@@ -191,7 +192,7 @@ def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
 
 
 def _world_size(position: LaunchPosition | None) -> int:
-    """Number of ranks in the process group; without one, in the launcher's world; else 1."""
+    """Number of ranks in the process group, else in the launcher's world, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     if position:
@@ -276,23 +277,23 @@ def shard(
     equal. Collective.
 
     Every rank ends with its shard of rank 0's weights. Each element of an outermost `nn.ModuleList`
-    (the layers of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest;
-    the model itself becomes the last unit.
+    (the layers of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest
+    of the model; the model itself becomes the last unit.
 
     Args:
         mesh: the mesh of `init_mesh`.
-        mixed_precision: as in `torch.distributed.fsdp.fully_shard`; name `reduce_dtype` in it,
-            whose default differs between versions of torch. By default gradients keep the dtype of
+        mixed_precision: as in `torch.distributed.fsdp.fully_shard`; set its `reduce_dtype`, because
+            the default differs between versions of torch. By default gradients keep the dtype of
             their parameters, in every version.
         wire: made by `shard_wire`, for replicas whose shards are on several nodes: compresses the
-            messages between those.
+            messages between these nodes.
 
     Returns:
         `model` itself.
 
     Raises:
         ValueError: the mesh has no axis "replicate" or no axis "shard"; or there is a `wire`, but
-            the shards are not on several nodes of equally many ranks.
+            the shards are not on several nodes with equally many ranks.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -310,8 +311,8 @@ def shard(
     names = mesh.mesh_dim_names or ()
     if not {"replicate", "shard"} <= {*names}:
         raise ValueError(
-            f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of'
-            " init_mesh"
+            f"the mesh has the axes {names}: pass the whole mesh of init_mesh,"
+            ' ("replicate", "shard")'
         )
     links = None
     if wire:
@@ -373,12 +374,12 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     """Hashes the parameters of the first replica and compares all replicas with it, bit for bit.
     Collective.
 
-    The comparison includes persistent buffers, such as the running statistics of BatchNorm: they
+    The comparison includes persistent buffers, such as the running statistics of BatchNorm. These
     are equal after `synchronize()`, and differ once training continues.
 
     Args:
-        mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or one with
-            more axes. Without an axis "replicate" the first one joins the replicas.
+        mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or a mesh
+            with more axes. Without an axis "replicate", the first axis joins the replicas.
 
     Returns:
         The sha256 in hex, which depends on the number of shards, and True if all replicas are
@@ -422,7 +423,8 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
 
 
 def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Sha256 of `parameters`, by default those of this rank, and sha256 of its persistent buffers.
+    """Sha256 of `parameters` (by default this rank's parameters), and sha256 of this rank's
+    persistent buffers.
 
     Shapes: `[64]` uint8.
     """

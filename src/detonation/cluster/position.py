@@ -48,8 +48,7 @@ class LaunchPosition:
         if self.rank >= self.world_size:
             last = self.world_size - 1
             raise ValueError(
-                f"the launcher says rank {self.rank}, but must say one from 0 to {last}: correct"
-                " RANK"
+                f"the launcher says rank {self.rank}, but ranks are from 0 to {last}: correct RANK"
             )
 
     @property
@@ -97,8 +96,8 @@ def first_host(hosts: str) -> str:
 def _named(
     env: Mapping[str, str], names: tuple[str, str, str, str], meeting_here: bool = False
 ) -> LaunchPosition:
-    """Position from four environment variables. The last two may be missing; `meeting_here` says
-    that the store is on this machine.
+    """Position from four environment variables. The last two may be missing; `meeting_here` is True
+    if the store is on this machine.
     """
     rank, world = (_number(env, name) for name in names[:2])
     local_rank, local_world = (_number_if_set(env, name) for name in names[2:])
@@ -111,7 +110,7 @@ def _named(
 
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-"""Lowest number of SLURM's steps that srun did not start: interactive, batch, extern."""
+"""Lowest number of the SLURM steps that srun did not start: interactive, batch, extern."""
 
 
 def _srun_started(env: Mapping[str, str]) -> bool:
@@ -194,14 +193,15 @@ def require_known_host(flag: str, addresses: str) -> None:
         named = joined_address(host, port)
         if host in ("0.0.0.0", "::"):
             raise ValueError(
-                f"{flag} is {named!r}, which names all interfaces: give the address of one, which"
-                " the other machines reach"
+                f"{flag} is {named!r}, which names all interfaces: give the address of one"
+                " interface that the other machines reach"
             )
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError) as error:
             raise ValueError(
-                f"{flag} is {named!r}, but no host has that name: give the name or address of one"
+                f"{flag} is {named!r}, but no host has that name: give the name or"
+                " address of a host"
             ) from error
 
 

@@ -9,7 +9,7 @@ class MicroBatch(NamedTuple):
     """Examples of a step that a rank computes in one pass.
 
     examples: their numbers among all examples of the step. weight: factor of their mean loss. With
-    it the mean of the gradients of all ranks is the mean over all examples of the step.
+    this factor, the mean of all ranks' gradients is the mean over all examples of the step.
     """
 
     examples: range
@@ -32,13 +32,14 @@ def micro_batches(
     """The share of `rank` in the `examples` of a step, in micro-batches.
 
     All ranks together have each example once; their shares differ by at most one example. The
-    `together` ranks of a replica get equally many micro-batches, at least one each, because FSDP2
-    lets them wait for each other in each pass: a rank with fewer repeats its last example with
-    weight 0.
+    `together` ranks of a replica get equally many micro-batches, at least one each, because under
+    FSDP2 they wait for each other in each pass. A rank with fewer examples repeats its last example
+    with weight 0.
 
     Args:
-        largest: A micro-batch has at most so many examples, and never crosses a multiple of it. So
-            it is a part of the same `largest` examples, however many ranks there are.
+        largest: Largest number of examples in a micro-batch. A micro-batch never crosses a multiple
+            of `largest`, so its examples come from the same `largest` examples for any number of
+            ranks.
 
     >>> micro_batches(7, 4, rank=1, ranks=2)
     (MicroBatch(examples=range(4, 7), weight=0.8571428571428571),)

@@ -28,14 +28,14 @@ class UnevenAxis(Communicator):
 
     Each parameter is cut at all rows at which any replica cuts it. A piece between two cuts has one
     owner in each replica, and its owners form a process group. So each rank sends only rows of its
-    own shard. If the cuts of large nodes include those of small ones, messages have the size of
-    those between large nodes.
+    own shard. If the cuts of large nodes include the cuts of small nodes, messages are as large as
+    between large nodes alone.
 
     Args:
-        nodes: Ranks of each replica, which are neighbours, in order.
+        nodes: Ranks of each replica, in order; the ranks of a replica are neighbours.
         shard: Axis inside this rank's node.
-        backend: Backend of the slow link, or a tuple of the backend and its options; None for that
-            of the default group.
+        backend: Backend of the slow link, or a tuple of the backend and its options; None for the
+            backend of the default group.
     """
 
     shared = True  # gradients are sent in `step` only
@@ -57,8 +57,8 @@ class UnevenAxis(Communicator):
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """Pieces of all `parameters` by owners, in order; pieces may be empty, and a rank has none
-        for owners that do not include it.
+        """Pieces of all `parameters` for each group of owners, in order. Pieces may be empty. A
+        rank has no pieces of a group to which it does not belong.
         """
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         everyone = {ranks for run in runs.values() for ranks in run}
@@ -75,8 +75,8 @@ class UnevenAxis(Communicator):
         """This rank's parts of `parameters`, with the axis of each; see `communicator.divided`.
         Collective.
 
-        Raises `ValueError` on all ranks if one does not shard a parameter by its first dimension
-        over its node, or has no rows at all, and `Mismatch` if shapes differ.
+        Raises `ValueError` on all ranks if a rank does not shard a parameter by its first dimension
+        over its node, or if a rank has no rows at all. Raises `Mismatch` if shapes differ.
         """
         problems = send_to_all(self._world, self._problem(parameters), self._device)
         for problem in filter(None, problems):
@@ -166,13 +166,13 @@ class UnevenAxis(Communicator):
 
     def _refusal(self, what: str, remedy: str) -> ValueError:
         return ValueError(
-            f"{self._sizes} cannot have {what}: {remedy}, or start equally many on each"
+            f"{self._sizes} cannot have {what}: {remedy}, or start equally many ranks on each"
         )
 
     def refuse_log(self) -> None:
         raise ValueError(
             "nodes of different numbers of ranks keep no log and publish nothing: start equally"
-            " many"
+            " many ranks"
         )
 
     def all_gather(self, mine: Tensor) -> Any:

@@ -106,7 +106,7 @@ class Memory:
             if bad is not None:
                 flat.masked_fill_(bad, -0.0)  # adding -0.0 changes no bits
             self.residual[part.rows].add_(flat)
-            del flat  # free this part before allocating the next one
+            del flat  # free this part before allocating the next part
         return self.residual
 
     def _absorb_in_place(
@@ -138,7 +138,7 @@ class Memory:
         for part in sent:
             self.residual[first : first + len(part)].sub_(part, alpha=self.feedback.alpha)
             first += len(part)
-            del part  # free this part before allocating the next one
+            del part  # free this part before allocating the next part
         if len(self._padding):
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
@@ -178,7 +178,7 @@ class Memory:
 
 
 def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
-    """Raises `ValueError` if the saved state `what` has other keys than the current one."""
+    """Raises `ValueError` if the saved state `what` has other keys than the current state."""
     if odd := sorted({*current} ^ {*saved}):
         raise ValueError(
             f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"
@@ -201,8 +201,8 @@ class LocalState:
     loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
-        """Read-only tensors: `kind.parameter` in the parameter's local shape, followed by the
-        others.
+        """Read-only tensors: `kind.parameter` in the parameter's local shape, followed by all other
+        tensors.
 
         Shapes: -> one local shape per kind and parameter.
         """

@@ -138,7 +138,7 @@ class Progress:
 
     steps: number of steps begun, over all optimizers. where: "inside" the last step, "outside" of
     it, or in a save. explain: called with an error that ends a step; it may add to the error's text
-    whose message is missing.
+    the ranks whose messages are missing.
     """
 
     def __init__(self) -> None:

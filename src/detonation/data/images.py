@@ -308,7 +308,9 @@ def from_folder(path: Path, form: Form) -> Decoded:
     elif (path / "validation").is_dir():
         parts = (_files(path / "train"), _files(path / "validation"))
     else:
-        raise ValueError(f"{path} has train/CLASS and no validation/CLASS: both, or CLASS alone")
+        raise ValueError(
+            f"{path} has train/CLASS and no validation/CLASS: it needs both, or CLASS alone"
+        )
     classes = sorted({file.parent.name for file in parts[0]})
     other = sorted({file.parent.name for file in parts[1]} - {*classes})
     if other:
@@ -372,7 +374,7 @@ def _labels(numbers: Any) -> Any:
 
 
 def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
-    """Raises `ValueError` for a picture whose size differs from the first one's."""
+    """Raises `ValueError` for a picture whose size differs from the first picture's size."""
     if (picture.height, picture.width) != shape:
         raise ValueError(
             f"{name} is {picture.width}x{picture.height}, the first image {shape[1]}x{shape[0]}: "

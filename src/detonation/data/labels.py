@@ -38,14 +38,17 @@ def labelled(
     Shapes: `input_ids` and `attention_mask` `[B, up to context]` int64, `labels` `[B]` int64.
     """
     if not tokenizer:
-        raise ValueError("data.tokenizer is '', must be that of the model for texts with labels")
+        raise ValueError(
+            "data.tokenizer is '', must be the model's tokenizer for texts with labels"
+        )
     train, held_out = _read(source, split, column, label)
     names = sorted({name for _, name in train})
     known = {text for text, _ in train}
     held_out = [(text, name) for text, name in held_out if name in names and text not in known]
     if len(names) < 2 or not held_out:
         raise ValueError(
-            f"{source} has {len(train)} texts of {len(names)} labels: at least 10 of 2 are needed"
+            f"{source} has {len(train)} texts of {len(names)} labels: at least 10 texts of 2"
+            " labels are needed"
         )
     made = load_tokenizer(tokenizer)
     name = source

@@ -136,7 +136,7 @@ def _require_tools(what: str, *tools: str) -> None:
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         raise ValueError(
-            f"{what} needs {' and '.join(missing)} on this machine: install that, or give your own"
+            f"{what} needs {' and '.join(missing)} on this machine: install them, or give your own"
             " data (a path) or hf:NAME as source"
         )
 
@@ -236,8 +236,8 @@ _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])"
 def _bible(raw: Path, ready: Path) -> None:
     """Writes lines `English<TAB>Spanish` of all verses in both Bibles of the SWORD project.
 
-    The order is that of the Spanish Bible. The two Bibles number some verses differently (NRSVA and
-    KJV), so a small number of pairs are neighbouring verses instead of translations.
+    The verses are in the order of the Spanish Bible. The two Bibles number some verses differently
+    (NRSVA and KJV), so a small number of pairs are neighbouring verses instead of translations.
     """
     folder = raw / "usr" / "share" / "sword"
     modules = needs("pysword.modules", "data").SwordModules(str(folder))

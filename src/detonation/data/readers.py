@@ -245,7 +245,7 @@ def stream(source: str, split: str) -> Any:
             files = files_of(path)
         builder, *others = {_BUILDERS.get(file.suffix.lower()) for file in files}
         if others or builder is None:
-            raise ValueError(f"a stream reads files of one suffix, of {', '.join(_BUILDERS)}")
+            raise ValueError(f"a stream reads files of one suffix, one of {', '.join(_BUILDERS)}")
         return datasets.load_dataset(
             builder, data_files=list(map(str, files)), split="train", streaming=True
         )

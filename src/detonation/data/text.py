@@ -77,13 +77,14 @@ def text(
     least = 10 * context
     if len(ids) < least:
         raise ValueError(
-            f"{source} has {len(ids)} {unit}; context {context} needs at least {least}: take less"
+            f"{source} has {len(ids)} {unit}; context {context} needs at least {least}: reduce the"
+            " context"
         )
     train, held_out = hold_out(ids)
     if len(held_out) < context:
         raise ValueError(
-            f"{source} has {len(held_out)} {unit} to hold out: the context must be at most that,"
-            f" not {context}"
+            f"{source} has {len(held_out)} {unit} to hold out: context is {context}, must be at"
+            f" most {len(held_out)}"
         )
     training = TextBlocks(train, context)
     validation = TextBlocks(held_out, context)
@@ -165,8 +166,8 @@ def _streamed(
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
         raise ValueError(
-            f"the first {len(first)} rows of {source} have {len(ids)} ids: the context must be"
-            " at most that"
+            f"the first {len(first)} rows of {source} have {len(ids)} ids: context must be at most"
+            f" {len(ids)}"
         )
     return TextStream(source, found, name, encode, context, held_out), TextBlocks(ids, context)
 
@@ -177,7 +178,7 @@ class TextStream:
 
     If the number of files is a multiple of the number of parts, each part reads its own files.
     Otherwise each part reads all files and uses one row out of `parts`. Documents follow each other
-    without padding. After the last document the first one follows again.
+    without padding. After the last document the first document follows again.
 
     Args:
         source: Name of the data, for errors.
@@ -319,9 +320,7 @@ class _Cursor:
         row = next(self._next, None)
         if row is None:
             if not self._fruitful:
-                raise ValueError(
-                    "the stream has no documents besides those held out: leave data.streaming out"
-                )
+                raise ValueError("the stream has only held-out documents: leave data.streaming out")
             self._epoch += 1
             self._open(None)
             return

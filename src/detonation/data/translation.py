@@ -60,7 +60,7 @@ def translation(
         raise ValueError(
             f"{source} has {len(train)} train and {len(held_out)} validation pairs, of which"
             f" {len(parts[0])} and {len(parts[1])} fit source_length {source_length} and"
-            f" target_length {target_length}: allow longer ones"
+            f" target_length {target_length}: allow longer pairs"
         )
     vocab = TRANSLATION_VOCAB
     if tokenizer:
@@ -108,7 +108,9 @@ class TranslationPairs:
         return {"input_ids": ids, "attention_mask": real, "labels": labels}
 
     def _padded(self, side: int, indices: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-        """Sentences at `indices` of one side, padded with `pad`, and the mask of real ids."""
+        """Sentences at `indices` in the language `side`, padded with `pad`, and the mask of real
+        ids.
+        """
         ids = torch.full((len(indices), self._lengths[side]), pad)  # [B, length] int64
         real = torch.zeros_like(ids)
         for row, index in enumerate(indices.tolist()):

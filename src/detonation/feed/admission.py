@@ -1,5 +1,5 @@
 """Replicas that join during training: `Admission` runs on the existing replicas, `admitted` on the
-new one.
+new replica.
 """
 
 import contextlib
@@ -146,8 +146,8 @@ def admitted(
     """Joins a running training as a new replica. Collective over the shards of this replica.
 
     A replica with an `Admission` sends weights and optimizer state while it continues to train. All
-    replicas agree on a step. From this step on the new replica is bitwise equal to the others, or
-    close to them if it rounds differently. Its memory is empty.
+    replicas agree on a step. From this step on the new replica is bitwise equal to the other
+    replicas, or close to them if it rounds differently. Its memory is empty.
 
     Args:
         model: Like the trained one, with any weights; sharded like the others, with the mesh of

@@ -154,7 +154,7 @@ class Feed(StepRecorder):
 
         Call `publish(step)` after each step, or less often. A file contains the exact values that
         changed since the previous call. In bf16 these need about 0.01 bytes per parameter at a
-        learning rate of 1e-6. The first file, and later ones at intervals, are bases: they contain
+        learning rate of 1e-6. The first file, and later files at intervals, are bases: they contain
         all weights, so that a reader can start there. The feed keeps the two newest bases and the
         differences after the older one, and removes earlier files.
 
@@ -287,7 +287,7 @@ class Feed(StepRecorder):
         if not coming:
             return
         try:
-            # after the first step the collectives are chosen, and closeness of replicas is decided
+            # after the first step, collectives and closeness of replicas do not change any more
             require_followable(optimizer)
         except ValueError as error:
             for each in coming:

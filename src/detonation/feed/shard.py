@@ -230,7 +230,8 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
         found = getattr(torch.optim, kind, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(
-            f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=) to make it"
+            f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=), which"
+            " makes it"
         )
     return found
 

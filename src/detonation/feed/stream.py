@@ -53,7 +53,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The records of one step or of one `synchronize`. The last record ends it."""
+    """The records of one step or of one `synchronize`, up to the record that ends it."""
 
     records: list[LogRecord]
 

@@ -33,8 +33,8 @@ class LostFeed(DetonationError, ConnectionError):
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
     """Reads the token from `DETONATION_TOKEN`, or from the file that `DETONATION_TOKEN_FILE` names.
 
-    env: environment variables; by default those of this process. A token is never a command-line
-    argument, because all users of a machine can read command lines.
+    env: environment variables; by default the variables of this process. A token is never a
+    command-line argument, because all users of a machine can read command lines.
 
     Raises `ValueError` if the token is missing, shorter than 16 bytes, or in a file that other
     users may read.

@@ -22,9 +22,9 @@ class Balance(StepGate):
 
     A local step lasts from the end of one `step()` call to the end of the base optimizer's step in
     the next: loading, forward, backward. The gate averages the steps of a round, without steps
-    longer than `_ODD` medians, such as a step with an evaluation or a checkpoint. The slowest of a
-    replica's `shards` counts. At the end of a round the replicas exchange 8 bytes each and wait for
-    them; an accelerator's host waits, too.
+    longer than `_ODD` medians, such as a step with an evaluation or a checkpoint. The slowest of
+    the `shards` determines the time of a replica. At the end of a round the replicas exchange 8
+    bytes each and wait for them; an accelerator's host waits, too.
     """
 
     def __init__(

@@ -68,7 +68,8 @@ def comm_hook(
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
         raise TypeError(
-            f"comm_hook takes a DistributedDataParallel model, got {kind}: use replicate for others"
+            f"comm_hook takes a DistributedDataParallel model, got {kind}: use replicate for other"
+            " models"
         )
     if model.mixed_precision is not None:
         raise ValueError(
@@ -167,7 +168,7 @@ class CommHook:
         state: None,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> Future[Tensor]:
-        """Collects one bucket of gradients; after the last bucket, exchanges all of them.
+        """Collects one bucket of gradients; after the last bucket, exchanges all buckets.
 
         Called by DistributedDataParallel. DistributedDataParallel reorders its buckets after the
         first step; the message keeps its order.

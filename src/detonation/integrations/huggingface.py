@@ -445,7 +445,7 @@ def _save_part(
 
 
 def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str, Any]:
-    """Loads the result of `_save_part` over what the library has loaded; returns `extra`.
+    """Loads the result of `_save_part` over the state that the library has loaded; returns `extra`.
     Collective.
 
     Raises `ValueError` if there is no `part`, or if it belongs to another model, optimizer or

@@ -182,7 +182,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         assert self.model is not None
         if self.replicated:
             raise ValueError(
-                "the optimizer is replicated already: give the plain one, the strategy"
+                "the optimizer is replicated already: give the plain optimizer, the strategy"
                 " replicates it"
             )
         axis = self._axis or self.device_mesh["replicate"]
@@ -313,7 +313,8 @@ class ReplicaStrategy(ModelParallelStrategy):
             loaded = load_checkpoint(path / PART / str(number), self.model, optimizer)
             if loaded is None:
                 raise ValueError(
-                    f"{path} was written with {number} optimizers, there are {len(self.replicated)}"
+                    f"{path} was written with {number} optimizers, this run has"
+                    f" {len(self.replicated)}"
                 )
             self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent
         rest = dict[str, Any]()

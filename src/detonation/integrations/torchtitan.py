@@ -251,8 +251,8 @@ class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
 class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     """torchtitan's checkpoints; each full checkpoint also contains the exact state of every rank.
 
-    torchtitan's files contain the model and the optimizer of replica 0; torch would mix those of
-    several replicas.
+    torchtitan's files contain the model and the optimizer of replica 0; torch would mix the files
+    of several replicas.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,5 @@
-// The inverse DCT as a sum of basis vectors, one fused multiply-add after the other: the same bits as in any engine.
+// The inverse DCT as a sum of basis vectors, one fused multiply-add after the other. The bits are the
+// same in all engines.
 
 #pragma once
 
@@ -23,7 +24,7 @@ class Prefetcher {
   int at_ = 0;
 };
 
-// A few coefficients of each row, of one or several messages.
+// A few coefficients of each row, from one or several messages.
 struct FewCoefficients {
   const float *const *values;
   const uint8_t *indices;  // LANES * k per message
@@ -58,7 +59,7 @@ INLINE void add_basis_vectors(float *rows, int valid, float weight, const float 
   }
 }
 
-// ROWS rows of `multiply_by_basis`.
+// Computes ROWS rows of `multiply_by_basis`.
 template <int N, int ROWS> INLINE void multiply_some(const float *coefficients, const float *basis, float *rows) {
   constexpr int V = N / LANES < 2 ? N / LANES : 2;
   for (int at = 0; at < N; at += V * LANES) {
@@ -78,7 +79,7 @@ template <int N, int ROWS> INLINE void multiply_some(const float *coefficients, 
   }
 }
 
-// rows = coefficients * basis, whose vectors are added in order, from zero on.
+// rows = coefficients * basis; basis vectors are added in order, from zero on.
 template <int N> void multiply_by_basis(const float *coefficients, int64_t valid, const float *basis, float *rows) {
   constexpr int ROWS = LANES / 2;
   int64_t row = 0;

@@ -1,4 +1,5 @@
-// Packed whole numbers, index bitmaps and checksums. Integer arithmetic: the same result on every machine.
+// Packed whole numbers, index bitmaps and checksums, in integer arithmetic: the result is the same
+// on every machine.
 
 #include <cstdint>
 #include <cstring>
@@ -7,8 +8,9 @@
 
 namespace {
 
-// Checks indices of up to 8 bits: 1 where one is not below `chunk`, 2 where those of a row do not rise, else 0. Unpacks
-// a group of rows to bytes, so that the compiler can vectorise the comparison.
+// Checks indices of up to 8 bits: 1 if an index is not below `chunk`, 2 if the indices of a row do
+// not rise, else 0. Unpacks a group of rows to bytes, so that the compiler can vectorise the
+// comparison.
 int check_bytes(Unpacker indices, int64_t rows, int k, int chunk, int width) {
   constexpr int ROOM = 4096;
   uint8_t index[ROOM + 1] = {}, inside[ROOM];
@@ -49,7 +51,7 @@ void list_marked(const uint8_t *bitmap, int64_t rows, int k, int chunk, Index *i
   }
 }
 
-// 1 where an index of `width` bits is not below `chunk`, 2 where those of a row do not rise, else 0.
+// 1 if an index of `width` bits is not below `chunk`, 2 if the indices of a row do not rise, else 0.
 int faults_of_indices(const uint8_t *packed, int64_t rows, int k, int chunk, int width) {
   Unpacker indices(packed, (rows * k * width + 7) / 8);
   if (width <= 8) return check_bytes(indices, rows, k, chunk, width);
@@ -64,7 +66,7 @@ int faults_of_indices(const uint8_t *packed, int64_t rows, int k, int chunk, int
   return fault;
 }
 
-// 2 where a row of the bitmap has not exactly k bits set, else 0.
+// 2 if the number of set bits in a row of the bitmap is not k, else 0.
 int faults_of_bitmap(const uint8_t *bitmap, int64_t rows, int k, int chunk) {
   for (int64_t r = 0; r < rows; ++r) {
     int found = 0;
@@ -113,7 +115,8 @@ int64_t checksum(const uint8_t *bytes, int64_t count, int64_t skipped) {
 
 extern "C" {
 
-// `lines` lines of `count` numbers each, one byte per number where `bytes`, else eight; each line packed by itself.
+// Packs `lines` lines of `count` numbers each, each line separately. A number has one byte if
+// `bytes` is true, else eight.
 void detonation_pack(const void *numbers, int64_t lines, int64_t count, int bytes, int width, uint8_t *packed,
                      int64_t nbytes) {
   for (int64_t line = 0; line < lines; ++line) {
@@ -126,7 +129,7 @@ void detonation_pack(const void *numbers, int64_t lines, int64_t count, int byte
   }
 }
 
-// The inverse; packed lines are `stride` bytes apart.
+// The inverse of packing; packed lines are `stride` bytes apart.
 void detonation_unpack(const uint8_t *packed, int64_t lines, int64_t stride, int64_t nbytes, int64_t count, int bytes,
                        int width, void *numbers) {
   for (int64_t line = 0; line < lines; ++line) {
@@ -139,10 +142,10 @@ void detonation_unpack(const uint8_t *packed, int64_t lines, int64_t stride, int
   }
 }
 
-// Of `lines` messages: indices of a byte each where `bytes`, else of eight; the bitmap of each message by itself.
+// Writes the bitmap of each of `lines` messages. An index has one byte if `bytes` is true, else eight.
 void detonation_mark(const void *indices, int64_t lines, int64_t rows, int k, int chunk, int bytes, uint8_t *bitmaps) {
   const int64_t nbytes = (rows * chunk + 7) / 8;
-  if (lines * nbytes)  // of no lines `bitmaps` may be null
+  if (lines * nbytes)  // without lines `bitmaps` may be null
     std::memset(bitmaps, 0, size_t(lines * nbytes));
   for (int64_t i = 0; i < lines * rows * k; ++i) {
     const int64_t row = i / k, message = row / rows;
@@ -152,7 +155,8 @@ void detonation_mark(const void *indices, int64_t lines, int64_t rows, int k, in
   }
 }
 
-// Lists k indices per row even for a corrupt bitmap: ignores surplus ones and fills up with 0.
+// Lists k indices per row even for a corrupt bitmap: ignores surplus bits, and adds zeros if bits are
+// missing.
 void detonation_marked(const uint8_t *bitmaps, int64_t lines, int64_t stride, int64_t rows, int k, int chunk, int bytes,
                        void *indices) {
   for (int64_t line = 0; line < lines; ++line) {
@@ -164,16 +168,17 @@ void detonation_marked(const uint8_t *bitmaps, int64_t lines, int64_t stride, in
   }
 }
 
-// The sum of the 32-bit words of a message, zero-padded to whole lines of LINE words, each multiplied by the sum of a
-// weight of its line (even) and one of its column (odd). Lines and columns are added up modulo 2**32 first.
-// If `skipped` is not negative, the eight bytes from there on, in the first line, count as zeros.
-// Of `lines` messages of `count` bytes, `stride` bytes apart.
+// Checksums of `lines` messages of `count` bytes, `stride` bytes apart. A checksum is the sum of the
+// 32-bit words of a message, zero-padded to whole lines of LINE words. Each word is multiplied by the
+// sum of its line's weight (even) and its column's weight (odd). Lines and columns are added up
+// modulo 2**32 first. If `skipped` is not negative, the eight bytes of the first line from `skipped`
+// on count as zeros.
 void detonation_checksums(const uint8_t *messages, int64_t lines, int64_t stride, int64_t count, int64_t skipped,
                           int64_t *sums) {
   for (int64_t line = 0; line < lines; ++line) sums[line] = checksum(messages + line * stride, count, skipped);
 }
 
-// Of each message its fault: see above. Messages are `stride` bytes apart.
+// The fault of each message: see above. Messages are `stride` bytes apart.
 void detonation_check_indices(const uint8_t *packed, int64_t lines, int64_t stride, int64_t rows, int k, int chunk,
                               int width, int64_t *faults) {
   for (int64_t line = 0; line < lines; ++line)

@@ -101,7 +101,9 @@ def private_directory(path: Path) -> Path:
 
 
 def _system_users() -> set[int]:
-    """User ids of root and, in a user namespace such as a container's, of the root outside."""
+    """User ids of root and, in a user namespace such as a container's, of root outside the
+    namespace.
+    """
     users = Path("/proc/self/uid_map")
     if not users.exists() or users.read_text().split() == ["0", "0", "4294967295"]:
         return {0}

@@ -1,5 +1,5 @@
-// Values as codes of up to 4 bits, with numbers for each block of values (`codebooks.BlockCodebook`). Exact: no sum, so
-// the same bits as torch on every machine.
+// Encodes values as codes of up to 4 bits, with numbers for each block of values
+// (`codebooks.BlockCodebook`). Without sums, so the bits are those of torch on every machine.
 
 #include <cstdint>
 #include <cstring>
@@ -15,7 +15,7 @@ constexpr int PIECE = 256;  // codes that are unpacked together; a multiple of 8
 
 INLINE Floats magnitude(Floats v) { return masked(Ints{} + 0x7fffffff, v); }
 
-// The numbers of one block: its largest magnitude in bf16, which is returned, and a code per value.
+// Writes a code per value of one block; returns the block's largest magnitude in bf16.
 uint16_t encode_block(const float *values, const Floats *limits, uint8_t *codes) {
   Floats most = {};
   for (int i = 0; i < POWERS; i += LANES) {
@@ -57,8 +57,9 @@ INLINE void look_up(const float *levels, int width, const uint8_t *codes, int co
 
 extern "C" {
 
-// `lines` lines of `count` values each as codes of `codebooks.E3M0`: packed codes, then a bf16 number per block. A line
-// of the result has `nbytes` bytes. `limits`: the largest ratio of each number of octaves but the last.
+// Encodes `lines` lines of `count` values each as codes of `codebooks.E3M0`: packed codes, then a
+// bf16 number per block. A line of the result has `nbytes` bytes. `limits`: the largest ratio of
+// each number of octaves except the last.
 void detonation_encode_powers(const float *values, int64_t lines, int64_t count, const float *limits, uint8_t *encoded,
                               int64_t nbytes) {
   Floats all_limits[LIMITS];
@@ -78,8 +79,9 @@ void detonation_encode_powers(const float *values, int64_t lines, int64_t count,
   }
 }
 
-// The values of `lines` lines of `count` codes each, of up to 4 bits: block b has the levels from b << width on. Packed
-// lines are `stride` bytes apart, levels of a line `apart` numbers.
+// Decodes `lines` lines of `count` codes each, of up to 4 bits: block b has the levels from
+// b << width on. Packed lines are `stride` bytes apart; the levels of two lines are `apart` numbers
+// apart.
 void detonation_look_up(const uint8_t *packed, int64_t lines, int64_t stride, int64_t nbytes, int64_t count, int width,
                         int64_t block, const float *levels, int64_t apart, float *values) {
   for (int64_t line = 0; line < lines; ++line, packed += stride, levels += apart, values += count) {

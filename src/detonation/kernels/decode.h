@@ -1,5 +1,6 @@
-// Decodes messages to an update, LANES rows at a time, by one sum of basis vectors for each row: those of all coefficients
-// where a row has few of them, and otherwise all vectors, times the aggregated coefficients.
+// Decodes messages to an update, LANES rows at a time, by one sum of basis vectors for each row. If a
+// row has few coefficients, the sum has one vector per coefficient of each message. Otherwise it has
+// all vectors, times the aggregated coefficients.
 
 #pragma once
 
@@ -21,7 +22,7 @@ template <int N> struct Decoder {
   const bool few, nonzero;
   const float weight;
   const float *const basis;
-  const float *const *magnitudes;  // of blocks, where the values are signs; else null
+  const float *const *magnitudes;  // of blocks if the values are signs; else null
   std::vector<float> read;
   alignas(64) float sum[LANES * N], count[LANES * N];
   alignas(64) uint8_t index[LANES * N];
@@ -40,8 +41,8 @@ template <int N> struct Decoder {
     return to;
   }
 
-  // rows = the mean of the messages for the rows from `start` on, or that over nonzero values. Of one message, or with
-  // `few`, `weight` times their sum.
+  // rows = the mean of the messages for the rows from `start` on, or the mean over nonzero values.
+  // With one message, or with `few`, rows = `weight` times the sum.
   void run(int64_t start, int valid, float *rows) {
     if (few) {
       const float *value[N];
@@ -91,7 +92,7 @@ template <int N> struct Decoder {
     for (int row = 0; row < valid; ++row, rows += N) {
       const RowBitmap<N> marks(unpacker);
       for (int j = 0; j < k; j += LANES) __builtin_prefetch(value + LANES * k + j, 0);
-      int left = k;  // a corrupt bitmap may mark more
+      int left = k;  // a corrupt bitmap may mark more indices
       for (int b = 0; b < N; b += LANES) {
         const __mmask16 mask = marks.at(b);
         const int marked = __builtin_popcount(mask);
@@ -106,7 +107,8 @@ template <int N> struct Decoder {
 #endif
 };
 
-// Prefetches what follows LANES rows, which are about to be written: the hardware stops at each page.
+// Prefetches the memory after LANES rows, which is written next: the hardware prefetcher stops at
+// each page.
 template <int N> INLINE void prefetch_next(const float *rows) {
   for (int i = LANES * N; rows && i < 2 * LANES * N; i += 16) __builtin_prefetch(rows + i, 1);
 }

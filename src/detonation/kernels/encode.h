@@ -28,7 +28,8 @@ template <int N> struct Encoder {
     Dct<N>::template forward<true>(x, scratch);
   }
 
-  // Finds the k largest of each row, for k up to FEW: `selected` and `indices`, in the order of indices.
+  // Finds the k largest values of each row, for k up to FEW: `selected` and `indices`, in the order of
+  // indices.
   void few(int k) {
     if (k == 1) return few_of<1>(k);
     if (k == 2) return few_of<2>(k);
@@ -54,7 +55,8 @@ template <int N> struct Encoder {
     }
 #pragma GCC unroll 4
     for (int j = 0; j < FILLED; j += 4) transpose_fours(value + j);
-    for (int lane = 0; lane < LANES; ++lane)  // copies fours; each lane overwrites the excess of the one before
+    // copies four numbers at a time; each lane overwrites the excess of the lane before
+    for (int lane = 0; lane < LANES; ++lane)
       for (int j = 0; j < k; j += 4) {
         const float *block = reinterpret_cast<const float *>(value + j + lane % 4) + lane / 4 * 4;
         std::memcpy(selected + lane * k + j, block, 4 * sizeof(float));

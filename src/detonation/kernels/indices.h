@@ -124,10 +124,10 @@ template <int N> struct RowBitmap {
   RowBitmap(const uint8_t *index, int k) : word{} {
     for (int j = 0; j < k; ++j) word[index[j] / 32] |= uint32_t(1) << index[j] % 32;
   }
-  uint16_t at(int index) const { return uint16_t(word[index / 32] >> index % 32); }  // sixteen bits from `index` on
+  uint16_t at(int index) const { return uint16_t(word[index / 32] >> index % 32); }  // 16 bits from `index` on
 };
 
-// The first k marked indices, in order; 0 for the rest where a row marks fewer.
+// The first k marked indices, in order, followed by zeros if a row marks fewer.
 template <int N> INLINE void marked_indices(const RowBitmap<N> &marks, int k, uint8_t *index) {
   int w = 0;
   uint64_t left = marks.word[0];

@@ -1,5 +1,5 @@
 // SIMD over rows: lane i of every vector belongs to row i. GCC vector extensions leave the choice of instructions to
-// the compiler, which would split vectors wider than those of the machine.
+// the compiler, which would split vectors that are wider than the machine's vectors.
 
 #pragma once
 

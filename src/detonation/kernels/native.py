@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 SignRate = tuple[float, float]
-"""How signs move a weight: `shrink * weight - lr * sign`, as (shrink, lr)."""
+"""The factors (shrink, lr) of a step along signs: `shrink * weight - lr * sign`."""
 
 
 _P = ctypes.c_void_p
@@ -102,11 +102,11 @@ class Library:
         per row.
 
         Args:
-            residual: Changed in place; the share `release` of what was selected leaves it at once.
-            gradients: fp32, one per parameter; None is zero.
+            residual: Changed in place; `release` times the selected part is subtracted at once.
+            gradients: fp32, one tensor per parameter; None counts as zeros.
             width: Bits per index; 0 for a bitmap.
-            values, statistics, indices: Where what was selected goes; contiguous. Signs where there
-                are `statistics`.
+            values, statistics, indices: Outputs for the selected coefficients; contiguous. With
+                `statistics` the values are signs.
 
         Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32; all else
         `[nbytes]` uint8.
@@ -164,18 +164,18 @@ class Library:
         basis: Tensor,
         rates: Sequence[SignRate] | None = None,
     ) -> None:
-        """Writes the mean of messages into `targets`; with `rates` it moves the weights `targets`
-        by the signs of the mean.
+        """Writes the mean of messages into `targets`. With `rates`, `targets` are weights, which
+        move by the signs of the mean.
 
         Args:
-            targets: fp32, one per parameter.
-            shape: Rows, coefficients of a row, and those of a message.
-            magnitudes: Of each block, where the values are signs.
-            few: Whether a row is one sum of its coefficients, at most `chunk`, of all replicas
-                (`scatter_sum.weighted_sum`); otherwise they are aggregated first
+            targets: fp32, one tensor per parameter.
+            shape: Number of rows, coefficients per row, and selected coefficients per row.
+            magnitudes: Magnitude of each block, if the values are signs.
+            few: True if each row is a single sum over the coefficients of all replicas, at most
+                `chunk` (`scatter_sum.weighted_sum`). Otherwise coefficients are aggregated first
                 (`scatter_sum.product_in_order`).
-            nonzero: Whether the mean is over the replicas that sent a coefficient other than 0, not
-                over all.
+            nonzero: True if each mean is over the replicas that sent a nonzero coefficient, instead
+                of over all replicas.
 
         Shapes: basis `[chunk, chunk]`, values `[rows, k]`, magnitudes `[blocks]` fp32; signs,
         indices `[nbytes]` uint8.
@@ -205,7 +205,7 @@ class Library:
         assert status == 0
 
     def topk(self, coefficients: Tensor, k: int) -> Tensor:
-        """The indices of the `k` largest magnitudes of each row in rising order; see
+        """The indices of the `k` largest magnitudes of each row, in rising order; see
         `topk_indices`.
         """
         # [rows, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, k] uint8
@@ -231,8 +231,8 @@ class Library:
         return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """The number of the first of `tensors` (fp32) with NaN or a magnitude above `limit`; -1 if
-        there is none.
+        """The number of the first tensor (fp32) that contains NaN or a magnitude above `limit`; -1
+        if there is none.
         """
         count = len(tensors)
         pointers = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors])
@@ -294,10 +294,10 @@ class Library:
         return indices
 
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
-        """The sum of the 32-bit words of each message, each times an odd number that depends on its
-        position.
+        """The sum of the 32-bit words of each message, after each word is multiplied by an odd
+        number that depends on its position.
 
-        Eight bytes from byte `skipped` of the first line on count as zeros; -1 for none.
+        Eight bytes of the first line, from byte `skipped` on, count as zeros; -1 for no such bytes.
         """
         found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
         at = messages.data_ptr(), len(messages), messages.stride(0)
@@ -305,8 +305,9 @@ class Library:
         return found
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-        """1 if a packed index is not below `chunk`, 2 if the indices of a row do not rise, else 0.
-        Bitmaps have `width` 0: 2 if a row has other than `k` set bits.
+        """For each message: 1 if a packed index is not below `chunk`, 2 if the indices of a row do
+        not rise, else 0. For bitmaps (`width` 0): 2 if the number of set bits in a row is not `k`,
+        else 0.
 
         Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
         """
@@ -362,7 +363,7 @@ def load_library() -> Library | None:
 def _load(path: Path) -> Library:
     try:
         return Library(path)
-    except AttributeError as error:  # a compiler that succeeds but omits functions
+    except AttributeError as error:  # the compiler succeeded, but omitted functions
         raise OSError(f"{path} is not the library: {error}") from error
 
 

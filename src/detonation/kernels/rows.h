@@ -6,7 +6,7 @@
 
 namespace {
 
-// The parameters: a tensor of each (null where it is missing) and its number of coordinates.
+// The parameters: the tensor of each (null if it is missing) and its number of coordinates.
 struct Slots {
   float *const *tensor;
   const int64_t *numel;
@@ -17,7 +17,7 @@ template <int N> class Rows {
  public:
   explicit Rows(const Slots &slots) : slots_(slots) {}
 
-  // Returns the next `valid` rows where they are contiguous in one tensor and without padding, else null.
+  // Returns the next `valid` rows if they are contiguous in one tensor and without padding, else null.
   float *next(int valid) {
     skip_empty();
     if (tensor() && slots_.numel[slot_] - offset_ >= valid * N) {

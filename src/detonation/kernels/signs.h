@@ -30,7 +30,7 @@ class SignWriter {
   }
 
  private:
-  static constexpr int SUMS = 64;  // that are added side by side: the order of torch with AVX-512
+  static constexpr int SUMS = 64;  // added in parallel, in the order of torch with AVX-512
   alignas(64) float block_[BLOCK];
   int held_ = 0;
   uint8_t *codes_, *statistics_;

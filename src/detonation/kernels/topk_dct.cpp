@@ -1,5 +1,5 @@
-// The exported functions: DCT, top-k and memory in one pass over a flat matrix, and decoding in another. `basis` has the
-// basis vectors, [chunk, chunk].
+// The exported functions: DCT, top-k and memory in one pass over a flat matrix, and decoding in
+// another pass. `basis` has the basis vectors, [chunk, chunk].
 
 #include <vector>
 
@@ -19,7 +19,8 @@
 extern "C" {
 
 // residual = decay * residual + gradients; selects the k largest DCT coefficients of each row; subtracts `release`
-// times their inverse DCT from the residual. With `statistics` the values are signs, of which zeros are negative or not.
+// times their inverse DCT from the residual. With `statistics` the values are signs;
+// `negative_zeros` says whether zeros count as negative.
 int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gradients, const int64_t *numel,
                       float decay, float release, int k, int width, const float *basis, float *values,
                       uint8_t *statistics, int negative_zeros, uint8_t *indices) {
@@ -31,7 +32,8 @@ int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gr
 #undef CALL
 }
 
-// residual -= alpha * inverse DCT of the values at their indices; padding stays zero. `few` as in decode.
+// residual -= alpha * inverse DCT of the values at their indices; padding remains zero. `few` is the
+// same as in decode.
 int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, float alpha, int k, int width,
                        const float *values, const uint8_t *indices, int64_t bytes, int few, const float *basis) {
   const Slots slots{nullptr, numel};
@@ -41,9 +43,10 @@ int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *
 #undef CALL
 }
 
-// The mean of messages, or that over nonzero values, written into one tensor per parameter: with `few` as one sum of all
-// coefficients, times `weight`. With `shrink` and `lr` per parameter the tensors are weights and step along its signs:
-// shrink * weights - lr * sign. With `magnitudes` of blocks the values are signs.
+// Writes the mean of messages, or the mean over nonzero values, into one tensor per parameter. With
+// `few` it is one sum of all coefficients, times `weight`. With `shrink` and `lr` per parameter the
+// tensors are weights, and step along the signs of the mean: shrink * weights - lr * sign. With
+// `magnitudes` of blocks the values are signs.
 int detonation_decode(float *const *tensors, const int64_t *numel, int64_t rows, int chunk, const float *const *values,
                       const float *const *magnitudes, const uint8_t *const *indices, int64_t bytes, int messages, int k, int width, int few,
                       int nonzero, float weight, const float *basis, const float *shrink, const float *lr) {
@@ -57,21 +60,22 @@ int detonation_decode(float *const *tensors, const int64_t *numel, int64_t rows,
 #undef CALL
 }
 
-// out = coefficients * basis, whose vectors are added in order, from zero on: [rows, chunk] each, and [chunk, chunk].
+// out = coefficients * basis; basis vectors are added in order, from zero on. out and coefficients
+// are [rows, chunk], basis is [chunk, chunk].
 int detonation_product(const float *coefficients, int64_t rows, int chunk, const float *basis, float *out) {
 #define CALL(N) multiply_by_basis<N>(coefficients, rows, basis, out)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
-// The indices of the k largest magnitudes of each row, rising: [rows, k] of a byte each.
+// The indices of the k largest magnitudes of each row, in rising order: [rows, k], one byte each.
 int detonation_topk(const float *coefficients, int64_t rows, int chunk, int k, uint8_t *indices) {
 #define CALL(N) select<N>(coefficients, rows, k, indices)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
-// The first slot whose tensor holds NaN or a magnitude above `limit`; -1 without one.
+// The first slot whose tensor contains NaN or a magnitude above `limit`; -1 if there is none.
 int64_t detonation_beyond(float *const *tensors, const int64_t *numel, int64_t slots, float limit) {
   uint32_t bound;
   std::memcpy(&bound, &limit, sizeof bound);

@@ -151,7 +151,7 @@ class StepRecorder(StepObserver, ABC):
         self.records = True  # False if no reader needs the records
         # messages, each with the step count at its arrival
         self._messages: list[tuple[int, Copy]] = []
-        # copies, and the record that ends them; None if the copies are weights
+        # copied messages or weights, and the record that ends the messages; None for weights
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
         self._late = 0  # 1 if an accelerator copies messages to the host
         self._options: list[dict[str, Any]] = []  # the last recorded options of each group

@@ -57,7 +57,7 @@ class Player(PlayedMessages, ABC):
 
     @abstractmethod
     def read(self) -> LogRecord | None:
-        """Returns the next record; None after the last one."""
+        """Returns the next record; None after the last record."""
 
     def take(self, place: int, step: int) -> Tensor:
         """Returns the next messages of `place` in `step`."""  # -> [bytes] uint8
@@ -90,7 +90,7 @@ class Player(PlayedMessages, ABC):
         return None
 
     def _load(self) -> bool:
-        """Reads one record; returns False after the last one."""
+        """Reads one record; returns False after the last record."""
         record = self.read()
         if record is None:
             return False
@@ -204,7 +204,7 @@ class Playback(Player):
             waiting.clear()
 
     def _records_of(self, path: Path) -> Iterator[LogRecord]:
-        """Checks the first record of a file, and yields the rest."""
+        """Checks the first record of a file, and yields all other records."""
         for number, record in enumerate(whole_records(path)):
             if (record.kind == START) != (number == 0):
                 raise DamagedLog(f"{path} is no log of one rank")
@@ -228,7 +228,7 @@ class Playback(Player):
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(
-                f"{path} is in version {about.get('version')} of the format, here it is"
+                f"{path} is in version {about.get('version')} of the format, this version reads"
                 f" {LOG_VERSION}"
             )
         use_padding_of(about, self._optimizer)
@@ -250,9 +250,9 @@ class Playback(Player):
 
     def _check_state(self, path: Path, step: int, state: str) -> None:
         """Raises `ValueError` if training continued after `step` steps from a state other than the
-        current one.
+        current state.
 
-        A file that continues the last one without a gap has no `state`.
+        A file that continues the last file without a gap has no `state`.
         """
         optimizer = self._optimizer
         if state and optimizer.step_count == step and state != agreed_digest(optimizer):
@@ -306,7 +306,7 @@ def _first_options(path: Path) -> dict[str, Any]:
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
     """Repeats the steps of a log after `optimizer.step_count`; returns the new number of steps.
 
-    Agreed weights and base optimizer state then equal those of training, bit for bit. Schemes that
+    Agreed weights and base optimizer state then equal training's, bit for bit. Schemes that
     exchange parameters agree at the end of a round, so replay reproduces the last agreed weights. A
     log does not contain a replica's private memory, for example of error feedback. If the trained
     parameters changed at a step, replay ends before that step; load a checkpoint after it to

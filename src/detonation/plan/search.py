@@ -64,7 +64,7 @@ class Option:
 def settings(name: str) -> list[dict[str, Any]]:
     """Candidate arguments for a scheme: its defaults, `SETTINGS`, and all measured settings.
 
-    Measured settings contain all arguments, because they may override those of a recipe.
+    Measured settings contain all arguments, because they may override arguments of a recipe.
     """
     measured = [dict(loss.arguments) for loss in loss_table() if loss.scheme == name]
     return [{}, *SETTINGS.get(name, []), *measured]
@@ -134,7 +134,7 @@ def one_machine(
     """The fastest optimizer on one machine that processes all examples of a step, and its seconds.
 
     Without a network, forward and backward take `replicas` times longer there. The optimizer is one
-    of those in the options. None if no loss is known.
+    of the optimizers in the options. None if no loss is known.
     """
     full = next((option.cost for option in ranked if option.is_full), None)
     if network.replicas == 1 or full is None:
@@ -152,8 +152,8 @@ def check_budget(budget: float) -> float:
     """Returns `budget`; raises `ValueError` unless it is a number above 0 and below 1."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < 1:
         raise ValueError(
-            f"budget is {budget!r}, must be a part of a step that may be waited for, between 0 and"
-            " 1: 0.1"
+            f"budget is {budget!r}, must be the share of a step that may be spent waiting, from 0"
+            " to 1: 0.1"
         )
     return float(budget)
 
@@ -336,7 +336,7 @@ def _second_machine(
         return None, ""
     optimizer, found, alone_s = alone
     known = f"one machine with {optimizer} and the same examples per step has the baseline's loss"
-    # relative loss of one machine after so many seconds
+    # loss of one machine after `seconds`, relative to the baseline's loss
     ahead = (seconds / alone_s) ** -found.exponent - 1
     if alone_s <= seconds:
         both = f"within {duration(alone_s)}, {network.replicas} machines within {duration(seconds)}"

@@ -50,7 +50,7 @@ class BlockIntegers:
     def encode(
         self, values: Tensor, places: Tensor | None = None, marked: Tensor | None = None
     ) -> Tensor:
-        """Quantizes each line, and marks those numbers at `places` that are `marked`."""
+        """Quantizes each line, and marks the numbers at `places` for which `marked` is True."""
         # [..., n] fp32, [marks] int64, [marks] bool -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
         if missing:
@@ -60,8 +60,8 @@ class BlockIntegers:
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # A scale that is 0 or nonfinite makes quotients nonfinite.
-        # The mask keeps them inside their block.
+        # A scale that is 0 or nonfinite makes quotients nonfinite. The mask keeps nonfinite
+        # quotients inside their block.
         normal = scales.float().clamp_(min=torch.finfo(torch.float32).tiny)
         per_step = normal.reciprocal_().unsqueeze(-1)
         codes = (blocks * per_step).round_().clamp_(-self.largest, self.largest)
@@ -164,8 +164,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         # [n], [S * n]
         if op != dist.ReduceOp.SUM:
             raise ValueError(
-                f"the reduce-scatter between nodes sums, was asked for {op}: leave the divisor to"
-                " FSDP2"
+                f"the reduce-scatter between nodes sums, but was asked for {op}: leave the divisor"
+                " to FSDP2"
             )
         parts = input_tensor.view(self._link.replicas, -1)
         places = self._first_numbers(parts)
@@ -445,7 +445,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         )
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
-        """Restores a saved reference, of which `own` is this rank's part. Collective."""
+        """Restores a saved reference; `own` is this rank's part of it. Collective."""
         # shapes: [n], and [2] int64 in the order of `counts`
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())

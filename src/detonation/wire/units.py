@@ -35,8 +35,8 @@ class ShardUnit:
     """The collectives between nodes of one FSDP unit, `module`; it becomes an attribute of the
     unit.
 
-    parameters: the unit's own parameters by name, in FSDP2's order, without those of nested units.
-    in_node: the process group of this node; None if the node has one rank.
+    parameters: the unit's own parameters by name, in FSDP2's order, without parameters of nested
+    units. in_node: the process group of this node; None if the node has one rank.
     """
 
     def __init__(
@@ -298,8 +298,8 @@ def mend_references(model: nn.Module) -> None:
     differ. Collective.
 
     The shards store the weights, so a reference damaged in memory or on the network costs only one
-    exact exchange; so does a write to weights on any rank. The call counts as a change of the
-    weights, because callers may have completed rounds or repaired weights before.
+    exact exchange, and a write to weights on any rank costs one, too. The call counts as a change
+    of the weights, because callers may have completed rounds or repaired weights before.
 
     Sends 16 bytes per unit, which are not counted as sent.
     """

@@ -193,7 +193,7 @@ class _Leaf:
 
 def _text_of(content: Any) -> str:
     if not isinstance(content, str):
-        raise TypeError("it is no text")
+        raise TypeError("it is not text")
     return content
 
 
@@ -220,7 +220,7 @@ def _delta(value: timedelta) -> list[int]:
 def _kind_of_tensor(name: Any) -> torch.dtype:
     found = vars(torch).get(_text_of(name))
     if not isinstance(found, torch.dtype):
-        raise TypeError("it has no type of torch")
+        raise TypeError("its type is no dtype of torch")
     return found
 
 
@@ -298,7 +298,7 @@ def _written_tensor(tensor: Tensor, path: str) -> list[Any]:
             what = "a quantized tensor"
         if tensor.is_meta:
             what = "a tensor without memory (meta)"
-        raise ValueError(f"{path} is {what}: give a dense one, or leave it out")
+        raise ValueError(f"{path} is {what}: give a dense tensor, or leave it out")
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return [_name_of_kind(host.dtype), list(host.shape), _base64(octets(host))]
 
@@ -308,9 +308,9 @@ def _read_tensor(content: Any) -> Tensor:
     kind = _kind_of_tensor(name)
     raw = _octets(text)
     if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
-        raise ValueError("its shape is none")
+        raise ValueError("its shape is not valid")
     if math.prod(shape) * kind.itemsize != len(raw):
-        raise ValueError("its bytes are not those of its shape and type")
+        raise ValueError("its bytes do not match its shape and type")
     tensor = torch.empty(shape, dtype=kind)
     octets(tensor)[:] = raw
     return tensor
@@ -336,7 +336,7 @@ def _read_array(content: Any) -> Any:
     kind = numpy.dtype(_text_of(name))
     raw = _octets(text)
     if not _is_simple(kind, numpy) or math.prod(shape) * kind.itemsize != len(raw):
-        raise ValueError("its bytes are not those of its shape and type")
+        raise ValueError("its bytes do not match its shape and type")
     return numpy.ndarray(tuple(shape), kind, raw).copy()
 
 
@@ -378,7 +378,7 @@ def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
 
 def _values(content: Any) -> list[Any]:
     if not isinstance(content, list):
-        raise TypeError("it is no list")
+        raise TypeError("it is not a list")
     return [decoded_value(each) for each in content]
 
 

@@ -92,7 +92,7 @@ def put_manifest(directory: Path, step: int, manifest: str) -> None:
 def commit(directory: Path, step: int) -> None:
     """Turns the partial directory into a checkpoint.
 
-    At any moment either the previous checkpoint or the new one is complete.
+    At any moment either the previous checkpoint or the new checkpoint is complete.
     """
     partial = partial_path(directory, step)
     disk.rename(_unfinished(directory, step), partial / MANIFEST_NAME)
@@ -104,7 +104,8 @@ def retire(directory: Path, step: int) -> None:
     try:
         for old in [path for path in saved_checkpoints(directory) if step_of(path) < step]:
             disk.remove(_aside(old))
-    except OSError as error:  # the new checkpoint is complete even if old ones cannot be removed
+    except OSError as error:
+        # the new checkpoint is complete even if old checkpoints cannot be removed
         _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
 
 

@@ -12,7 +12,8 @@ from detonation.core.link import RenumberedCommunicator
 
 
 class LoopbackCommunicator(RenumberedCommunicator):
-    """A communicator whose replicas all send the messages of this rank, each under its own number.
+    """A communicator in which every replica sends the messages of this rank, each with its own
+    number.
 
     next_size: number of replicas from the next step on.
     """

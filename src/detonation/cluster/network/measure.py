@@ -44,10 +44,8 @@ _NEAR_S = 1e-3
 
 
 class Everyone:
-    """All ranks, to agree on measurements. Its methods are collective.
-
-    They are the ranks of the default process group, or the present ranks of the replicas along an
-    elastic `axis`.
+    """All ranks, which agree on measurements by collective methods: the ranks of the default
+    process group, or the present ranks of the replicas along an elastic `axis`.
 
     Args:
         device: Device of tensors that the groups can send.
@@ -155,7 +153,7 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     latency = 0.0
     slope = 0.0
     scale = y
-    # relative to the line: relative to `y`, the shortest of noisy times would dominate
+    # errors relative to `y` would give the shortest noisy times too much weight
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))
@@ -169,8 +167,8 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Extends each operation to the largest measured size: one that stopped at a quarter of it or
-    less gets the rate of the operation that reached it.
+    """Extends each operation to the largest measured size: an operation that stopped at a quarter
+    of this size or less gets the rate of the operation that reached it.
     """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent
@@ -257,7 +255,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
     """Measures each pair of replicas of the axis with a short and a long message, both ways at
     once.
 
-    In each of the `_rounds`, each replica exchanges with one other.
+    In each of the `_rounds`, each replica exchanges with one other replica.
     """
     replica = axis.get_local_rank()
     size = axis.size()
@@ -269,7 +267,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
             if replica in pair:
                 other = sum(pair) - replica
                 peer = ranks[other]
-        # times of short, then of long messages; the lower replica of a pair stores them
+        # times of short messages, then of long messages; the lower replica of a pair stores them
         times = [0.0] * (2 * size)
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(

@@ -80,9 +80,10 @@ class Step:
 class Compute:
     """One training step of a recipe on this machine, without the network.
 
-    parameters: number of trained parameters. forward_backward_s: median. spread: interquartile
-    range / median. steps: times of the optimizer step by scheme, with the recipe's base optimizer
-    for that scheme. examples: per rank and step, over all micro-batches; None if not recorded.
+    parameters: number of trained parameters. forward_backward_s: median of forward and backward.
+    spread: interquartile range / median. steps: times of the optimizer step by scheme, with the
+    recipe's base optimizer for that scheme. examples: number per rank and step, over all
+    micro-batches; None if not recorded.
     """
 
     recipe: str

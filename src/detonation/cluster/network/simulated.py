@@ -187,7 +187,9 @@ class _Scheduler:
             self.failure = error
 
     def collective(self, number: int, combine: Callable[[list[Any]], Tensor]) -> _Collective:
-        """Collective `number`, counted in the order in which each replica starts collectives."""
+        """Returns collective `number`. Each replica counts the collectives in the order in which it
+        starts them.
+        """
         if number not in self._open:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]

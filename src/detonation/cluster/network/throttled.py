@@ -45,7 +45,7 @@ class NodeLink:
         self._node = node
         self._clock = clock
         self._sleep = sleep
-        # [nodes] float64: when all messages of each node will have left
+        # [nodes] float64: times at which all messages of each node will have left
         self._file, self._idle_from = _shared_memory(8 * nodes, device or torch.device("cpu"))
         weakref.finalize(self, os.close, self._file)
 

@@ -1,8 +1,9 @@
-"""The number of a replica belongs to one process, and all replicas agree how many they are.
+"""Makes sure that each replica number belongs to one process, and that all replicas agree on their
+count.
 
 Replicas that are separate worlds get their numbers from users, who may give one number twice or
 different counts. While a rank waits in the store in which the replicas meet, it claims its number
-there, and writes its claim again and again. So claims that change are those of live processes, and
+there, and writes its claim again and again. So a claim that changes belongs to a live process, and
 keys of earlier starts do not matter.
 """
 
@@ -21,15 +22,15 @@ _SIZE = "detonation/counts"
 
 
 def this_process() -> str:
-    """Names this process for people on other machines."""
+    """Name of this process for users on other machines."""
     return f"process {os.getpid()} on {platform.node()}"
 
 
 class Claim:
     """The claim of `rank`, which belongs to `replica` of `replicas` with `shards` ranks each.
 
-    Its methods raise `RefusedStart` on a rank whose claim conflicts with another one, after they
-    have noted the reason for the ranks that wait.
+    Its methods raise `RefusedStart` on a rank whose claim conflicts with another claim, after they
+    have written the reason for the waiting ranks.
     """
 
     def __init__(self, store: Store, replica: int, replicas: int, shards: int, rank: int) -> None:
@@ -44,14 +45,16 @@ class Claim:
         self.look()
 
     def look(self) -> None:
-        """Renews the claim, and compares it with those of other processes. Call it repeatedly."""
+        """Renews the claim, and compares it with the claims of other processes. Call it
+        repeatedly.
+        """
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
         found = self._read(self._key)
         self._store.set(self._key, json.dumps([*self._own, self._count]))
-        if self._count:  # the first claim replaces that of an earlier start
+        if self._count:  # the first claim replaces the claim of an earlier start
             self._require_own(found)
         self._count += 1
         first = self._read(_key(0))
@@ -59,7 +62,7 @@ class Claim:
             self._require_size(first[2])
 
     def offer(self, axis: Store) -> None:
-        """On the first rank: writes the counts that all others must have."""
+        """On the first rank: writes the counts that all other ranks must have."""
         axis.set(_SIZE, self._size)
 
     def hold(self, axis: Store) -> None:

@@ -41,8 +41,8 @@ def allow_open_files(ranks: int = 1) -> None:
 
 
 def few_open_files() -> str:
-    """A warning, to be appended to a line, if a few connections of strangers to gloo's ports end
-    this process; "" if it may open enough files.
+    """A warning to append to a log line, if a few foreign connections to gloo's ports can end this
+    process; "" if the process may open enough files.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _SAFE_OPEN:

@@ -30,7 +30,7 @@ ROOT_CAUSE_WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank.
+    """The failure of one rank.
 
     kind: the class of the exception, or the name of the signal. text: the message. when:
     `time.time()`. network: True if a peer's end can cause this failure. bad_input: True if the user
@@ -114,7 +114,9 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that a peer's end cannot cause; without one, the earliest of all."""
+    """The earliest failure that a peer's end cannot cause; if there is none, the earliest
+    failure.
+    """
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
 
 

@@ -37,7 +37,7 @@ class FileBoard:
     Each rank counts on the board, and the first rank that knows why the world must end posts a
     notice. Its methods raise `RuntimeError` or `OSError` if the board is lost.
 
-    where: what must be reachable for the board to work, as text.
+    where: name of the file or store that must be reachable, for messages.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,8 +98,8 @@ class StoreBoard:
         self.write_count(rank, 1)
 
     def require_same_token(self, rank: int, world_size: int) -> None:
-        """Raises `ValueError` on all ranks if one has another token, because the others would
-        ignore its notices. Collective.
+        """Raises `ValueError` on all ranks if one rank has another token, because the other ranks
+        would ignore its notices. Collective.
         """
         self._store.set(_key(f"token/{rank}"), self._signed("token"))
         found = self._store.multi_get([_key(f"token/{each}") for each in range(world_size)])
@@ -107,7 +107,7 @@ class StoreBoard:
             if signed != found[0]:
                 raise ValueError(
                     f"rank {other} has another DETONATION_TOKEN than rank 0, or one of them has"
-                    " none: give all ranks the same"
+                    " none: give all ranks the same token"
                 )
 
     def write_count(self, rank: int, count: int) -> None:
@@ -171,7 +171,7 @@ STARTUP_LIMIT_S = 120.0
 speeds.
 """
 _MISSED = 6
-"""Number of missing beats that make a rank suspicious."""
+"""Number of missing beats after which a rank is suspected."""
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
 
 
 def require_start(store: Store, position: LaunchPosition, device: torch.device) -> None:
-    """Raises an error on all ranks if one of them cannot start, if two share a GPU, or if GPU and
-    CPU ranks are mixed.
+    """Raises an error on all ranks if one rank cannot start, if two ranks share a GPU, or if GPU
+    and CPU ranks are mixed.
 
     Collective with `refuse_world` on ranks that cannot start.
     """
@@ -146,7 +146,8 @@ def is_prepared(store: Store, rank: int) -> bool:
 def note_refusal(store: Store, replica: int, reason: str, waiting: bool = False) -> None:
     """Writes the `reason` why `replica` cannot start to `store`.
 
-    waiting: only for ranks that already wait there, not for those that come later.
+    waiting: True if the reason is only for ranks that already wait there, not for ranks that start
+    later.
     """
     said = {"replica": replica, "reason": reason, "when": time.time(), "name": secrets.token_hex(4)}
     if waiting:
@@ -155,8 +156,9 @@ def note_refusal(store: Store, replica: int, reason: str, waiting: bool = False)
 
 
 def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
-    """Makes a function for `rank`, of `replica`, that raises `RefusedStart` if another replica
-    cannot start."""
+    """Returns a function for `rank` of `replica` that raises `RefusedStart` if another replica
+    cannot start.
+    """
     store = store.clone()  # type: ignore[attr-defined]  # one for each thread
     earlier = _said(store)
     # a refusal from an earlier start of this replica

@@ -124,7 +124,7 @@ def rendezvous_store(
         return hosted
     except socket.gaierror as error:
         raise ValueError(
-            f"MASTER_ADDR is {address!r}, but no host has that name: name that of rank 0"
+            f"MASTER_ADDR is {address!r}, but no host has that name: name the host of rank 0"
         ) from error
     except (DistError, TimeoutError) as error:
         where = joined_address(address, port)
@@ -133,7 +133,8 @@ def rendezvous_store(
             why = f" ({error})"
         raise RunError(
             f"rank {rank} of {world_size} has not met the others at {where} in {timeout_s:.0f} s"
-            f"{why}: start all, with one MASTER_ADDR and MASTER_PORT, and open that port at rank 0"
+            f"{why}: start all ranks with one MASTER_ADDR and MASTER_PORT, and open that port at"
+            " rank 0"
         ) from error
 
 
@@ -177,12 +178,12 @@ def _connected(
 ) -> _S:
     """Waits until a program listens at `host` and `port`, then until `connect` returns its store.
 
-    `connect` gets a limit for torch, which does not end the wait for a program that accepts a
-    connection and is silent. It is longer than `limit_s`, because a process aborts if it ends while
-    torch raises in another thread.
+    `connect` gets a time limit for torch, which does not end the wait for a program that accepts a
+    connection and is silent. This limit is longer than `limit_s`, because a process aborts if it
+    ends while torch raises in another thread.
 
     Args:
-        who: The process that waits, and `whom` the one that it waits for, in the lines of the log.
+        who: Name of the waiting process in the log; `whom` is the process for which it waits.
 
     Raises:
         _Unreached: Nothing listens after `limit_s`, or the program that listens does not answer as
@@ -207,7 +208,7 @@ def _connected(
 
 
 def _cannot_connect(host: str, port: int) -> str:
-    """Why connections to `host` and `port` fail; "" if a connection succeeds."""
+    """The reason why connections to `host` and `port` fail; "" if a connection succeeds."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -369,10 +370,10 @@ def keep_to_one_interface(
     user chose always takes precedence.
 
     Returns:
-        In words, where the ranks listen; "" if that is loopback.
+        The addresses on which the ranks listen, as text; "" for loopback.
 
     Raises:
-        ValueError: On all ranks, if one of them has no way to the others.
+        ValueError: On all ranks, if one of them has no route to the others.
     """
     global _found
     use_interface(env)
@@ -395,7 +396,7 @@ def keep_to_one_interface(
 
 
 def wait_until_read(store: Store, rank: int, world_size: int) -> None:
-    """Waits until all ranks have read the error, because one of them hosts the store."""
+    """Waits until all ranks have read the error, because one of these ranks hosts the store."""
     store.set(_key("read", rank), "")
     with contextlib.suppress(DistError):
         store.wait(

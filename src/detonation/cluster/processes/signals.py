@@ -13,16 +13,16 @@ from typing import NoReturn
 from detonation.interrupts import SIGNALS, begin_end, end, watched
 
 SAME_REQUEST_S = 1.0
-"""A further signal within this time repeats the same request: launchers forward signals that all
-processes already received.
+"""Seconds within which a second signal counts as the same request, because launchers forward
+signals that all processes already received.
 """
 
 
 class Stop:
     """Number of the signal that asked this process to stop; 0 if there was none.
 
-    has_launcher: A signal to the process group may arrive twice: directly, and later from the
-    launcher, however busy that is.
+    has_launcher: True if a launcher started the process. A signal may then arrive twice: directly,
+    and later from the launcher, even if the launcher was busy for long.
     """
 
     def __init__(self, has_launcher: bool = False) -> None:
@@ -50,8 +50,8 @@ class Stop:
         self._awaits_copy = False
 
     def repeats(self, number: int) -> bool:
-        """True if this signal repeats the first request: `timeout` signals the command, and then
-        its whole process group.
+        """True if this signal repeats the first request: the program `timeout` signals a command,
+        and then the command's whole process group.
         """
         return number == self.number and time.monotonic() - self._since <= SAME_REQUEST_S
 

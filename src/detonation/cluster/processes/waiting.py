@@ -49,8 +49,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Standing:
-    """Progress of a rank: number of steps begun, and its activity. steps: number of steps that it
-    has begun. where: "inside" or "outside" of the last step, saving, or "left".
+    """Progress of a rank. steps: number of steps that it has begun. where: "inside" or "outside" of
+    the last step, saving, or "left".
     """
 
     steps: int
@@ -113,7 +113,7 @@ def partners_of(rank: int) -> set[int]:
 
 
 def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
-    """`who_waits`, even if a lower rank logs it."""
+    """Like `who_waits`, but also if a lower rank logs the line."""
     mine = standings[rank]
     if not mine.steps or mine.where == _LEFT:
         return ""
@@ -185,8 +185,8 @@ class Awaited:
     `limit_s`.
 
     who: name of the waiting rank. line_s: seconds until the first line. look: called at each poll;
-    it raises if waiting is useless. ends: False in training, where a stop request is saved before
-    the process ends.
+    it raises if waiting is useless. ends: False in training, where the state is saved before a stop
+    request ends the process.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""One store that is kept by several, of which a minority may be lost.
+"""One store made of several stores; a minority of them may be lost.
 
-`register` says what a client asks of each store to change or read a key, without clock and network.
-`connection` reaches one store. `store` is the `torch.distributed.Store` made of them.
+`register` has the protocol by which a client changes or reads a key; it uses no clock and no
+network. `connection` connects to one store, and `stores` sends requests to all of them. `store`
+makes a `torch.distributed.Store` of them.
 """

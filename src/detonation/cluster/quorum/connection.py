@@ -1,4 +1,4 @@
-"""The way to one of several stores: its connection, and which process answers there."""
+"""A connection to one of several stores, and the identity of the process that answers."""
 
 import secrets
 import socket
@@ -20,11 +20,11 @@ class Connection:
     """The connection of this process to the store at `host` and `port`.
 
     Each thread that asks the store has a `Connection` of its own: a request may never return if
-    packets are dropped. identity: drawn by the first client of that process, and lost with it; ""
-    before it is known. why: why the store does not answer; "" while it does. ended: True if nothing
-    listens there any more, or another process does. since: when the request began that has no
-    answer yet; 0 for none. told: True if a line says that the store is lost. told_members: True if
-    the store knows which stores the run has.
+    packets are dropped. identity: a random id of the store's process, which its first client draws
+    and which ends with the process; "" before it is known. why: the reason why the store does not
+    answer; "" while it answers. ended: True if nothing or another process listens at the address
+    now. since: start time of the request that has no answer yet; 0 for none. told: True if the log
+    says that the store is lost. told_members: True if the store has the list of the run's stores.
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -67,14 +67,14 @@ class Connection:
         self.ended = isinstance(error, ConnectionRefusedError)
 
     def answers(self, requests: Mapping[str, Swap]) -> dict[str, bytes]:
-        """Asks the store; returns the cells of its keys after that.
+        """Sends the requests to the store; returns the cells of their keys afterwards.
 
         Raises `DistError` or `RuntimeError` if the store is lost.
         """
         assert self._store is not None
         found = {}
         keys = [key for key, request in requests.items() if request == READ]
-        # two round trips for all keys; `multi_get` would wait for a missing one
+        # two round trips for all keys; `multi_get` would wait for a missing key
         if len(keys) > 2 and self._store.check(keys):
             found = dict(zip(keys, self._store.multi_get(keys), strict=True))
         for key in requests.keys() - found.keys():
@@ -86,8 +86,8 @@ class Connection:
         if desired is None:
             store.delete_key(key)
             return b""
-        # bytes are accepted, but not typed
+        # torch accepts bytes, although its type hints do not
         found: bytes = store.compare_set(key, expected, desired)  # type: ignore[arg-type]
-        if found == expected != desired:  # torch says so of a missing key
+        if found == expected != desired:  # torch's result for a missing key
             return b""
         return found

@@ -1,10 +1,10 @@
-"""One key that several stores keep, of which a minority may be lost.
+"""One key that several stores keep; a minority of the stores may be lost.
 
 Each change of a key is a round of Paxos that starts from the value chosen last (CASPaxos: Rystsov
 2018, arXiv:1802.07000). The stores run no code of ours. Each keeps one `Cell` for a key, and
 clients change it by the store's own compare-and-set (active disks: Chockler and Malkhi 2002).
 
-Nothing here has a clock or a network: a `Proposal` says what to ask, and is told the answers.
+This module uses no clock and no network: a `Proposal` returns requests and receives answers.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any
 Ballot = tuple[int, str]
 """Number of an attempt to change a key, and "CLIENT-CALL", which makes it unique."""
 Change = Callable[[bytes | None], tuple[bytes | None, Any]]
-"""Returns the new value for the present one, and the result of the call; None is a missing key."""
+"""Maps the present value to the new value and the result of the call; None is a missing key."""
 Swap = tuple[bytes, bytes | None]
 """Expected and desired bytes of a cell; None removes the cell."""
 READ: Swap = (b"", b"")
@@ -23,11 +23,11 @@ _NONE: Ballot = (0, "")
 
 @dataclass(frozen=True)
 class Cell:
-    """What one store keeps for one key.
+    """State of one key in one store.
 
-    promised: no lower ballot is accepted any more. accepted: the ballot of `value`. applied: for
-    each client the last ballot that changed the value up to this one. A client that repeats a
-    change finds there whether its earlier attempt counts. So it makes one change at a time.
+    promised: the cell accepts no ballot below this one. accepted: the ballot of `value`. applied:
+    for each client, its last ballot that changed the value. A client that repeats a change finds in
+    `applied` whether its earlier attempt counts. So a client makes one change at a time.
     """
 
     promised: Ballot = _NONE
@@ -72,12 +72,13 @@ class Proposal:
     """One change of one key, which a majority of `stores` must confirm. who: "CLIENT-CALL".
 
     over: the change is decided; then `result` and `cell` are set. beaten: another client is ahead;
-    the proposal stands still until `again`, after a random time.
+    the proposal pauses until `again` is called, after a random time.
 
-    First it reads. If a majority has accepted the same ballot, that value is the chosen one, and a
-    change that keeps it is over. Otherwise a majority promises to accept no lower ballot; the value
-    with the highest accepted ballot among theirs is the present one. The changed value is then sent
-    with this ballot, and is chosen when a majority has accepted it.
+    A proposal first reads the cells. If a majority has accepted the same ballot, its value is the
+    chosen one, and a change that keeps this value is over. Otherwise a majority must promise to
+    accept no lower ballot. The present value is then the one with the highest accepted ballot in
+    the cells of that majority. The changed value is sent with the new ballot, and is chosen when a
+    majority has accepted it.
     """
 
     def __init__(self, stores: int, who: str, change: Change) -> None:
@@ -107,7 +108,7 @@ class Proposal:
         return cell.encode(), target.encode()
 
     def receive(self, store: int, raw: bytes) -> None:
-        """Learns that the cell in `store` is `raw`."""
+        """Handles an answer: the cell in `store` is `raw`."""
         if self.over or self.beaten:
             return
         self._cells[store] = Cell.decode(raw)
@@ -117,11 +118,11 @@ class Proposal:
             self._advance()
 
     def lost(self, store: int) -> None:
-        """Forgets what `store` has said: its last answer was lost."""
+        """Forgets the cell of `store`, because the last answer was lost."""
         self._cells[store] = None
 
     def again(self) -> None:
-        """Begins anew after it was `beaten`."""
+        """Starts again from reading, after the proposal was `beaten`."""
         self.beaten = False
         self._ballot = _NONE
         self._proposed = None
@@ -142,9 +143,9 @@ class Proposal:
             self._ballot = (max(cell.promised[0] for cell in known) + 1, self._who)
 
     def _settled(self, cell: Cell, value: bytes | None) -> bool:
-        """True if nothing is left to do for the chosen `cell`, which this change gives `value`.
-
-        An earlier attempt may still be chosen, until another round has overtaken it.
+        """True if the chosen `cell` already has the `value` that this change gives it, and no
+        earlier attempt can change it. An earlier attempt may still be chosen until another round
+        overtakes it.
         """
         return value == cell.value and (not self._tried or self._counts(cell) is not None)
 
@@ -176,7 +177,7 @@ class Proposal:
         return self._change(cell.value)
 
     def _counts(self, cell: Cell) -> Ballot | None:
-        """The earlier attempt that has led to the value of `cell`; None if none has."""
+        """The earlier attempt that changed the value of `cell`; None if there is none."""
         return next((ballot for ballot in self._tried if ballot in cell.applied), None)
 
     def _finish(self, cell: Cell, result: Any) -> None:
@@ -188,7 +189,7 @@ class Proposal:
 class Removal:
     """Removes a key from the stores, with the methods of `Proposal`.
 
-    The stores forget its cell. So a removed key must not be used again.
+    The stores forget the key's cell, so a removed key must not be used again.
     """
 
     beaten = False
@@ -206,7 +207,7 @@ class Removal:
         return b"", None
 
     def receive(self, store: int, raw: bytes) -> None:
-        """Learns that `store` has removed the key."""
+        """Handles an answer: `store` has removed the key."""
         self._told.add(store)
         self.over = len(self._told) >= self._majority
 
@@ -218,17 +219,17 @@ class Removal:
 
 
 def reads(value: bytes | None) -> tuple[bytes | None, Any]:
-    """The change that only reads."""
+    """The `Change` for a read: it keeps the value."""
     return value, value
 
 
 def writes(new: bytes) -> Change:
-    """The change of `set`."""
+    """Returns the `Change` for `set`."""
     return lambda value: (new, None)
 
 
 def compares(expected: bytes, desired: bytes) -> Change:
-    """The change of `compare_set`, with the results of `TCPStore`."""
+    """Returns the `Change` for `compare_set`, with the results of `TCPStore`."""
 
     def change(value: bytes | None) -> tuple[bytes | None, Any]:
         if value == expected or (value is None and not expected):
@@ -241,7 +242,7 @@ def compares(expected: bytes, desired: bytes) -> Change:
 
 
 def adds(amount: int) -> Change:
-    """The change of `add`."""
+    """Returns the `Change` for `add`."""
 
     def change(value: bytes | None) -> tuple[bytes | None, Any]:
         total = int(value or 0) + amount

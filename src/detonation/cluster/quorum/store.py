@@ -1,4 +1,4 @@
-"""A store of torch.distributed that several stores keep, of which a minority may be lost."""
+"""A `torch.distributed` store made of several stores; a minority of them may be lost."""
 
 import atexit
 import os
@@ -25,13 +25,13 @@ _TELL_S = 3.0
 
 
 class QuorumStore(Store):
-    """The store that `stores` keep together.
+    """One store made of `stores`.
 
-    Each call ends when a majority has answered, and is linearizable, as with one store; see
-    `register`. Any thread may call it. It raises `DistNetworkError` if no majority answers. A key
-    that was removed must not be used again.
+    Each call ends when a majority of the stores has answered, and is linearizable, like a call of
+    one store; see `register`. Any thread may call it. It raises `DistNetworkError` if no majority
+    answers. A key that was removed must not be used again.
 
-    host, port: a store that answered at the start.
+    host, port: address of a store that answered at the start.
     """
 
     def __init__(self, stores: Stores, timeout_s: float) -> None:
@@ -41,10 +41,10 @@ class QuorumStore(Store):
         self.host = stores.host
         self.port = stores.port
         self._stores = stores
-        # no thread may ask a store when the interpreter ends; and torch holds only its own part of
-        # this object
+        # No thread may send requests when the interpreter ends.
+        # torch keeps only the C++ part of this object alive.
         atexit.register(self.close)
-        # a fork has neither the threads nor, perhaps, the lock
+        # a forked process has no such threads, and its lock may be held
         os.register_at_fork(after_in_child=partial(atexit.unregister, self.close))
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class QuorumStore(Store):
         self._stores.remove(key)
         return True
 
-    deleteKey = delete_key  # torch calls it so through a PrefixStore
+    deleteKey = delete_key  # the name that torch's PrefixStore calls
 
     def check(self, keys: list[str]) -> bool:
         return None not in self._values(keys)
@@ -121,7 +121,8 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def meeting_store(addresses: str, limit_s: float = _TIMEOUT_S) -> Store:
-    """The store at `addresses`, "HOST:PORT" of one store or of an odd number, separated by commas.
+    """The store at `addresses`: "HOST:PORT" of one store, or of an odd number of stores, separated
+    by commas.
 
     Waits up to `limit_s` for it, and logs that it waits. Raises `ValueError` if no majority
     answers, or an address is wrong.
@@ -139,8 +140,8 @@ def meeting_store(addresses: str, limit_s: float = _TIMEOUT_S) -> Store:
 
 
 def refuse_replica(addresses: str, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to the store at `addresses`, in which the
-    others wait, if the store is reachable.
+    """Writes the `reason` why `replica` cannot start to the store at `addresses`, where the others
+    wait. Does nothing if the store is unreachable.
     """
     with suppress(DistError, RuntimeError, OSError, ValueError):
         note_refusal(meeting_store(addresses, _TELL_S), replica, reason)

@@ -1,4 +1,4 @@
-"""Several stores that are asked together: a thread for each, and which processes they are."""
+"""Sends requests to several stores, with a thread for each, and agrees on their processes."""
 
 import logging
 import random
@@ -26,8 +26,9 @@ _MEMBERS = "detonation/store/members"
 ALL_S = 30.0
 """Seconds for which the first replica waits for the other stores once a majority answers."""
 HUNG_S = 5.0
-"""Seconds after which a request without an answer is left to its thread, and another one
-connects."""
+"""Seconds after which a request without an answer is left to its thread, and another thread
+connects.
+"""
 _RETRY_S = 0.2
 _LOOK_S = 0.2
 _BACK_OFF_S = 0.002
@@ -36,7 +37,7 @@ _log = logging.getLogger("detonation")
 
 
 class Call:
-    """Proposals for several keys, for which one thread waits."""
+    """Proposals for several keys; one thread waits for all of them."""
 
     def __init__(self, proposals: Mapping[str, Proposal | Removal]) -> None:
         self.proposals = proposals
@@ -69,7 +70,8 @@ class Call:
 
 
 class Stores:
-    """The stores at `addresses`, an odd number. Each has a thread, so a silent one delays nobody.
+    """The stores at `addresses`, an odd number. Each store has a thread, so a silent store delays
+    no other.
 
     A call without a majority waits up to `timeout_s`, and ends at once if too many stores have
     ended.
@@ -99,13 +101,13 @@ class Stores:
             thread.join(timeout=1.0)
 
     def changed(self, changes: Mapping[str, Change]) -> list[Any]:
-        """Makes the `changes` of keys, each by itself; returns their results."""
+        """Makes the `changes` of keys, independently of each other; returns their results."""
         proposals = {key: self._proposal(change) for key, change in changes.items()}
         self._decide(proposals)
         return [each.result for each in proposals.values()]
 
     def remove(self, key: str) -> None:
-        """Removes `key`, now from a majority, and from the others when they answer."""
+        """Removes `key` from a majority of the stores now, and from the others when they answer."""
         self._decide({key: Removal(len(self._connections))})
 
     def _proposal(self, change: Change) -> Proposal:
@@ -124,7 +126,7 @@ class Stores:
             self._changed.notify_all()
         try:
             while not self._is_over(call, deadline):
-                # another client is ahead: the first to return wins
+                # another client is ahead: the first client that returns wins
                 time.sleep(random.uniform(0, pause))
                 pause = min(2 * pause, _MOST_BACK_OFF_S)
                 with self._changed:
@@ -139,7 +141,7 @@ class Stores:
                 self._changed.notify_all()
 
     def _uses_keys(self, keys: Collection[str]) -> bool:
-        """True if a call of another thread has not ended yet for one of `keys`."""
+        """True if another thread's call for one of `keys` has not ended yet."""
         return any(
             each.awaited and not each.proposals.keys().isdisjoint(keys) for each in self._calls
         )
@@ -170,7 +172,9 @@ class Stores:
         ]
 
     def _leave_hung(self) -> None:
-        """Replaces connections whose request has no answer: their threads end when it comes."""
+        """Replaces connections whose request has no answer. Their threads end when the answer
+        arrives.
+        """
         for number, each in enumerate(self._connections):
             if each.since and time.monotonic() - each.since > HUNG_S:
                 self._tell_lost(each, f"no answer for {HUNG_S:g} s")
@@ -182,7 +186,7 @@ class Stores:
                     call.lost(number)
                 self._threads[number] = self._start(fresh)
 
-    # one store, in its thread
+    # methods for one store, called in its thread
 
     def _start(self, connection: Connection) -> threading.Thread:
         thread = threading.Thread(
@@ -215,7 +219,9 @@ class Stores:
         return not self._closed and self._connections[connection.number] is connection
 
     def _next(self, connection: Connection) -> tuple[Call | None, dict[str, Swap]]:
-        """Waits for what is to be asked of the store; nothing if it is not used any more."""
+        """Waits for the next requests to the store; returns none if the store is not used any
+        more.
+        """
         with self._changed:
             while self._uses(connection):
                 connection.since = time.monotonic()
@@ -230,7 +236,9 @@ class Stores:
         return None, {}
 
     def _admit(self, connection: Connection) -> None:
-        """Uses a store that answers, unless it is not one of those on which all have agreed."""
+        """Starts to use a store that answers, if it is one of the stores on which all have
+        agreed.
+        """
         with self._changed:
             connection.since = 0.0
             self._judge(connection)
@@ -240,7 +248,7 @@ class Stores:
             self._changed.notify_all()
 
     def _judge(self, connection: Connection) -> None:
-        """Stops using a store that has lost what it had promised, or came too late."""
+        """Stops using a store that has lost its promises, or that started too late."""
         if self._members is None or connection.identity in self._members:
             return
         connection.ended = True
@@ -249,7 +257,7 @@ class Stores:
         fresh = Connection(connection.number, connection.host, connection.port)
         fresh.ended = True
         fresh.why = connection.why
-        self._connections[connection.number] = fresh  # ends the thread of the other one
+        self._connections[connection.number] = fresh  # ends the thread of the old connection
 
     def _lose(self, connection: Connection, error: Exception) -> None:
         with self._changed:
@@ -276,13 +284,13 @@ class Stores:
             *(connection.name, why, left, len(self._connections), self._majority),
         )
 
-    # the start: which stores
+    # at the start: which stores the run has
 
     def agree(self, limit_s: float) -> None:
         """Agrees with all other clients on the processes that are the stores.
 
-        A store that is started again has lost what it had promised, and one that comes late knows
-        nothing of it: neither may be asked. So the first client writes the identities of all stores
+        A store that was started again has lost its promises, and a store that starts late never
+        made them. Neither may be asked. So the first client writes the identities of all stores
         that answer, and all clients use these. Raises `ValueError` if no majority answers within
         `limit_s`, or the addresses are wrong.
         """
@@ -347,8 +355,8 @@ class Stores:
             self._changed.notify_all()
         if sum(each.ended for each in self._connections) > len(self._connections) - self._majority:
             raise ValueError(
-                f"too few stores have been up since the run began: {self._away()}: end all, start"
-                " them again, and then the replicas"
+                f"too few stores have been up since the run began: {self._away()}: restart all"
+                " stores, and then the replicas"
             )
         if used:
             self.host = used[0].host

@@ -68,11 +68,12 @@ class RankReport:
     for none. A guest that has the state of the step waits for itself. users: the turns (see
     `Turns`) that each optimizer on the axis has begun.
     entered: turns for which the rank knows the leaving and joining replicas. leaves: True if its
-    replica was asked to leave. departing: replicas that leave, each with the turn of each optimizer
-    before which it leaves, and the optimizers that were `gone` then. coming: the turn before which
-    a replica joins, and that replica. alive: the existing optimizers. apart: replicas that this
-    rank cannot reach. late: replicas that have not begun the exchange in which this rank waits.
-    ahead: members of the group that this rank has formed ahead of a guest's step.
+    replica was asked to leave. departing: leaving replicas, each with the turns of all optimizers
+    before which it leaves, and the optimizers that were `gone` at that agreement. coming: the turn
+    before which a replica joins, and the number of this replica. alive: the existing optimizers.
+    apart: replicas that this rank cannot reach. late: replicas that have not begun the exchange in
+    which this rank waits. ahead: members of the group that this rank has already formed for a
+    guest's step.
     """
 
     floor: int
@@ -153,7 +154,7 @@ class Agreement:
 
     @property
     def formed(self) -> bool:
-        """True if all have formed the group of the members before they agreed on them."""
+        """True if all ranks had formed the members' group before they agreed on the members."""
         return all(report.ahead == self.members for report in self.reports.values())
 
     def asked(self, shards: int) -> set[int]:
@@ -186,7 +187,7 @@ def in_words(replicas: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class GuestEntry:
-    """A replica joins before this turn and step of the optimizer `user`."""
+    """The turn and step of the optimizer `user` before which a replica joins."""
 
     user: int
     turn: int
@@ -198,8 +199,9 @@ class GuestEntry:
         return f"{self.user} {self.turn}"
 
     def is_at(self, step: int, ahead: int) -> bool:
-        """True after `step` steps, if `ahead` is their distance to the turn: training may go back
-        and repeat the step."""
+        """True if this turn follows `step` steps. `ahead` is the number of the turn minus `step`:
+        training may go back, and repeat the step in a later turn.
+        """
         return step == self.step and ahead == self.turn - step
 
 
@@ -244,9 +246,9 @@ def agreement_record(
     guest: int,
     postponed: bool,
 ) -> dict[str, Any]:
-    """The record of an agreement between those of `replicas` that can continue together.
+    """The record of an agreement between the `replicas` that can continue together.
 
-    reports: of all their ranks, by rank. guest, postponed: see `Agreement`.
+    reports: the reports of all ranks of `replicas`, by rank. guest, postponed: see `Agreement`.
     """
     pairs = pairs_apart((rank // shards, report["apart"]) for rank, report in reports.items())
     late = sorted({each for report in reports.values() for each in report["late"]})
@@ -289,7 +291,7 @@ def has_giver(told: Collection[str], members: Collection[int]) -> bool:
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
-    """Pairs of replicas of which one reports that it cannot reach the other.
+    """Pairs of replicas in which one replica reports that it cannot reach the other.
 
     >>> pairs_apart([(0, [1]), (1, [0, 2]), (2, [])])
     [[0, 1], [1, 2]]
@@ -301,11 +303,13 @@ def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int
 def those_that_go_on(
     members: Sequence[int], pairs: Sequence[Sequence[int]], late: Collection[int]
 ) -> list[int]:
-    """The members that continue if `pairs` of them cannot reach each other and others are `late`.
+    """The members that continue if some `pairs` cannot reach each other and some replicas are
+    `late`.
 
     Late replicas are removed first. Then, as long as a pair remains, the replica in most pairs is
-    removed; among equals, the one with the highest number. So a replica that few others can reach
-    is removed, and of two partitions the larger one continues.
+    removed. If several replicas are in equally many pairs, the replica with the highest number is
+    removed. So a replica that few others can reach is removed, and the larger of two partitions
+    continues.
 
     >>> those_that_go_on([0, 1, 2], [[0, 1], [1, 2]], [])  # one against the rest
     [0, 2]
@@ -329,8 +333,8 @@ def axis_store(base: Store, number: int) -> Store:
 
 
 def serve_one_axis(base: Store) -> None:
-    """Reserves `base` for one axis. Its ranks then need not agree on a part of the store, so any of
-    them may end earlier.
+    """Reserves `base` for one axis. Its ranks then need not agree on a part of the store, so any
+    rank may end earlier.
     """
     base.set(f"{_AXES}/latest", "0")
 
@@ -344,8 +348,9 @@ def next_axis_store(
 ) -> Store:
     """The part of `base` for a new axis of all ranks. Collective.
 
-    look: see `Awaited`. offer: called on rank 0 with the new part, before others know it. The store
-    may also contain parts of earlier starts. Raises `TimeoutError` if a rank is missing.
+    look: see `Awaited`. offer: called on rank 0 with the new part, before other ranks know this
+    part. The store may also contain parts of earlier starts. Raises `TimeoutError` if a rank is
+    missing.
     """
     # `serve_one_axis` has reserved this store
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):

@@ -23,8 +23,8 @@ from detonation.cluster.survive.membership import Membership
 FORM_S = 10.0
 """Seconds in which the members of a group must connect after all have agreed on it."""
 OVER_S = 30.0
-"""Seconds by which the network library's timeout exceeds the membership's, which finds out which
-rank is late.
+"""Seconds by which the network library's timeout exceeds the membership's timeout, because the
+membership must first find out which rank is late.
 """
 _POLL_S = 0.5
 _LOOK_S = 0.05
@@ -35,7 +35,7 @@ class Flight:
     succeeded.
 
     That thread then waits for the lock of `notify`, and the work is unfinished until `notify`
-    returns. So do not wait for the work while you hold that lock.
+    returns. Therefore do not wait for the work while you hold that lock.
     """
 
     def __init__(self, work: dist.Work, notify: Callable[[], None]) -> None:
@@ -90,23 +90,23 @@ class Group:
         return self._kept(self._group.allreduce([values]))
 
     def all_gather(self, target: Tensor, mine: Tensor) -> dist.Work:
-        """Shapes: target `[size, n]`, mine `[n]`."""
+        """Gathers `mine` of all members into `target`."""
         return self._kept(self._group._allgather_base(target.view(-1), mine))
 
     def all_to_all(self, target: Tensor, mine: Tensor) -> dist.Work:
-        """Shapes: target `[size, n]`, mine `[size, n]`."""
+        """Sends row r of `mine` to member r, and receives a row of each member in `target`."""
         return self._kept(self._group.alltoall_base(target.view(-1), mine.view(-1), [], []))
 
     def broadcast(self, values: Tensor, source: int) -> dist.Work:
-        """Replaces `values` with those of `source`."""
+        """Replaces `values` with the values of member `source`."""
         return self._kept(self._group.broadcast(values, source))
 
     def abandon(self) -> None:
         """Ends the group without waiting for its running collectives.
 
         gloo's `abort` and `shutdown` do nothing, and its destructor waits for running collectives
-        up to their timeout. So another thread keeps the group until they have ended. If none is
-        running, the sockets close at once, which wakes peers that still wait.
+        up to their timeout. So another thread keeps the group until these collectives have ended.
+        If no collective is running, the sockets close at once, which wakes peers that still wait.
         """
         held = [(self._group, [work for work in self._works if not work.is_completed()])]
         self._group = None
@@ -124,11 +124,11 @@ class Group:
 
 
 class GroupAhead:
-    """A group that is formed by `make` while another one is in use."""
+    """A group that `make` forms while another group is in use."""
 
     def __init__(self, members: list[int], make: Callable[[], Group]) -> None:
         self._members = members
-        # a process that ends meanwhile waits for it, because it is inside the store
+        # The interpreter waits for this thread at its end, because the thread is inside the store.
         self._group = in_thread(make, "group", daemon=False)
 
     @property
@@ -145,10 +145,10 @@ class GroupAhead:
 def group_ahead(
     membership: Membership, agreement: Agreement, timeout_s: float
 ) -> tuple[GroupAhead, str]:
-    """Begins to form the group in which the guest of `agreement` will be; returns where this rank
-    listens, too.
+    """Begins to form the group that includes the guest of `agreement`. Also returns the line that
+    says where this rank listens.
 
-    It is for one agreement. If the members change before the guest's step, it is of no use.
+    The group is useless if the members change before the guest's step.
     """
     members = [*agreement.members, agreement.guest]
     make, line = group_maker(membership, members, f"{agreement.epoch}/ahead", timeout_s)
@@ -158,7 +158,9 @@ def group_ahead(
 def group_maker(
     membership: Membership, members: Sequence[int], name: str, timeout_s: float
 ) -> tuple[Callable[[], Group], str]:
-    """Forms the group `name` of `members` when called; and where this rank listens for it."""
+    """Returns a function that forms the group `name` of `members`, and the line that says where
+    this rank listens.
+    """
     shard = membership.shard
     own = membership.store.clone()  # type: ignore[attr-defined]
     store = PrefixStore(f"{name}/shard{shard}", own)
@@ -229,14 +231,14 @@ class NumberedCollective:
 
 
 def floor_after(floor: int, kept: Mapping[int, NumberedCollective]) -> int:
-    """Number up to which all collectives are finished, if they are up to `floor`."""
+    """Number up to which all collectives are finished, if all collectives up to `floor` are."""
     while (following := kept.get(floor + 1)) and following.finished:
         floor += 1
     return floor
 
 
 def lost_of(layout: Sequence[int], members: Sequence[int]) -> list[int]:
-    """Indices of those in `layout` that are no `members`."""
+    """Indices of the replicas in `layout` that are not in `members`."""
     return [number for number, member in enumerate(layout) if member not in members]
 
 
@@ -245,10 +247,11 @@ NOBODY = -2
 
 
 def holder_of(number: int, kind: NumberedKind, reports: Sequence[RankReport]) -> int:
-    """Index of the report of the rank from which others copy the collective `number`.
+    """Index of the report of the rank from which other ranks copy the result of collective
+    `number`.
 
-    `ALL` if all ranks have its result; `NOBODY` if all repeat it. In an all-to-all each rank
-    receives other bytes.
+    `ALL` if all ranks have the result. `NOBODY` if all ranks repeat the collective: if no rank has
+    the result, or in an all-to-all, where each rank receives different bytes.
     """
     holders = [index for index, report in enumerate(reports) if report.has(number)]
     if len(holders) == len(reports):

@@ -3,14 +3,14 @@
 Each rank of a membership has a `PartitionWatch`. Three things may become silent, each with its own
 limit:
 
-1. *The store.* A request to it may never return if packets are dropped. A rank that gets no answer
-   for as long as the others wait for its beats ends, at about the time when they continue without
-   it.
-2. *The network between two replicas*, while both beat. A rank that makes no progress in an exchange
-   asks the kernels of the other ranks. A rank whose kernel does not answer for `silence_s` is
-   reported as unreachable. All ranks apply the same rule to the reports (`those_that_go_on`), which
-   removes one replica of each such pair.
-3. *A replica that does not begin an exchange*, although it beats, is late after `patience_s`, and
+1. *The store.* A request to it may never return if packets are dropped. A rank ends if the store
+   does not answer for as long as the other ranks wait for its beats. So it ends at about the time
+   when they continue without it.
+2. *The network between two replicas*, while both send beats. A rank that makes no progress in an
+   exchange asks the kernels of the other ranks. A rank whose kernel does not answer for `silence_s`
+   is reported as unreachable. All ranks apply the same rule to the reports (`those_that_go_on`),
+   which removes one replica of each such pair.
+3. *A replica that sends beats, but does not begin an exchange*. It is late after `patience_s`, and
    is removed.
 
 The store keeps the first decision, so two groups never continue.
@@ -163,7 +163,7 @@ class PartitionWatch:
 
     def _silences(self, now: float) -> dict[int, float]:
         """Seconds since the last answer of each rank that has answered before, or since the first
-        question if that is later; below 0 before the first question.
+        question if that is later; negative before the first question.
         """
         asked = self._since + WAIT_LINE_S
         found = {}

@@ -41,16 +41,17 @@ from detonation.cluster.survive.agreement import (
 _MEET_S = 10.0
 _PRESENT_S = 1.0
 RUNNING_S = 10.0
-"""Seconds for which the replicas of another start must beat before a rank that waits gives up."""
+"""Seconds for which the replicas of another start must beat before a waiting rank gives up."""
 KNOCK_S = 0.2
 """Seconds in which a kernel must answer. Later answers are ignored."""
 
 
 class Port:
-    """A listening port. The kernel answers on it as long as the process exists, even if it is busy.
+    """A listening port. The kernel answers on the port as long as the process exists, even if the
+    process is busy.
 
-    It listens on the interface for messages between replicas: gloo's, or else the one that leads to
-    the store.
+    The port is on the interface for messages between replicas: gloo's interface, or else the
+    interface that leads to the store.
 
     name: "HOST PORT" for other ranks; empty if the store is not reached over a network.
     """
@@ -143,7 +144,7 @@ class Presence:
     def _is_gone(self, rank: int) -> bool:
         if self._store.check([axis_key("left", rank)]):
             return True
-        if not self._store.check([axis_key("beat", rank)]):  # it is about to start
+        if not self._store.check([axis_key("beat", rank)]):  # the rank is about to start
             return False
         now, beat = time.monotonic(), self._store.get(axis_key("beat", rank))
         seen, since = self._beats.get(rank, (b"", now))
@@ -157,7 +158,8 @@ class Presence:
 
 
 class Running:
-    """Finds out whether a run trains in the store in which a rank waits for a start.
+    """Finds out whether another run already trains in the store in which a rank waits for its
+    start.
 
     base: the store in which all starts meet.
     """
@@ -169,7 +171,7 @@ class Running:
         self._began = self._changed = -math.inf
 
     def look(self) -> None:
-        """Raises `RefusedStart` if other processes have trained there for `RUNNING_S`."""
+        """Raises `RefusedStart` if other processes have trained in this store for `RUNNING_S`."""
         now = time.monotonic()
         if now - self._asked < _PRESENT_S:
             return
@@ -180,7 +182,7 @@ class Running:
         if not changed:
             return
         pause_s = 4 * max([_PRESENT_S, *map(pace_of, beats)])
-        if now - self._changed > pause_s:  # another run, or one that was stopped
+        if now - self._changed > pause_s:  # beats paused: a run begins now
             self._began = now
         self._changed = now
         if now - self._began > RUNNING_S:
@@ -210,7 +212,8 @@ def meet_at(
     """Meets all other ranks in `base`. Collective.
 
     Returns the part of `base` for the axis, and a function that raises `RefusedStart` if another
-    replica cannot start. Raises `RefusedStart` if replicas have the same number, or other counts.
+    replica cannot start. Raises `RefusedStart` if two replicas have the same number, or different
+    counts of replicas or shards.
     """
     rank = replica * shards + shard
     refused = refusals(base, replica, rank)
@@ -232,8 +235,8 @@ def meet_at(
 
 
 class Ways:
-    """Addresses at which other ranks reach this one: loopback if they share it, else the interface
-    that leads to the store.
+    """Addresses at which other ranks reach this rank: loopback for ranks that share it, else the
+    interface that leads to the store.
 
     An interface that the user chose takes precedence. But loopback in the environment is ignored
     for ranks on other machines, because the world inside a replica sets it.
@@ -281,7 +284,7 @@ class Ways:
 
 
 def store_host(store: Store) -> tuple[str, int]:
-    """Host and port of `store`; "" as host if it is not reached over a network."""
+    """Host and port of `store`. The host is "" if the store is not reached over a network."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "")), int(getattr(store, "port", 0))

@@ -25,8 +25,8 @@ class Turns:
     begun: number of turns begun. entered: number of turns for which it knows the leaving and
     joining replicas. first: the first turn. steps: number of steps begun, used in messages. ahead:
     offset between the turn and the step of the optimizer. over: True if a rank has dropped the
-    optimizer, or a later optimizer trains one of its parameters; its next step resets it. trained:
-    ids of the parameters that it trains.
+    optimizer, or a later optimizer trains one of its parameters; the optimizer's next step sets it
+    to False. trained: ids of the parameters that it trains.
     """
 
     begun: int = 0
@@ -42,7 +42,7 @@ class Turns:
         return step + self.ahead
 
     def resume_at(self, step: int) -> None:
-        """Lets `step` be the next one, because training goes back or forward."""
+        """Lets `step` be the next step, because training goes back or forward."""
         self.ahead = self.begun - step
 
     def begin(self, step: int) -> None:
@@ -62,22 +62,22 @@ class Turns:
 class AxisUsers:
     """Optimizers on an axis, numbered in the order in which all ranks create them.
 
-    Ranks drop an optimizer at the same line of their program, but notice it at different times,
+    Ranks drop an optimizer at the same line of their program, but notice this at different times,
     because a reference cycle may keep it alive. So common decisions depend only on agreements and
     on the order of calls.
 
-    turns: of all optimizers, including dropped ones, by number.
+    turns: turns of all optimizers by number, including dropped optimizers.
     """
 
     def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
-        self.entry = entry  # for a new replica: its first optimizer is the one that lets it in
+        self.entry = entry  # in a new replica: the entry of its first optimizer
         self._users: dict[int, weakref.ref[AxisUser]] = {}
         self._held: list[object] = []  # optimizers kept alive until a replica has left
 
     def next_number(self) -> int:
-        """The number of a new optimizer; its `turns` exist from then on."""
+        """Returns the number of a new optimizer, and creates its `turns`."""
         entry = self.entry
         self.entry = None
         if entry is None:
@@ -116,13 +116,13 @@ class AxisUsers:
         self._held = []
 
     def company(self, of: "AxisUser", gone: Collection[int]) -> list["AxisUser"]:
-        """The optimizers that leave together with `of`; equal on all ranks."""
+        """The optimizers that leave together with `of`; the same on all ranks."""
         present = self.present
         numbers = company(self.turns, [user.number for user in present], of.number, gone)
         return [user for user in present if user.number in numbers]
 
     def end_others(self, gone: Collection[int]) -> None:
-        """Marks the optimizers `gone`, which a rank has dropped, as over."""
+        """Marks the optimizers `gone` as over, because a rank has dropped them."""
         for number in gone:
             self.turns[number].over = True
 
@@ -159,28 +159,28 @@ def told_departures(departing: Mapping[int, Departure]) -> list[tuple[int, list[
 def company(
     turns: Sequence[Turns], present: Collection[int], of: int, gone: Collection[int]
 ) -> list[int]:
-    """Optimizers of those `present` that take part in a departure with the optimizer `of`.
+    """The optimizers among `present` that leave together with the optimizer `of`.
 
-    gone: those that some rank had dropped when all agreed on the departure.
+    gone: optimizers that some rank had dropped when all agreed on the departure.
     """
     return [each for each in present if each not in {of, *gone} and not turns[each].over]
 
 
 def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agreement]:
-    """Agreements that the optimizer `user` adopts before `turn`: the last one for which no
-    remaining rank had begun that turn, and those before it, which it replaces.
+    """Agreements that the optimizer `user` adopts before `turn`: the last agreement at which no
+    remaining rank had begun that turn, and all earlier agreements, which it replaces.
 
-    Whoever had begun the turn at an earlier agreement may be lost at a later one.
+    A rank that had begun the turn at an earlier agreement may be lost at a later agreement.
     """
     due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
     return [*pending[: max(due, default=0)]]
 
 
 def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[Agreement]:
-    """Those of successive `agreements` that change the `members`.
+    """The successive `agreements` that change the `members`.
 
-    A rank that agreed several times in one recovery adopts each: others may have begun a turn after
-    an earlier one.
+    A rank that agreed several times in one recovery adopts each agreement, because other ranks may
+    have begun a turn after an earlier agreement.
     """
     found = []
     for each in agreements:
@@ -202,7 +202,7 @@ def new_departures(
 ) -> dict[int, Departure]:
     """Departures of members that asked to leave, if at least `least` stay.
 
-    departing: those on which all agreed before. A replica among them keeps its turns.
+    departing: departures on which all agreed before. Their replicas keep their turns.
     """
     stay = {*agreement.members} - departing.keys()
     leave = sorted(stay & agreement.asked(shards))
@@ -212,5 +212,7 @@ def new_departures(
 
 
 def new_entry(agreement: Agreement, door: int) -> tuple[int, int]:
-    """Turn of optimizer `door` before which a replica joins by `agreement`, and that replica."""
+    """Turn of optimizer `door` before which a replica joins according to `agreement`, and the
+    number of that replica.
+    """
     return turn_of(agreement.next_changes, door), agreement.guest

@@ -47,11 +47,11 @@ class BufferSync:
 
     @torch.no_grad()
     def __call__(self, replicators: Sequence[Replicator]) -> None:
-        """Compares the buffers over the link of each level, one after the other, and averages those
-        that differ. Collective.
+        """Compares the buffers over the link of each level, one after the other, and averages
+        buffers that differ. Collective.
 
         Sends 8 bytes per buffer, which are not counted as sent, and the differing buffers, which
-        are.
+        are counted.
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}

@@ -152,7 +152,7 @@ class StopConsensus:
             counts.forget()
 
     def begin(self, step: int) -> None:
-        """Raises on all ranks for a fault of earlier steps, on a device that decides itself.
+        """If the device decides, raises an error on all ranks for a fault of earlier steps.
 
         Collective.
         """
@@ -189,10 +189,10 @@ class StopConsensus:
         """Raises on all ranks unless all start or stop training `name` before `step`. Steps without
         such a change exchange nothing about the trained parameters.
 
-        A rank that changes its trained parameters sends an empty message instead of its next one,
-        at this step or at the end of the round. A rank without a change sends its message, which
-        has the same size, and both detect the difference. If all ranks announce the change, the
-        step has not begun.
+        A rank that changes its trained parameters sends an empty message instead of its next
+        message, at this step or at the end of the round. A rank without a change sends its message,
+        which has the same size, and both detect the difference. If all ranks announce the change,
+        the step has not begun.
 
         Args:
             in_buckets: True if the messages of this step are sent in buckets.

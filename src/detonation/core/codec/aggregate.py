@@ -116,7 +116,7 @@ class ClippedMean:
     """Mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv
     2508.15706).
 
-    So one replica with far too large values, faulty or hostile, cannot dominate the others.
+    So one replica with far too large values, faulty or hostile, cannot dominate the other replicas.
     """
 
     rowwise: ClassVar[bool] = False
@@ -158,7 +158,7 @@ def message_norms(blocks: Iterable[Tensor], rows: int) -> Tensor:
     for block in blocks:
         sums = sums or SumOfSquares(len(block), rows * block.shape[-1], block.device)
         sums.add(block.flatten(1))
-        del block  # free the block before reading the next one
+        del block  # free the block before reading the next block
     assert sums is not None
     return square_root(sums.total())
 

@@ -340,7 +340,9 @@ def _firsts(blocks: int, levels: int, device: torch.device) -> Tensor:
 
 
 def _exact_kernel(values: Tensor) -> kernel_library.Library | None:
-    """The kernels that compute the same bits as torch: replicas with and without them agree."""
+    """The kernels that compute the same bits as torch, so replicas with and without kernels
+    agree.
+    """
     if values.device.type != "cpu":
         return None
     return kernel_library.load_library()

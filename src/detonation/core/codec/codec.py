@@ -92,7 +92,9 @@ class Codec:
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
-        """What engines made for this codec once, by their own keys: hashing a codec costs more."""
+        """Objects that engines made for this codec, by the engines' own keys. Keys are cheaper to
+        hash than a codec.
+        """
         return {}
 
     @cached_property

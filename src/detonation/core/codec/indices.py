@@ -90,7 +90,7 @@ def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-    """2 for each bitmap with a row that has other than `k` set bits, else 0.
+    """2 for each bitmap in which the number of set bits of some row is not `k`, else 0.
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """
@@ -99,7 +99,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
-    else:  # this path needs no byte per bit
+    else:  # this path does not expand each bit to a byte
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
     return (counts != k).any(1) * 2

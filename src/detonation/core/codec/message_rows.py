@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Workspace:
-    """Buffers of messages, by name. With a `depth` of 0 every call makes a new one.
+    """Buffers of messages, by name. With a `depth` of 0 every call makes a new buffer.
 
     A message stays in its buffer until its collective ends. The stream that encodes a message first
     waits for the previous message's collective, so `depth` buffers suffice.

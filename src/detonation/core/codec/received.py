@@ -103,7 +103,7 @@ class Received:
             else:
                 for first in range(0, count, rows):
                     yield decoded_rows.part(first, min(first + rows, count))
-            del decoded_rows  # free the decoded rows before decoding the next ones
+            del decoded_rows  # free the decoded rows before decoding the next rows
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
         """Decodes `rows` rows at a time, rounded up to a multiple of `unit`."""

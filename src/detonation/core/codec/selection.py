@@ -162,8 +162,8 @@ class Random(Rotation):
     """A random subset, the same on every replica.
 
     Each row sends its coordinates in the order of one of 64 permutations. Every cycle of `shares`
-    steps draws new permutations and assigns them to rows anew. Work and memory per step grow with
-    the coefficients sent, not with the flat.
+    steps draws new permutations, and assigns these to rows again. Work and memory per step grow
+    with the coefficients sent, not with the flat.
 
     Args:
         cycle: True if a row keeps its permutation for a cycle, so that each coordinate is sent once

@@ -175,7 +175,7 @@ class ReferenceEngine(Rule):
                 if self._by_block and memory:
                     sent = self.of_one(picked.values, picked).whole()
                     memory.release([self.update(sent, Mean())])
-                del block, picked  # free the block's tensors before allocating the next ones
+                del block, picked  # free the block's tensors before allocating the next tensors
             del flat
         if bad is not None:
             values.masked_fill_(bad, 0.0)
@@ -257,7 +257,7 @@ class ReferenceEngine(Rule):
                 if not self._exact:
                     sent = self.codec.written(part)
                 memory.release([sent])
-            del flat  # free this block before allocating the next one
+            del flat  # free this block before allocating the next block
         nobody_needs_them = torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu")
         return Selected(nobody_needs_them, None, released=True)
 
@@ -343,7 +343,7 @@ class ReferenceEngine(Rule):
         for part in self._decoded_parts(received):
             flat[first : first + len(part)] = part
             first += len(part)
-            del part  # free this part before allocating the next one
+            del part  # free this part before allocating the next part
         return flat
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
@@ -356,7 +356,7 @@ class ReferenceEngine(Rule):
                 at_once = self.layout.rows
             for strip, part in self._decoded_tiles(received, at_once):
                 copy(strip.cut(targets), strip.layout.parts(part))
-                del part  # free this part before allocating the next one
+                del part  # free this part before allocating the next part
         elif received.rows <= at_once:
             update = self.update(received.read(0, received.rows), received.aggregation)
             copy(targets, self.layout.views(update))
@@ -378,7 +378,7 @@ class ReferenceEngine(Rule):
             for strip, part in self._decoded_tiles(received, at_once):
                 index = strip.pieces[0].index
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
-                del part  # free this part before allocating the next one
+                del part  # free this part before allocating the next part
             return
         # the update of a single whole message may share the message's memory
         may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
@@ -395,7 +395,7 @@ class ReferenceEngine(Rule):
                 part.sign_()
             signs = block.layout.views(part)
             _move(block.cut(weights), signs, [rates[piece.index] for piece in block.pieces])
-            del block, part, signs  # free these tensors before allocating the next ones
+            del block, part, signs  # free these tensors before allocating the next tensors
 
     def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
         """The update in lines of about `at_once` tiles, parameter by parameter. A line may end
@@ -416,7 +416,7 @@ class ReferenceEngine(Rule):
                 read = -(-received.rows // READS)
         for block in received.blocks(at_once, read):
             decoded = self.update(block, received.aggregation)
-            del block  # free the block before reading the next one
+            del block  # free the block before reading the next block
             yield decoded
             del decoded
 

@@ -75,8 +75,8 @@ class Exchange(ABC):
         """
 
     def forward(self, message: Message) -> None:
-        """Starts the second collective, if it is `secluded`. Called for all messages before the
-        first `receive`.
+        """Starts the second collective, if this exchange has one. Called for all messages before
+        the first `receive`.
         """
         return
 

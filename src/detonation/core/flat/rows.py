@@ -74,8 +74,8 @@ class Bucket:
 
     @classmethod
     def strips(cls, layout: Layout, rows: int) -> list[Bucket]:
-        """The buckets of `layout` parameter by parameter; a parameter in tiles is cut into strips
-        of about `rows` tiles; see `Slot.strips`.
+        """One bucket for each parameter of `layout`; a parameter in tiles is cut into strips of
+        about `rows` tiles; see `Slot.strips`.
         """
         found = []
         for index, slot in enumerate(layout.slots):

@@ -133,7 +133,7 @@ def decide_usable(
         header.schema, header.place, expected.nbytes, expected.parameters, replicas, words.device
     )
     limits = limits.add(of_step, alpha=header.step)
-    limits[:, :, 8].copy_(words[:, 7])  # the checksum must equal the one in the header
+    limits[:, :, 8].copy_(words[:, 7])  # the checksum must equal the checksum in the header
     refused = (found < limits[0]).logical_or_(found > limits[1]).any(1)
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)
@@ -235,7 +235,7 @@ def _empty_headers(whole: Tensor, absent: Collection[int]) -> None:
 def _without(
     absent: Collection[int], found: Arrived, refused: Tensor | None
 ) -> tuple[Arrived, Tensor | None]:
-    """The messages and the flags of refused messages, without those of `absent` replicas."""
+    """The messages and the flags of refused messages, without the entries of `absent` replicas."""
     present = [sender for sender in range(len(found.body)) if sender not in absent]
     if refused is not None:
         refused = refused[present]
@@ -377,8 +377,8 @@ class Guard(SumGuard):
         return refused
 
     def hear(self, missing: Missing, table: runtime.Readback, absent: Collection[int] = ()) -> None:
-        """Gives `missing` a function that reads from a table of `decide_usable` which gradients the
-        messages report as missing.
+        """Gives `missing` a function that reads the missing gradients of all replicas from a table
+        of `decide_usable`.
         """
 
         def said() -> dict[int, int]:

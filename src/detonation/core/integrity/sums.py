@@ -149,8 +149,8 @@ class SumGuard:
     def hear_sum(
         self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
     ) -> None:
-        """Gives `missing` a function that reads from the sum of `step` which gradients are reported
-        as missing.
+        """Gives `missing` a function that reads the missing gradients of all replicas from the sum
+        of `step`.
 
         Shapes: `[3 * replicas]`.
         """

@@ -93,7 +93,7 @@ class HostStaging:
         return message.copy_(host, non_blocking=True)
 
 
-# torch renamed all_gather_into_tensor; the old name warns in versions that have the new one
+# torch renamed all_gather_into_tensor; the old name warns in versions that have the new name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SMALL = 2**20
 """Largest size in bytes of a small message, copied for each replica. The latency of a larger one is

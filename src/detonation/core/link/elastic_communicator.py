@@ -43,11 +43,11 @@ class RenumberedCommunicator(Communicator):
     """
 
     def for_one(self, hand_over: HandOver | None = None) -> "RenumberedCommunicator":
-        """A communicator on this axis for another optimizer, which calls `adopt` before its own
+        """Returns a communicator on this axis for another optimizer, which calls `adopt` before its
         steps.
 
-        `hand_over` is a method of the optimizer; it is called in a step of another optimizer on the
-        axis.
+        `hand_over` is a method of this optimizer. It is called if a replica leaves in a step of
+        another optimizer on the axis.
         """
         return self
 
@@ -183,7 +183,8 @@ class AgreedCommunicator(Communicator):
 
 
 def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
-    """The `rows` of an all-gather, with the row of the first present replica for each absent one.
+    """The `rows` of an all-gather, in which the row of the first present replica replaces the row
+    of each absent replica.
 
     Only used for values that replicas compare.
 

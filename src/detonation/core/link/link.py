@@ -125,7 +125,7 @@ def _entry(rank: _Rank, key: str) -> str:
 
 
 class Link:
-    """The replicas along one mesh axis, as seen by one of them.
+    """The replicas along one mesh axis, as seen by one replica.
 
     Attributes:
         bytes_sent: Bytes that this rank has sent to other replicas over the axis, by the formulas

@@ -26,10 +26,10 @@ class Clipping(Protocol):
 
 
 def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `step` the step of a class of optimizers, which computes no gradients.
+    """Wraps `step`, the step of a class of optimizers, so that it computes no gradients.
 
-    torch wraps a step in a range of its profiler and in hooks, for 30 calls of Python. Here it does
-    so only while a profiler runs, or if there are hooks that may change the arguments.
+    torch's own wrapper calls its profiler and all hooks, with 30 calls of Python. It is used only
+    while a profiler runs, or if there are hooks that may change the arguments.
     """
     heard = Optimizer.profile_hook_step(torch.no_grad()(step))
 
@@ -60,10 +60,10 @@ class BaseStep:
 
     Attributes:
         clip: Called before each step, if set; see `Clip`.
-        overflow: What a GradScaler found in gradients that no agreed update replaces. If it is
-            nonzero, the step is skipped.
-        lost: True if a GradScaler found that gradients of this replica overflowed, whatever
-            replaces them.
+        overflow: Nonzero if a GradScaler found an overflow in gradients that no agreed update
+            replaces. The step is then skipped.
+        lost: True if a GradScaler found that gradients of this replica overflowed, even if an
+            update replaces them.
         rounding: Context manager of each step.
         look: Called, if set, after a step has moved the weights, before hooks of other code run.
 

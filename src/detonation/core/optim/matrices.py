@@ -23,8 +23,8 @@ class MatrixStep(Protocol):
 
     Attributes:
         matrix: The parameter, [rows, columns].
-        dtype: Of the tensors that `before` and `whole` return.
-        noted: Number of notes, fp32 numbers about the whole: 0, or one for each row.
+        dtype: The dtype of the tensors that `before` and `whole` return.
+        noted: Number of notes (fp32 numbers about the whole matrix): 0, or one for each row.
     """
 
     matrix: Tensor
@@ -35,8 +35,8 @@ class MatrixStep(Protocol):
         """Returns a tensor that is sharded like the matrix. Every rank calls it."""
 
     def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """The result for the whole tensor that `before` returned parts of, in the same shape, and
-        the notes.
+        """Gets the whole tensor whose parts `before` returned. Returns the result, in the same
+        shape, and the notes.
         """
 
     def divisors(self, notes: Tensor) -> Tensor:

@@ -43,10 +43,10 @@ class Muon(Optimizer):
     `orthogonal=False` (use it for embeddings and the output layer).
 
     The orthogonal direction depends on the whole matrix. So each step gathers every sharded matrix
-    to one rank of the node, which computes the direction and returns its shards. Its bits are those
-    of the whole matrix, for any number of shards. `torch.optim.Muon` and `AdamW` together make the
-    same steps on whole matrices. On shards torch 2.13 fails for a matrix with a single row, starts
-    8 collectives per matrix, and computes each matrix on every rank.
+    to one rank of the node, which computes the direction and returns its shards. The result is
+    bitwise equal to a step on the whole matrix, for any number of shards. `torch.optim.Muon` and
+    `AdamW` together make the same steps on whole matrices. On shards torch 2.13 fails for a matrix
+    with a single row, starts 8 collectives per matrix, and computes each matrix on every rank.
 
     Args:
         params: Parameters or groups of them, as in torch; a group may set `orthogonal`, and each

@@ -280,7 +280,7 @@ def compare_replicas(
     close: bool = False,
     again: bool = False,
 ) -> str:
-    """Raises `Mismatch` on all replicas if a setting that must be equal differs on one of them.
+    """Raises `Mismatch` on all replicas if a setting that must be equal differs on some replica.
     Collective.
 
     Args:

@@ -145,8 +145,8 @@ def local_parameters(model: nn.Module) -> dict[str, Tensor]:
 def late_parameters(model: nn.Module) -> frozenset[str]:
     """Names of the parameters whose gradients arrive only when backward ends.
 
-    FSDP2 delivers the gradients of an outermost unit after those of all units inside it. A model
-    without nested units has no late parameters.
+    FSDP2 delivers the gradients of an outermost unit after the gradients of all units inside it. A
+    model without nested units has no late parameters.
     """
     parameters = local_parameters(model)
     late = set[int]()

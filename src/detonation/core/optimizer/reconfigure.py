@@ -167,8 +167,8 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True if a replica joins or leaves while a round may be open: its mean is over the replicas
-    that have moved in it, and a new replica would lack messages in flight.
+    """True if a replica joins or leaves while a round may be open. The mean of this round is over
+    all replicas that have moved in it, and a new replica would lack messages in flight.
     """
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
     changes = any(axis.expects(step) or axis.leaving(step) for axis in axes)
@@ -259,9 +259,7 @@ def _grow_memories(replicators: Sequence[Replicator], factor: float) -> None:
 def take_options(
     replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool
 ) -> None:
-    """Sets the options of a newcomer's parameter groups to those of the first replica.
-    Collective.
-    """
+    """Copies the options of the first replica's parameter groups to a newcomer. Collective."""
     plain = [recorded_options(group) for group in groups]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():
@@ -308,7 +306,7 @@ def _hand_over_level(
 def _load_named(
     replicator: Replicator, state: Mapping[str, Tensor], joining: Collection[str]
 ) -> None:
-    """Loads tensors of `state` that match one of `replicator` in name and shape, except server
+    """Loads tensors of `state` that match a tensor of `replicator` in name and shape, except server
     residuals and the parameters `joining`.
     """
     own = replicator.local_state()

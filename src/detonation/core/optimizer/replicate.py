@@ -157,7 +157,7 @@ def check_order(schemes: Sequence[Scheme]) -> None:
     for scheme in [scheme for scheme in schemes if isinstance(scheme, ParameterScheme)][:-1]:
         if not scheme.averages:
             raise ValueError(
-                f"{scheme.name} is a level of rounds inside another one, whose moves its anchor"
+                f"{scheme.name} is a level of rounds inside another level, whose moves its anchor"
                 " would undo: take a scheme there that averages at once and in fp32, such as"
                 " local_sgd()"
             )

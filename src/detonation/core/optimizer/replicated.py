@@ -259,16 +259,16 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def overlap(self, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Context manager in which `loss.backward()` sends gradients while it still computes
-        others. `step()` waits for them.
+        """Context manager in which `loss.backward()` sends gradients while it still computes other
+        gradients. `step()` waits for them.
 
-        Use it for the last backward before each step, on all replicas or none. Results equal those
-        of a step without it, bit for bit unless the network itself adds more than two messages.
-        Bytes are equal except for one header per bucket. Only the innermost level that exchanges
-        gradients overlaps, and not in the first step. It raises `OverlapError` if a gradient
-        changes before `step()` (clipping, unscaling), after a second backward, or if `step()` is
-        missing. Before the first message it calls `may_send`. If `may_send` returns False, nothing
-        is sent before `step()`, and the step may be left out.
+        Use it for the last backward before each step, on all replicas or none. Results equal the
+        results of a step without `overlap`, bit for bit unless the network itself adds more than
+        two messages. Bytes are equal except for one header per bucket. Only the innermost level
+        that exchanges gradients overlaps, and not in the first step. It raises `OverlapError` if a
+        gradient changes before `step()` (clipping, unscaling), after a second backward, or if
+        `step()` is missing. Before the first message it calls `may_send`. If `may_send` returns
+        False, nothing is sent before `step()`, and the step may be left out.
         """
         # build no levels now, because FSDP2 shows whole parameters
         if self._consensus is not None:
@@ -415,7 +415,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def welcome(self, newcomer: bool = False) -> None:
-        """Compares the replicas after another one has joined.
+        """Compares the replicas after another replica has joined.
 
         Collective; raises `Mismatch` if they differ.
         """
@@ -478,7 +478,7 @@ class Replicated(OptimizerWrapper):
             replicator.refuse_overlap()
 
     def _begin_anew(self) -> None:
-        """Makes observers begin anew: their records do not name the padding rows that move."""
+        """Makes observers start new records: old records do not name the padding rows that move."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:

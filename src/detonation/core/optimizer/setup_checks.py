@@ -35,7 +35,7 @@ def check_arguments(optimizer: object, model: object) -> None:
     cannot be replicated."""
     if isinstance(optimizer, type):
         raise TypeError(
-            f"the optimizer is the class {(n := optimizer.__name__)}: make one,"
+            f"the optimizer is the class {(n := optimizer.__name__)}: make an optimizer,"
             f" {n}(model.parameters())"
         )
     if not (hasattr(optimizer, "param_groups") and isinstance(model, nn.Module)):
@@ -47,7 +47,7 @@ def check_arguments(optimizer: object, model: object) -> None:
     if isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times in a step, which cannot be replicated: take"
-            " another"
+            " another optimizer"
         )
     for name, module in model.named_modules():
         sparse = (
@@ -114,7 +114,9 @@ def _checked_scheme(scheme: object) -> Scheme:
     if callable(scheme):
         name = getattr(scheme, "__name__", repr(scheme))
         raise TypeError(f"the scheme is the function {name}: call it, {name}()")
-    raise TypeError(f"the scheme is {scheme!r}, must be one such as detonation.demo(), or its name")
+    raise TypeError(
+        f"the scheme is {scheme!r}, must be a scheme such as detonation.demo(), or its name"
+    )
 
 
 def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> None:
@@ -141,8 +143,9 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
     """Warns, on one replica, about two set-ups that train with a far higher loss
     (docs/findings.md).
 
-    `warn_of_second_momentum` describes the first. In the second, error feedback keeps the errors of
-    signs in a top-k memory. These errors are as large as the values, and are selected again.
+    `warn_of_second_momentum` describes the first set-up. In the second set-up, error feedback keeps
+    the errors of signs in a top-k memory. These errors are as large as the values, and are selected
+    again.
     """
     warn_of_second_momentum(optimizer, levels)
     for _, scheme in levels if _is_first(levels) else ():
@@ -253,7 +256,7 @@ def check_layout(
     for axis in axes:
         if axis.ndim > 1:
             names = f"{axis.ndim} dimensions {axis.mesh_dim_names}"
-            raise ValueError(f'the axis has {names}: pass one, mesh["replicate"]')
+            raise ValueError(f'the axis has {names}: pass one of them, mesh["replicate"]')
     ranks = {rank for axis in axes for rank in axis.mesh.flatten().tolist()}
     others = ranks - {dist.get_rank()}
     for module in model.modules():

@@ -3,7 +3,7 @@ save it.
 
 Memory differs per replica, as do DiLoCo's mid-round parameters and inner optimizer state.
 torch.distributed.checkpoint treats equal keys on different ranks as one tensor and silently saves
-one of them, so these keys are never equal.
+the tensor of one rank, so these keys are never equal.
 """
 
 import logging

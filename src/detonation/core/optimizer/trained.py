@@ -90,7 +90,8 @@ class TrainedParameters:
         return {name: p for name, p in found.items() if id(p) not in trained}
 
     def _trained_elsewhere(self) -> set[int]:
-        """The ids of parameters of other optimizers, except optimizers that a later one replaces.
+        """The ids of parameters of other optimizers, except optimizers that a later optimizer
+        replaces.
 
         Some ranks may still hold an optimizer that others dropped. A later optimizer that has one
         of its parameters replaces it on all ranks.
@@ -174,7 +175,7 @@ class TrainedParameters:
             if (p.dtype, p.shape) != (dtype, shape):
                 raise ValueError(
                     f"{name} is {p.shape} {p.dtype}, was {shape} {dtype} at the last step:"
-                    " keep dtype and shape, or make the optimizer anew"
+                    " keep dtype and shape, or make the optimizer again"
                 )
 
     def _refuse_replaced(self) -> None:
@@ -188,7 +189,8 @@ class TrainedParameters:
             if number not in held:
                 raise ValueError(
                     f"{name} of the model is another parameter than the optimizer has, as after"
-                    " load_state_dict(assign=True): load without assign, or make the optimizer anew"
+                    " load_state_dict(assign=True): load without assign, or make the optimizer"
+                    " again"
                 )
         self._note_owners()
 

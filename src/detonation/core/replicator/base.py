@@ -72,8 +72,8 @@ class Replicator(ABC):
             self.channel.discard(transfers)
 
     def drain(self) -> None:
-        """Waits for messages in flight, up to the first message whose announcement this rank did
-        not make.
+        """Waits for messages in flight, up to the first message that another rank replaced by an
+        announcement.
         """
         self.local_state()
 
@@ -119,15 +119,13 @@ class Replicator(ABC):
         """
 
     def forget_held_rows(self) -> None:
-        """Looks for the padding rows of its parameters again, because these rows may move from now
-        on.
-        """
+        """Determines again which padding rows of its parameters must not move."""
         return
 
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of the model's `tensors` that this replicator's replicas hold on this rank.
 
-        This is all of them, or pieces if the parameters are pieces.
+        The part has all tensors, or pieces of them if the parameters are pieces.
         """
         first = next(iter(self.parameters.values()), None)
         if first is not None:

@@ -415,8 +415,8 @@ class Channel:
         pieces: Sequence[Tensor | None],
         bad: bool | Tensor,
     ) -> None:
-        """Encodes a signal into `run`, or zeros if `bad` is True, and stores what later phases
-        need.
+        """Encodes a signal into `run`, or zeros if `bad` is True, and stores the data that later
+        phases need.
         """
         engine = pipeline.engine
         step = transfer.message.step

@@ -200,7 +200,7 @@ class GradientReplicator(Replicator):
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        # readback: do gradients equal those sent by the last overlapped step?
+        # readback: do gradients equal the gradients that the last overlapped step sent?
         self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base

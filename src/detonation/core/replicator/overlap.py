@@ -1,4 +1,4 @@
-"""Overlap: hooks send buckets of gradients while backward still computes the others."""
+"""Overlap: hooks send buckets of gradients while backward still computes other gradients."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -129,7 +129,7 @@ class Overlap:
                 hook.remove()
 
     def finish(self) -> tuple[Transfer, runtime.Readback | None]:
-        """Sends the rest.
+        """Sends all buckets that are not sent yet.
 
         Raises `OverlapError` for changed gradients, or returns the numbers for `refuse_unequal`.
         """
@@ -170,7 +170,7 @@ class Overlap:
         if self._stream:
             self._stream.wait_for_current()
         while self._left:
-            # the last bucket needs all gradients, because its header lists missing ones
+            # the last bucket needs all gradients, because its header lists missing gradients
             last = len(self._left) == 1
             if last:
                 needed = self._everything
@@ -231,7 +231,7 @@ class Overlap:
 
 
 def refuse_unequal(equal: bool) -> None:
-    """Raises `OverlapError` unless samples of the gradients are `equal` to those sent."""
+    """Raises `OverlapError` unless samples of the gradients are `equal` to the sent gradients."""
     if not equal:
         raise _changed("a gradient")
 

@@ -267,7 +267,7 @@ class ParameterReplicator(Replicator):
                 rest,
                 weights,
             )
-            del rest  # free the rest before allocating the next one
+            del rest  # free this rest before allocating the next rest
 
     def _follow(
         self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]

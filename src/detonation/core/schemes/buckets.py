@@ -96,8 +96,8 @@ def _cut(
 def sending_order(buckets: Sequence[Bucket]) -> list[Bucket]:
     """The order in which all replicas send `buckets`: last rows first, as backward computes them.
 
-    Late buckets follow the others. The bucket with the first rows is the last, because it carries
-    the header.
+    Late buckets follow all other buckets. The bucket with the first rows is the last, because it
+    carries the header.
     """
     return sorted(buckets, key=lambda each: (not each.first, each.late, -each.first))
 

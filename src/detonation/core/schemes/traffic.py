@@ -32,8 +32,8 @@ class LargerThanDense(DetonationError, ValueError):
 def collective_for(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> CollectiveKind:
-    """The collective of the scheme; for "auto" the one with the fewest bytes among those that cost
-    no loss.
+    """The collective of the scheme; for "auto" the collective with the fewest bytes that costs no
+    loss.
 
     It is an all-reduce if the network can add messages. Else it is an all-gather or, if that sends
     more, a two-stage all-reduce through owners of rows. Among few replicas that select their own

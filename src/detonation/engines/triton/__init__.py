@@ -66,5 +66,7 @@ def _launches() -> tuple[ModuleType | None, str]:
 
 @cache
 def note_engine(what: str) -> None:
-    """Logs which engine runs, or what it leaves to plain torch, once for each reason."""
+    """Logs which engine runs, or which operations it leaves to plain torch, once for each
+    reason.
+    """
     _log.info("the engine on the accelerator %s", what)

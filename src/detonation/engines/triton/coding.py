@@ -133,7 +133,7 @@ def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
 class Format(NamedTuple):
     """Messages of a codec and a number of rows as kernels read them.
 
-    lengths: of the values, statistics and indices, in bytes.
+    lengths: bytes of the values, the statistics and the indices.
     """
 
     coding: Coding

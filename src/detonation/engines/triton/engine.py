@@ -260,7 +260,7 @@ class TritonEngine(ReferenceEngine):
         return not reason
 
     def reply(self, received: Received, run: MessageRows, step: int) -> None:
-        """Encodes the sum of the coefficients in memory and those of an update."""
+        """Encodes the sum of the coefficients in memory and the coefficients of an update."""
         source = received.source
         assert isinstance(source, Arrived)
         coding, places, _ = format_of(source.codec, source.rows)

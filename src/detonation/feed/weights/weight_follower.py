@@ -63,7 +63,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self._tensors = {name: each.detach() for name, each in weights(model).items()}
         if any(isinstance(each, DTensor) for each in self._tensors.values()):
             raise ValueError(
-                "the model is sharded: the files of a weight feed are followed in a whole one"
+                "the model is sharded: the files of a weight feed are followed in a whole model"
             )
         self._order: list[str] = []  # of the files
         self._run = -1
@@ -93,8 +93,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
         """Applies the published steps; returns `step`. See `Follower.update` for the arguments.
 
-        If training returned to an earlier step, so does the model. If a file is missing or damaged,
-        the model keeps its weights until the next base, and `trouble` gives the reason.
+        If training returned to an earlier step, the model also returns to it. If a file is missing
+        or damaged, the model keeps its weights until the next base, and `trouble` gives the reason.
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.
@@ -237,8 +237,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
             raise ValueError(
-                f"training has another model: {odd[0]} and {len(odd) - 1} more are in one of them"
-                " alone"
+                f"training has another model: {odd[0]} and {len(odd) - 1} more are in only one of"
+                " the models"
             )
         for name, new in tensors.items():
             own = self._tensors[name]

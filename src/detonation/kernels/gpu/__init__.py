@@ -1,5 +1,5 @@
-"""Triton kernels for accelerators: encode, decode and inspect whole messages, one launch each over
-all rows.
+"""Triton kernels for accelerators: they encode, decode and inspect whole messages, each with one
+launch over all rows.
 
 Tests compare the kernels in Triton's interpreter with the reference engine; they ran on one H200
 (docs/gpu.md). Offsets are int64. No two programs write the same address. Sums have a fixed order,

@@ -1,4 +1,4 @@
-"""Addresses of rows inside a kernel: in tensors, in messages to owners, and the selected
+"""Addresses inside a kernel: of rows in tensors and in messages to owners, and of the selected
 coefficients of rows.
 """
 
@@ -74,7 +74,7 @@ def rows_of_tile(
     """Rows `first` to `last`, most of them in `slot`: their numbers, their slots, their offsets in
     the flattened tensors, a mask of existing rows, and a mask of existing coordinates.
 
-    WHOLE: `slot` contains all of them; then nothing is read per row, and masks are constants.
+    WHOLE: True if `slot` contains all rows; then nothing is read per row, and masks are constants.
 
     Shapes: row, present `[rows]` -> row `[rows]`, slot `[1]` or `[rows]`, twice `[rows]`, and
     `[rows, columns]` bool.
@@ -148,8 +148,8 @@ def dealt_row(message, begin, item, messages, turns, run, owned):
     """The row of the flat that is row `begin + item` of message number `message`; see
     `RowOwners.deal`.
 
-    item: int32, so that per-row divisions have 32 bits. turns: the rows of each message that are
-    assigned round robin in runs of `run` rows; the remainder is split into equal parts.
+    item: int32, so that per-row divisions have 32 bits. turns: number of rows of each message that
+    are assigned round robin in runs of `run` rows; the remaining rows are split into equal parts.
     """
     row = wide(begin + item)
     if messages > 1:
@@ -233,8 +233,7 @@ def places_of_row(
     is not selected.
 
     table, turn: the output of `rotation_kernel`. first_row: the number of row 0 in the whole flat.
-    rows: number of rows in the flat; later rows are padding, of which the first coefficients are
-    sent.
+    rows: number of rows in the flat; later rows are padding, and their first coefficients are sent.
     """
     permutation = tl.zeros_like(row)
     if SELECTION == "random":
@@ -250,8 +249,8 @@ def rotation_kernel(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
     KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Writes the position of each coordinate of a row among those sent at this step, or -1, for
-    `EACH` permutations per program.
+    """Writes the position of each coordinate of a row among the coordinates sent at this step, or
+    -1 if it is not sent. Each program handles `EACH` permutations.
 
     share, deal: see `selection.Rotation.phase`. Permutation n is stored as number n ^ deal. Shapes:
     table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for `permutation_of_row`.
@@ -261,7 +260,7 @@ def rotation_kernel(
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-        # the rank of a word in its permutation; its low bits are the index, so no two are equal
+        # the rank of a word in its permutation: its low bits make words distinct
     ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)

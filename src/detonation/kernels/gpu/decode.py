@@ -32,10 +32,10 @@ def coefficients_of(
     """The coefficients of rows of a message, with zeros for coefficients that were not sent.
 
     Args:
-        values, statistics, indices: Where they begin, for each row.
+        values, statistics, indices: Their addresses, for each row.
         local: The number of each row in its message.
-        at: The place of each coefficient among those of its row, -1 for one that is not sent; for a
-            shared selection.
+        at: For a shared selection, the position of each coefficient among the sent coefficients of
+            its row; -1 for a coefficient that is not sent.
 
     Shapes: `[rows, 1]` pointers and int64 -> `[rows, columns]` fp32.
     """
@@ -78,7 +78,7 @@ def aggregated(
 
     Args:
         weights: `[replicas]` fp32, for the `AGGREGATION` "weighted".
-        values: Where the values of the first message begin, for each row; those of the next are
+        values: Address of the values of the first message, for each row. The next message is
             `stride` bytes further.
 
     Shapes: values `[rows, 1]` pointers, and as in `coefficients_of` -> `[rows, columns]` fp32.
@@ -114,7 +114,7 @@ def sum_of_vectors(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The inverse transform of the mean of messages: a chain of fused multiply-adds of basis
-    vectors, coefficients and `share`, in the order of replicas and of their coefficients.
+    vectors times coefficients times `share`, in the order of replicas and of their coefficients.
 
     Args:
         vectors: `[COLUMNS, COLUMNS]` fp32.
@@ -170,20 +170,20 @@ def decode_kernel(
     `INTO` says.
 
     Args:
-        message: The first byte of the values of the first message; `stride` bytes further those of
-            the next one.
-        replicas: Whose messages hold all rows; with `count` above 1 it is one, in as many messages
-            of `owned` rows.
-        address0: For the `AGGREGATION` "sum", in the place of messages: where the first of `RUNS`
-            runs of the sum of all replicas begins; at `address1` the one from row `row1` on, and so
-            on.
+        message: The first byte of the values of the first message. The next message is `stride`
+            bytes further.
+        replicas: Number of messages, each of all rows and from one replica. With `count` above 1 it
+            is 1: then `count` messages have `owned` rows each.
+        address0: For the `AGGREGATION` "sum", which reads no messages: address of the first of
+            `RUNS` runs of the sum of all replicas. The run from row `row1` on is at `address1`, and
+            so on.
         report: The output of `inspect_sum_kernel`; a sum that is not finite counts as zeros.
         flat: `[rows, CHUNK]` fp32, for the `INTO` "flat" (the update is stored).
         targets: A table as in `encode_kernel`, for the `INTO` "tensors" (the update is stored) and
             "signs" (weights move by its signs).
         rates: `[slots, 2]` fp32, shrink and lr of each weight.
         weights: See `aggregated`.
-        share: See `sum_of_vectors`, which makes the update with `SUMMED`.
+        share: See `sum_of_vectors`, which computes the update if `SUMMED` is True.
     """
     column = tl.arange(0, COLUMNS)
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -263,7 +263,7 @@ def weigh_kernel(
     PARTS: tl.constexpr, REPLICAS: tl.constexpr,
 ):  # fmt: skip
     """Writes the weights of `aggregate.ClippedMean`; `programs` programs read each message, and the
-    last of all computes the weights.
+    last of all programs computes the weights.
 
     Args:
         numbers: The values of each message, whose squares are added in the order of

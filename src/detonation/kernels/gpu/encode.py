@@ -34,12 +34,12 @@ def rows_of_message(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
     SEARCH: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The rows from row `part` of a unit: which of them are in the message, the results of
+    """The rows from row `part` of a unit on: a mask of the rows in the message, the results of
     `rows_of_tile`, and the positions of shared selected coefficients.
 
-    reach: the message, its row at which the unit begins, the first and last row of the flat, and
-    the slot of the first. flat, dealing, shared: the arguments of `encode_kernel` from `starts`,
-    `count` and `table` on.
+    reach: the number of the message, the message's row at which the unit begins, the unit's first
+    and last row in the flat, and the slot of the first row. flat, dealing, shared: the arguments of
+    `encode_kernel` from `starts`, `count` and `table` on.
     """
     which, begin, first, last, slot = reach
     starts, numels, slots, rows = flat
@@ -94,28 +94,31 @@ def encode_kernel(
     into a cache.
 
     Args:
-        residual: `[rows, CHUNK]` fp32, decayed and added to; without `MEMORY` the signal takes its
-            place.
+        residual: `[rows, CHUNK]` fp32: it decays, and the signal is added to it. Without `MEMORY`
+            the signal alone is encoded.
         signals: A table of addresses and kinds, `[2, slots]` int64; see
             `addressing.load_coordinates`.
-        status: `[statuses]` int64; where any is not 0 the residual stays as it is, and zeros are
-            sent.
-        message: The first byte of the values of the first message; `stride` bytes further those of
-            the next one.
-        statistics_at, indices_at: Where statistics and indices begin, after the values.
-        count, turns, run, owned: The messages, and the rows of each: see `addressing.dealt_row`.
+        status: `[statuses]` int64; if any number is not 0, the residual does not change, and zeros
+            are sent.
+        message: The first byte of the values of the first message. The next message is `stride`
+            bytes further.
+        statistics_at, indices_at: Offsets in bytes from the values to the statistics and the
+            indices.
+        count, turns, run, owned: Number of messages, and the assignment of rows to messages: see
+            `addressing.dealt_row`.
         table, turn: The output of `rotation_kernel`, for a selection that all replicas share.
-        first_row: The number of the first row, among those of the whole flat; of the rows of one
-            owner `owner` to `owner_owned` say which of `flat_rows` they are, as in `dealt_row`.
-        arrived: With an `AGGREGATION` the signal is what the messages of `replicas` make, in
-            coefficients; these describe them as the arguments above do the message that is written.
-        scratch, numbers: `[programs, UNIT * K]` fp32, for int8 with 256 int64 after each; and
-            `[programs, UNIT * max(K, CHUNK)]` uint8.
+        first_row: The number of the first row in the whole flat. For the rows of one owner, `owner`
+            to `owner_owned` assign them to the `flat_rows`, as in `dealt_row`.
+        arrived: With an `AGGREGATION` the signal is the aggregate of the messages of `replicas`, in
+            coefficients. The arguments `arrived...` describe these messages, like the arguments
+            above for the written message.
+        scratch: `[programs, UNIT * K]` fp32; for int8 each program also has 256 int64.
+        numbers: `[programs, UNIT * max(K, CHUNK)]` uint8.
         rising, limit, found: With `SCANNED` the kernel also looks for bad values, as `scan_kernel`
             does with its arguments `numbers`, `limit` and `found`. Zeros are sent for the `ROWS`
-            rows around one, and their residual stays as it is.
-        RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from
-            the message, as every receiver does; "" where it stays.
+            rows around a bad value, and the residual of these rows does not change.
+        RELEASE: How the sent part is subtracted from the residual: "exact", "rounded" to bf16, or
+            "read" from the message, as every receiver reads it; "" if it is not subtracted.
     """
     # the sent part is a sum of few basis vectors, unless each coefficient was rounded separately
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
@@ -228,7 +231,7 @@ def encode_kernel(
                                 4 * K
                             )
                             octets = octets if BLOCK > 1 else values_out
-                            # a byte each
+                            # one byte per number
                             numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],

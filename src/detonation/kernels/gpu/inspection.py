@@ -1,5 +1,5 @@
-"""Inspection: seals messages before they are sent and inspects received ones, in a few launches for
-all of them.
+"""Inspection: seals messages before they are sent and inspects received messages, with a few
+launches for all messages.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ NORM_LANES = 4096
 `scatter_sum.SumOfSquares`.
 """
 NORM_PARTS = 128
-"""Number of parts of these squares."""
+"""Number of parts into which these squares are divided."""
 OCTETS = 4096
 """Number of values that a program inspects at once."""
 SCANNED_ROW = 1024
@@ -67,8 +67,8 @@ class Limits:
 class RowRun:
     """A range of rows of several messages, which begin at any address.
 
-    octets: `[messages, bytes]` uint8; each message has `room` bytes, then its values, statistics
-    and indices, whose sizes in bytes are `lengths`.
+    octets: `[messages, bytes]` uint8; each message has `room` free bytes, then its values,
+    statistics and indices, whose sizes in bytes are `lengths`.
     """
 
     octets: Tensor
@@ -101,8 +101,8 @@ class Inspector:
         self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int,
         origin: int, status: Tensor, received: int,
     ) -> None:  # fmt: skip
-        """Writes the header of each message in front of its first run, which has room for it; the
-        rows of runs rise.
+        """Writes the header of each message into the free bytes of its first run. Runs are in the
+        order of their rows.
 
         Shapes: status `[n]` int64, see `status_of`.
         """
@@ -119,13 +119,13 @@ class Inspector:
         identity: int, schema: int, step: int, place: int, parameters: int, usual: Tensor,
         signals: bool, limits: Limits,
     ) -> Tensor:  # fmt: skip
-        """Joins messages, refuses invalid ones, replaces these by zeros, and returns the table of
+        """Joins messages, replaces invalid messages by zeros, and returns the table of
         `decide_usable`.
 
         Args:
             runs: As in `seal`.
-            whole: Where the messages are joined; the octets of the only run, if they are whole and
-                aligned already.
+            whole: Output for the joined messages; the octets of the only run, if they are already
+                whole and aligned.
 
         Shapes: whole `[count, 64 + nbytes + padding]` uint8 -> `[count, 13]` int64.
         """
@@ -165,9 +165,9 @@ class Inspector:
         )  # fmt: skip
 
     def _read(self, runs: Sequence[RowRun]) -> tuple[Any, ...]:
-        """What `read_message` needs of runs: the address of each of `RUNS` runs and the distance
-        between its messages, the positions of their parts in the whole message, and the number of
-        lines of the message.
+        """The arguments of `read_message` for runs: the address of each of `RUNS` runs and the
+        distance between its messages, the positions of their parts in the whole message, and the
+        number of lines of the message.
 
         Shapes: positions `[runs, 16]` int64.
         """

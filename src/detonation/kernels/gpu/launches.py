@@ -20,8 +20,8 @@ from detonation.kernels.gpu.launching import INTERPRETED, Addresses, Coding, Pla
 PROGRAMS = 1024
 """Largest number of programs of a launch in which each program processes several parts."""
 TILE = 1024
-"""Approximate number of coordinates in a program's registers: more would spill. The interpreter
-needs the same time for few coordinates as for many.
+"""Approximate number of coordinates in a program's registers: more coordinates would spill. The
+interpreter needs the same time for few coordinates as for many.
 """
 if INTERPRETED:
     TILE = 65536
@@ -51,7 +51,7 @@ class Rotations:
     Args:
         table: `[permutations, chunk]` int32.
         turn: `[1]` int64, from which each row draws its permutation.
-        place: `Rotation.phase` of their step.
+        place: `Rotation.phase` of the step of these positions.
     """
 
     table: Tensor
@@ -73,7 +73,7 @@ class Rotations:
 
         Args:
             words: The int64 that starts the random words of permutations.
-            choices: The same for those of rows.
+            choices: The int64 that starts the random words of rows, which choose a permutation.
         """
         each = 1
         if INTERPRETED:
@@ -106,11 +106,11 @@ class Coder:
     """Launches encode and decode for the rows of one flat.
 
     Args:
-        rotations: Of a selection that all replicas share.
-        shared: Keeps the memory in which programs work, for all launches that never run side by
-            side (`Runtime.shared`).
-        of_owner: Whose rows these are: the arguments `owner` to `flat_rows` of `encode_kernel`; all
-            rows when left out.
+        rotations: For a selection that all replicas share.
+        shared: Keeps scratch memory of programs, shared by all launches that never run at the same
+            time (`Runtime.shared`).
+        of_owner: For the rows of one owner: the arguments `owner` to `flat_rows` of
+            `encode_kernel`. By default the rows are all rows.
         forward, inverse: The matrices of the basis, `[chunk, chunk]` fp32; `forward` is multiplied
             from the right.
     """
@@ -136,9 +136,9 @@ class Coder:
         least = 1
         if is_dct:
             side = coding.columns
-            least = 16  # least rows of a matrix product
+            least = 16  # smallest number of rows of a matrix product
         elif coding.bitmap:
-            least = 8  # least rows that fill whole bytes
+            least = 8  # smallest number of rows that fill whole bytes
         self._forward = padded_matrix(forward, side)
         self._inverse = padded_matrix(inverse, side)
         self._rows = max(least, TILE // coding.columns)
@@ -190,7 +190,7 @@ class Coder:
         scanned: tuple[Tensor, float, Tensor] | None = None,
     ) -> None:
         """Writes the messages for a signal, or for the aggregate of the messages `arrived`; see
-        `encode_kernel`, also for `scanned`: its arguments `rising`, `limit` and `found`.
+        `encode_kernel`. `scanned` has its arguments `rising`, `limit` and `found`.
 
         Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]`
         fp32.
@@ -244,10 +244,10 @@ class Coder:
         Args:
             aggregation: "mean", "nonzero", "majority" or "weighted"; "sum" for the sum of all
                 messages.
-            runs: Of the sum: the first row of each run, and its values from there on; at most
-                `RUNS`.
-            report: Of the sum, see `SumInspector.inspect`.
-            summed: For the mean in the basis "dct": whether its inverse is a sum of basis vectors.
+            runs: For the sum: the first row and the values of each run; at most `RUNS` runs.
+            report: For the sum: see `SumInspector.inspect`.
+            summed: For the mean in the basis "dct": True if its inverse is computed as a sum of
+                basis vectors.
 
         Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]`, rates `[slots, 2]`,
         weights `[messages]` fp32.
@@ -259,7 +259,7 @@ class Coder:
         at = [first.data_ptr()]
         for row, run in others:
             at += [run.data_ptr(), row]
-        unused = self._inverse  # stands in for absent tensors, which the kernel does not read
+        unused = self._inverse  # replaces absent tensors, which the kernel does not read
         if report is None:
             report = unused
         if flat is None:

@@ -1,4 +1,4 @@
-"""Launches kernels with their numbers and tables, without blocking the host."""
+"""Launches kernels with their arguments and tables, without blocking the host."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-# the interpreter is on if TRITON_INTERPRET says so, in any of its spellings
+# the interpreter is on if TRITON_INTERPRET is true, in any spelling
 INTERPRETED = not isinstance(wide, triton.JITFunction)
-"""True if Triton's interpreter runs the kernels; it needs the same time for few numbers as for
-many.
+"""True if Triton's interpreter runs the kernels. The interpreter needs the same time for few
+numbers as for many.
 """
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The dtypes that kernels read and write."""
@@ -24,7 +24,7 @@ KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
-] = {}  # what starts compiled kernels, with the constants that follow the arguments
+] = {}  # functions that start compiled kernels, with the constants that follow the arguments
 launch_counts: Counter[str] = Counter()
 """How often each kernel was launched, and how often a table of addresses was copied to the device.
 """
@@ -172,7 +172,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     if device.type == "meta":
         return
     on_device: AbstractContextManager[object] = nullcontext()
-    if device.type == "cuda":  # Triton launches on the current device, which may be another one
+    if device.type == "cuda":  # Triton launches on the current device, which may be another device
         on_device = torch.cuda.device(device)
     with on_device:
         key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]

@@ -1,5 +1,5 @@
-"""Kernels of inspection: write checksums and headers, and check received messages, sums of an
-all-reduce, and signals before they enter a memory.
+"""Kernels of inspection. They write checksums and headers, and check received messages, sums of an
+all-reduce, and signals before these enter a memory.
 """
 
 import triton
@@ -23,8 +23,8 @@ _ADDRESSES = ["address0", "address1", "address2", "address3"]
 
 @triton.jit
 def place_number(index):
-    """The factor of a column, or of a line after all columns, before its lowest bit is set; see
-    `checksum._numbers`.
+    """The factor of column or line number `place`, before its lowest bit is set. Lines are numbered
+    after all columns; see `checksum._numbers`.
     """
     at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15
     return at ^ ((at >> 32) & 0xFFFFFFFF)
@@ -65,14 +65,14 @@ def read_message(
     these parts from all runs. The checksum is computed over the joined message.
 
     Args:
-        address0: Where the first run of the first message begins; `stride0` bytes further that of
-            the next message.
-        runs: `[RUNS, 16]` int64: of each of the four parts where it begins and ends in the whole
-            message, and where it begins in the run; then the rows of the run.
+        address0: Address of the first run of the first message. The first run of the next message
+            is `stride0` bytes further.
+        runs: `[RUNS, 16]` int64: for each of the four parts its begin and end in the whole message
+            and its begin in the run; then the number of rows of the run.
         target: With `JOIN` the whole messages are written here, zero-padded to lines.
-        columns, sums: `[messages, parts, 1024]` int32, the sums of each column over some of the
-            lines; and `[messages, parts]` int64, those of the lines, weighted.
-        firsts: `[messages]` int32, the sum of the first line, whose weight comes later.
+        columns: `[messages, parts, 1024]` int32, the sum of each column over some of the lines.
+        sums: `[messages, parts]` int64, the weighted sum of these lines.
+        firsts: `[messages]` int32, the sum of the first line, which is weighted later.
         squares, faults: See `facts_of`.
         SKIPPED: The first of the words of the header that count as zeros.
     """
@@ -128,8 +128,8 @@ def read_message(
 def is_last(arrivals, programs):
     """True in the last of `programs` programs that call it, which sees all writes of the others.
 
-    arrivals: a counter, 0 before and after. The order in which programs call it decides which one
-    continues, but changes no result.
+    arrivals: a counter, 0 before and after. The order in which programs call it decides which
+    program continues, but changes no result.
     """
     # all threads of this program have written; the atomic addition makes the writes visible
     tl.debug_barrier()
@@ -183,11 +183,11 @@ def seal_kernel(
 ):  # fmt: skip
     """Writes the header of each message, at any address, with its checksum.
 
-    `parts` programs read a message (see `read_message`); the last of them writes.
+    `parts` programs read a message (see `read_message`); the last of them writes the header.
 
     Args:
-        message: The first byte of the run with the header of the first message, `stride` bytes
-            before the next one's.
+        message: The first byte of the run with the header of the first message. The header of the
+            next message is `stride` bytes further.
         arrivals: `[messages]` int32, see `is_last`.
     """
     read_message(
@@ -246,10 +246,10 @@ def inspect_kernel(
     REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
     """Reads the messages of all replicas with `parts` programs each; the last program of a message
-    inspects it, and the last of all decides.
+    inspects it, and the last of all programs decides.
 
     Args:
-        message: The whole messages, which are joined here with `JOIN`; see `read_message` and
+        message: The whole messages; with `JOIN` they are joined here. See `read_message` and
             `decide_messages`.
         arrivals: `[replicas + 1]` int32, see `is_last`.
     """
@@ -322,11 +322,12 @@ def decide_messages(
     SIGNALS: tl.constexpr,
 ):
     """Decides which messages are refused, like `guard.decide_usable` and `Arrived.facts`, and
-    replaces these by zeros.
+    replaces refused messages by zeros.
 
     Args:
-        usual: `[1]` fp32, updated; louder, forget: constants of `validate`.
-        table: `[replicas, 13]` int64, the last number 1 where `inspect_message` finds no fault.
+        usual: `[1]` fp32, the typical norm, which is updated. louder, forget: constants of
+            `validate`.
+        table: `[replicas, 13]` int64; the last number is 1 if `inspect_message` finds no fault.
     """
     column = tl.arange(0, LINE_WORDS)
     number = tl.arange(0, REPLICAS)
@@ -364,8 +365,8 @@ def scan_kernel(
     signals, starts, numels, numbers, slots, rows, limit, found,
     ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Writes 1 + the number of the first tensor with a nonfinite value or one above `limit`, for
-    each program; 0 if there is none.
+    """Each program writes 1 + the number of its first tensor with a value that is nonfinite or
+    above `limit`; 0 if there is none.
 
     numbers: the rising numbers of the tensors, `[slots]` int64.
     """
@@ -407,7 +408,7 @@ def seal_sum_kernel(
     The status is encoded as `EACH` numbers below 256 starting at number `first`, with zeros for the
     other replicas.
 
-    Shapes: digits `[count]` fp32 or bf16, which holds such numbers exactly.
+    Shapes: digits `[count]` fp32 or bf16, which represent such numbers exactly.
     """
     found = status_of(status, statuses, STATUSES) + added
     item = tl.arange(0, SOME)
@@ -427,9 +428,9 @@ def inspect_sum_kernel(
     report.
 
     Args:
-        address0: Where the first run begins, of `count0` values.
+        address0: Address of the first run, which has `count0` values.
         digits: `[count]` fp32 or bf16; see `seal_sum_kernel`.
-        report: `[1 + count]` fp32: 1 where all values are finite, else 0; then the digits.
+        report: `[1 + count]` fp32: 1 if all values are finite, else 0; then the digits.
         faults, arrivals: `[parts]` and `[1]` int32, see `is_last`.
     """
     item = tl.arange(0, SOME)

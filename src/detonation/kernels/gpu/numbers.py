@@ -34,9 +34,9 @@ def sum_of_halves(numbers):
 
 @triton.jit
 def product_of(numbers, matrix, COLUMNS: tl.constexpr):
-    """The product of rows with a matrix, each element a chain of fused multiply-adds from zero on
-    (`scatter_sum.product_in_order`). A row longer than 64 is read in quarters, because whole rows
-    would spill registers.
+    """The product of rows with a matrix. Each element is a chain of fused multiply-adds that begins
+    at zero (`scatter_sum.product_in_order`). A row longer than 64 is read in quarters, because
+    whole rows would spill registers.
 
     Shapes: numbers `[rows, COLUMNS]` fp32, matrix `[COLUMNS, COLUMNS]` in memory -> `[rows,
     COLUMNS]` fp32.
@@ -105,8 +105,8 @@ def load_packed(octets, index, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """Packs `total` numbers of one byte each, of which the first `count` are real, into whole
-    bytes.
+    """Packs `total` numbers of one byte each into whole bytes; only the first `count` numbers are
+    real.
 
     Each byte is assembled from all numbers with a bit in it, so that no two programs or threads
     write the same byte.
@@ -140,8 +140,8 @@ def load_value(
     """Value number `index` of a message, as every receiver decodes it.
 
     Args:
-        octets: Where the values begin; with `ALIGNED` at an address for their type.
-        statistics: Where the statistics of blocks of `BLOCK` values begin, at any address.
+        octets: Address of the values; with `ALIGNED` it is aligned for their type.
+        statistics: Address of the statistics of blocks of `BLOCK` values; may be unaligned.
     """
     if PRECISION == "fp32" and ALIGNED:
         return tl.load(
@@ -174,8 +174,8 @@ def load_value(
 
 @triton.jit
 def negative_of(values, scale, negative_zeros):
-    """True if a value is sent as negative; the rounding error of values of size `scale` counts as
-    zero.
+    """True if a value is sent as negative. A value within the rounding error of values of size
+    `scale` counts as zero.
     """
     zero = scale * 3.814697265625e-06  # 2**-18
     return tl.where(negative_zeros != 0, values <= zero, values < -zero)
@@ -242,12 +242,13 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
     """Encodes block number `block` of a message with `count` values: its codes and statistics
     (`precision.Int8`).
 
-    Only here the order of additions is open: the numbers are whole, so the order changes no bit.
+    Only here the order of additions is not fixed: the numbers are whole, so the order changes no
+    bit.
 
     Args:
-        octets: Where the code of the first value goes.
-        totals: `[256]` int64, in which the program works: 2**17 times the sum of a bin, and the
-            number of its values.
+        octets: Address for the code of the first value.
+        totals: `[256]` int64, scratch memory: for each bin 2**17 times its sum, plus the number of
+            its values.
     """
     item, bin_number = tl.arange(0, SOME), tl.arange(0, 256)
     square = tl.zeros([SOME], dtype=tl.float32)
@@ -289,7 +290,7 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
 
 @triton.jit
 def ranks_of(size, number):
-    """The rank of each number: how many are smaller, or equal and at a smaller index."""
+    """The rank of each number: how many numbers are smaller, or equal and at a smaller index."""
     less, equal = size[None, :] < size[:, None], size[None, :] == size[:, None]
     return tl.sum((less | (equal & (number[None, :] < number[:, None]))).to(tl.int32), axis=1)
 
@@ -317,11 +318,12 @@ def facts_of(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Adds the facts that decide on the content of a message, over rows of one run.
+    """Adds the facts about the content of a message that decide whether it is refused, over rows of
+    one run.
 
-    square: `[SOME]` fp32, whose total is the sum of the squares of the norm. found: `[SOME]` int32:
-    1 for an index outside of its row, 2 for an index out of order, 4 for a statistic that no
-    encoder produces.
+    square: `[SOME]` fp32, partial sums of squares for the norm. found: `[SOME]` int32: 1 for an
+    index outside of its row, 2 for an index out of order, 4 for a statistic that no encoder
+    produces.
     """
     values = octets + tl.load(run + 5)
     statistics_at = tl.load(run + 8) - tl.load(run + 5)

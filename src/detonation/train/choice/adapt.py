@@ -122,7 +122,7 @@ class Adapter:
     def after(self, record: Record) -> list[str]:
         """Adds the waits of one step, and adapts to a changed link; returns the lines to print.
 
-        Collective at steps that all ranks compute alike.
+        Collective at certain steps, which are the same on all ranks.
         """
         self._waits.append(record.waited_s)
         self._reports.append(record.agreeing_s or 0.0)
@@ -166,7 +166,7 @@ class Adapter:
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
         # If the waits fit the initial link better, the link has recovered.
-        # `_factors` would return a speed in between, if that explains the waits.
+        # `_factors` may instead find a speed between the initial and the current speed.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)
@@ -190,8 +190,8 @@ class Adapter:
         return max(min(seconds[shard::shards]) for shard in range(shards))
 
     def _settings(self) -> list[Scheme]:
-        """Schemes to which the run can change: the first, the current, and the first with other
-        values of one argument.
+        """Schemes to which the run can change: the first scheme, the current scheme, and the first
+        scheme with other values of one argument.
         """
         now = _present(self._session)
         found = {spelled(scheme): scheme for scheme in (self._first, now)}

@@ -136,7 +136,7 @@ def _restore_setting(session: Session, setting: object) -> None:
 
 
 def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:
-    """Lists the settings that differ from those saved in `path`, in at most one line.
+    """Lists the settings that differ from the settings saved in `path`, in at most one line.
 
     Raises `ValueError` if the model, data, scheme, seed or optimizer differs.
 
@@ -150,6 +150,7 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
         if was != now:
             raise ValueError(
                 f"{path} was written with {key} {was}, this run has {now}: resume with the same"
+                f" {key}"
             )
     _require_same_optimizer(path, saved.get("optimizer", {}), here["optimizer"])
     before = dict(settings_of(saved))
@@ -193,11 +194,11 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
     for key in was.keys() | now.keys():
         if key != "lr" and was.get(key) != now.get(key):
             text = f"optimizer.{key} {was.get(key)}, this run has {now.get(key)}"
-            raise ValueError(f"{path} was written with {text}: resume with the same")
+            raise ValueError(f"{path} was written with {text}: resume with the same {key}")
 
 
 def _other_data(saved: object, data: Data) -> list[str]:
-    """A line if the data differ from those of the checkpoint."""
+    """A line if the data differ from the data of the checkpoint."""
     now = mark_of_data(data, _MARKED)
     if saved is None or saved == now:
         return []

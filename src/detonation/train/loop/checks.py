@@ -38,7 +38,7 @@ from detonation.train.recipe.tables import REPLICATE
 
 
 def check_config(config: Config) -> Config:
-    """`config` with its scheme's defaults, and with the model sizes that the data set.
+    """`config` with its scheme's defaults, and with the model sizes that follow from the data.
 
     It needs no processes and writes nothing.
 
@@ -72,7 +72,7 @@ def _checked_data(config: Config) -> Data:
             " detonation.data.Data"
         )
     if not len(loaded.validation):
-        raise ValueError(f"data {config.data.name} holds no example out: validation needs one")
+        raise ValueError(f"data {config.data.name} has no held-out examples: validation needs one")
     task = TASK_OF.get(config.model.name, loaded.kind)
     if task != loaded.kind:
         fitting = " or ".join(name for name, kind in TASK_OF.items() if kind == loaded.kind)
@@ -118,8 +118,8 @@ def check_translates(model: Any, data: Data) -> None:
         )
     if getattr(getattr(model, "config", None), "decoder_start_token_id", None) is None:
         raise ValueError(
-            "train.bleu_sentences needs a model with config.decoder_start_token_id, as"
-            " transformers' have"
+            "train.bleu_sentences needs a model with config.decoder_start_token_id, as translation"
+            " models have"
         )
     if not importlib.util.find_spec("sacrebleu"):
         raise ValueError(
@@ -133,9 +133,7 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
     if train.steps:
         return train
     if isinstance(loaded.train, Streamed):
-        raise ValueError(
-            "train.epochs of a stream are unknown, because its length is: set train.steps"
-        )
+        raise ValueError("train.epochs of a stream are unknown, like its length: set train.steps")
     examples = train.batch_size * train.accumulate * sum(config.mesh.sizes)
     steps = math.ceil(train.epochs * len(loaded.train) / examples)
     return replace(train, steps=max(1, steps))

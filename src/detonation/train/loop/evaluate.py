@@ -67,7 +67,7 @@ def translate(session: Session) -> dict[str, float]:
     wanted = min(train.bleu_sentences, len(pairs))
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
-        indices = [*mine] or [0]  # a rank without a sentence translates one that is not counted
+        indices = [*mine] or [0]  # a rank without sentences translates an uncounted one
         batch = to(pairs[torch.tensor(indices)], session.device)
         ids = greedy(session, batch)
         if mine:

@@ -21,7 +21,7 @@ def micro_batches_of_step(session: Session) -> Sequence[MicroBatch]:
 
 def draws(session: Session, step: int) -> Iterator[tuple[dict[str, Tensor], float]]:
     """Yields the examples of each micro-batch of this rank, and the weight of their mean loss in
-    the mean of the batch that they are a part of.
+    the mean loss of the whole batch.
 
     A batch is drawn whole, so its augmentation does not depend on the ranks that divide it. It is
     drawn once, because a stream can only be read forwards.

@@ -214,8 +214,8 @@ class ElasticRanks:
         others = {*numbers} - {0, signal.SIGTERM, signal.SIGHUP}
         if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
-        # A signal to all replicas may reach some of them one step earlier,
-        # so a replica leaves one step after it has seen its own signal.
+        # A signal to all replicas may reach some replicas one step earlier.
+        # So a replica leaves one step after it has seen its own signal.
         if mine and self._asked:
             self._axis.depart()
         self._asked = mine > 0
@@ -289,7 +289,7 @@ def require_same_settings(membership: Membership, config: Config) -> None:
 
 
 def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str, Any]) -> None:
-    """Raises `ValueError` on all ranks if one of them has other settings or flags than rank 0.
+    """Raises `ValueError` on all ranks if a rank has other settings or flags than rank 0.
 
     Collective. A rank with other flags would skip a collective for which the others wait. flags:
     flags of the command line, by name.

@@ -292,7 +292,9 @@ def config_in(path: Path) -> dict[str, Any]:
 
 
 def fresh_directory(name: str) -> Path:
-    """Creates a new directory in `runs`. Runs that start at the same time get different ones."""
+    """Creates a new directory in `runs`. Runs that start at the same time get different
+    directories.
+    """
     now = time.time()
     name = name.replace(":", ".")
     while True:

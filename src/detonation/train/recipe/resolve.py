@@ -277,7 +277,7 @@ def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
     for axis, value in over.items():
         if not isinstance(value, dict):
             raise ValueError(
-                f"the recipe has levels: say of which, as in scheme.{axes[-1]}.{axis}={value}"
+                f"the recipe has levels: name the level, as in scheme.{axes[-1]}.{axis}={value}"
             )
         if axis not in axes:
             raise unknown("axis of a [[scheme]]", axis, axes)

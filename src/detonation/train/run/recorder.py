@@ -184,7 +184,7 @@ def _title(session: Session, path: Path) -> str:
 class Recording:
     """Writes the update log and publishes the weights, if the configuration requests it.
 
-    Each rank of the first replica has a feed named `run`. If that replica is lost, the next one
+    Each rank of the first replica has a feed named `run`. If that replica is lost, the next replica
     publishes.
     """
 

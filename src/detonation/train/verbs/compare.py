@@ -52,7 +52,8 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
         )
     if len(set(schemes)) < len(schemes):
         raise ValueError(
-            f"--schemes is {','.join(schemes)!r}, must be different schemes: full,demo,random"
+            f"--schemes is {','.join(schemes)!r}, must be different schemes, such as"
+            " full,demo,random"
         )
     if AUTO in schemes:
         raise ValueError(
@@ -169,7 +170,7 @@ def _is_of(task: RunTask) -> bool:
 
 
 def _finished(task: RunTask) -> Table | None:
-    """Summary of a finished run with the same configuration; None without one."""
+    """Summary of a finished run with the same configuration; None if there is none."""
     if not _is_of(task):
         return None
     path = _directory(task)

@@ -68,8 +68,8 @@ def follow_run(request: Following) -> Table:
     if not request.is_live:
         if not Path(request.source).exists():
             raise ValueError(
-                f"{request.source} holds no run: No such file or directory; give the --out of one"
-                " that trained with --log, or the HOST:PORT of one that publishes"
+                f"{request.source} holds no run: No such file or directory; give the --out of a"
+                " run that trained with --log, or the HOST:PORT of a run that publishes"
             )
         return replay_run(Path(request.source), request.out, request.to, request.trust_code)
     if request.out is None:

@@ -75,11 +75,10 @@ def plan(question: Question) -> dict[str, Any]:
 def _check(question: Question) -> None:
     """Raises `ValueError` for missing or conflicting fields, or an unknown optimizer."""
     if (question.recipe is None) == (question.parameters is None):
-        raise ValueError("plan needs a recipe or --parameters, one of the two")
+        raise ValueError("plan needs either a recipe or --parameters")
     if (question.profile is None) == (question.link is None):
         raise ValueError(
-            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], "
-            "one of the two"
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], but not both"
         )
     if question.optimizer is not None and question.optimizer not in optimizers():
         raise unknown("--optimizer", question.optimizer, optimizers())
@@ -119,7 +118,7 @@ def count(text: str) -> int:
 
 
 def _same_world(question: Question, profile: Profile) -> None:
-    """Raises `ValueError` if the replicas or shards differ from those of the profile.
+    """Raises `ValueError` if the numbers of replicas or shards differ from the profile.
 
     The profile does not say how another number of ranks would share the links.
     """
@@ -129,7 +128,7 @@ def _same_world(question: Question, profile: Profile) -> None:
         if given not in (None, measured):
             was = f"{question.profile} was measured with {measured}"
             raise ValueError(
-                f"--{name} is {given}, but {was}: measure again with detonation probe, or say"
+                f"--{name} is {given}, but {was}: measure again with detonation probe, or give"
                 " --link"
             )
 
@@ -252,5 +251,5 @@ def _same_model(question: Question, measured: Compute, parameters: int) -> None:
             " parameters"
         )
         raise ValueError(
-            f"{was}, and this model has {parameters:,}: probe again, or say --step-time"
+            f"{was}, and this model has {parameters:,}: probe again, or give --step-time"
         )

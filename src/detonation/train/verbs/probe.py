@@ -103,7 +103,7 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
     }
     if request.recipe is None:
         if request.overrides:
-            raise ValueError("--set changes a recipe: name one")
+            raise ValueError("--set changes a recipe: name a recipe")
         given = {key: value for key, value in flags.items() if value is not None}
         return ProbeTask(MeshConfig(**fill_mesh(given, place)))
     layers = read_layers(request.recipe, request.overrides, place, mesh=flags)

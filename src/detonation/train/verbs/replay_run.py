@@ -73,7 +73,7 @@ def _config_of(run: Path) -> Config:
         table = parse_toml(read_text(run / directory.CONFIG))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{run} holds no run: {directory.CONFIG}: {error}; give the --out of one that trained"
+            f"{run} holds no run: {directory.CONFIG}: {error}; give the --out of a run that trained"
             " with --log"
         ) from error
     return from_table(table)

@@ -181,8 +181,9 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
 def _share_steps(session: Session) -> None:
     """Shares the first replica's weights with all replicas, if the scheme exchanges at each step.
 
-    The first replica then decodes and steps for all replicas. Each replica would compute the same:
-    all start with equal weights and receive equal messages, as their digests prove. Collective.
+    The first replica then decodes and steps for all replicas. Each replica would compute the same
+    results: all start with equal weights and receive equal messages, as their digests prove.
+    Collective.
     """
     replicators = session.optimizer.set_up()
     ((axis, scheme),) = session.optimizer.levels
