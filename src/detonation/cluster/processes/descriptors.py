@@ -1,7 +1,18 @@
-"""Raises the number of files and sockets that a process may have open."""
+"""Keeps free file descriptors: raises their limit, and drops strangers' connections to gloo."""
 
+import ctypes
+import os
 import resource
+import socket
+import struct
+import sys
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 LEAST_OPEN = 64
 """Number of open files that a rank needs to meet the others and to save."""
@@ -12,6 +23,11 @@ the axis.
 _SAFE_OPEN = 4096
 _MOST_OPEN = 1 << 20
 """Higher limits are useless, and slow down programs that visit each number up to the limit."""
+_SO_ATTACH_FILTER = 26  # Python has no name for it
+_DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)
+"""A program for Linux's packet filter (BPF): "return 0", which keeps no byte of a packet."""
+_LONGEST_ADDRESS = 28
+"""Bytes of an IPv6 address as the system stores it (`sockaddr_in6`)."""
 
 
 def allow_open_files(ranks: int = 1) -> None:
@@ -42,12 +58,119 @@ def allow_open_files(ranks: int = 1) -> None:
 
 def few_open_files() -> str:
     """A warning, to be appended to a line, if a few connections of strangers to gloo's ports end
-    this process; "" if it may open enough files.
+    this process; "" if it may open enough files, or drops such connections.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _SAFE_OPEN:
+    if 0 <= soft < _SAFE_OPEN and not _can_drop():
         return (
             f"; a port scan may end the run, because a process may open {soft} files here: raise"
             f" the hard limit (ulimit -Hn) to {_SAFE_OPEN}"
         )
     return ""
+
+
+class GlooPorts:
+    """The ports of the gloo groups that torch has registered."""
+
+    def __init__(self) -> None:
+        self._done: set[str] = set()
+
+    def drop_strangers(self) -> None:
+        """Calls `drop_strangers` for each group once; any thread may call it.
+
+        A group whose store does not answer is tried again at the next call.
+        """
+        for group, (_, store) in [*distributed_c10d._world.pg_map.items()]:
+            if group.group_name not in self._done:
+                with suppress(RuntimeError, OSError):
+                    _drop_strangers(group, store)
+                    self._done.add(group.group_name)
+
+
+def _drop_strangers(group: dist.ProcessGroup, store: Store) -> None:
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if isinstance(backend, ProcessGroupGloo):
+            own: Store = store.clone()  # type: ignore[attr-defined]  # others wait in `store`
+            # torch stores addresses under the first device type of a backend
+            drop_strangers(backend, PrefixStore(f"{device.type}/", own))
+
+
+def drop_strangers(group: Any, store: Store) -> None:
+    """Makes the kernel drop all new connections to the port of `group`, which met in `store`.
+
+    gloo keeps the descriptor of each connection that it accepts, even after it was closed. The
+    constructor of a group returns when all connections of this rank are made, so after it the port
+    is of no use. A group with `TORCH_GLOO_LAZY_INIT` connects later; its port stays as it is.
+    Forked processes share the port, and so the filter.
+
+    Does nothing if the system has no such filter. Raises `RuntimeError` or `OSError` if the store
+    does not answer.
+    """
+    if sys.platform != "linux" or "TORCH_GLOO_LAZY_INIT" in os.environ:
+        return
+    devices = range(len(group.options._devices))
+    keys = [f"{device}/{group.rank()}" for device in devices]
+    if store.check(keys):
+        addresses = {_address_in(store.get(key)) for key in keys}
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile, or no socket
+                _drop_at(int(descriptor.name), addresses)
+
+
+def _address_in(entry: bytes) -> tuple[str, int] | None:
+    """Host and port in the entry of a rank of gloo; None if its format is unknown.
+
+    The entry has the length of a host name, the name, the length of the address, and the address as
+    the system stores it.
+    """
+    start = 16 + int.from_bytes(entry[:8], sys.byteorder)
+    address = entry[start : start + _LONGEST_ADDRESS]
+    if len(address) < _LONGEST_ADDRESS:
+        return None
+    family = int.from_bytes(address[:2], sys.byteorder)
+    port = int.from_bytes(address[2:4], "big")
+    if family == socket.AF_INET:
+        return socket.inet_ntop(family, address[4:8]), port
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(family, address[8:24]), port
+    return None
+
+
+def _drop_at(number: int, addresses: set[tuple[str, int] | None]) -> None:
+    """Drops new connections to the descriptor `number` if it listens at one of `addresses`.
+
+    A program that the process starts would inherit gloo's socket, but not a socket that Python
+    made: whoever writes to the store can't name those. Raises `OSError` if it is no socket.
+    """
+    if not os.get_inheritable(number):
+        return
+    copy = os.dup(number)
+    try:
+        held = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with held:
+        listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and held.family in (socket.AF_INET, socket.AF_INET6):
+            host, port, *_ = held.getsockname()
+            if (host.partition("%")[0], port) in addresses:
+                _drop_all(held)
+
+
+def _drop_all(held: socket.socket) -> None:
+    """Makes the kernel drop all packets for `held`. Raises `OSError` if it refuses."""
+    program = ctypes.create_string_buffer(_DROP_ALL)
+    one = struct.pack("@HP", 1, ctypes.addressof(program))
+    held.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, one)
+
+
+def _can_drop() -> bool:
+    """True if this system lets the process filter the packets of its sockets."""
+    if sys.platform != "linux":
+        return False
+    with suppress(OSError), socket.socket() as held:
+        _drop_all(held)
+        return True
+    return False
