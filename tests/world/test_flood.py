@@ -143,7 +143,9 @@ def test_only_the_group_itself_becomes_deaf(made):
     assert hears(*mine) and hears(*its)
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         daemon = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        opened = descriptors_here()
         drop_strangers(group, store)
+        assert descriptors_here() == opened
         assert not hears(*mine) and hears(*its)
         assert hears(socket.AF_INET, *server.getsockname())
         assert hears(socket.AF_INET, "127.0.0.1", daemon.port)

@@ -26,8 +26,6 @@ _MOST_OPEN = 1 << 20
 _SO_ATTACH_FILTER = 26  # Python has no name for it
 _DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)
 """A program for Linux's packet filter (BPF): "return 0", which keeps no byte of a packet."""
-_LONGEST_ADDRESS = 28
-"""Bytes of an IPv6 address as the system stores it (`sockaddr_in6`)."""
 
 
 def allow_open_files(ranks: int = 1) -> None:
@@ -61,7 +59,12 @@ def few_open_files() -> str:
     this process; "" if it may open enough files, or drops such connections.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _SAFE_OPEN and not _can_drop():
+    if not 0 <= soft < _SAFE_OPEN:
+        return ""
+    try:
+        with socket.socket() as held:
+            _drop_all(held)
+    except OSError:
         return (
             f"; a port scan may end the run, because a process may open {soft} files here: raise"
             f" the hard limit (ulimit -Hn) to {_SAFE_OPEN}"
@@ -107,70 +110,58 @@ def drop_strangers(group: Any, store: Store) -> None:
     Does nothing if the system has no such filter. Raises `RuntimeError` or `OSError` if the store
     does not answer.
     """
-    if sys.platform != "linux" or "TORCH_GLOO_LAZY_INIT" in os.environ:
+    keys = [f"{device}/{group.rank()}" for device in range(len(group.options._devices))]
+    if "TORCH_GLOO_LAZY_INIT" in os.environ or not store.check(keys):
         return
-    devices = range(len(group.options._devices))
-    keys = [f"{device}/{group.rank()}" for device in devices]
-    if store.check(keys):
-        addresses = {_address_in(store.get(key)) for key in keys}
-        for descriptor in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # closed meanwhile, or no socket
-                _drop_at(int(descriptor.name), addresses)
+    for key in keys:
+        entry = store.get(key)
+        with suppress(OSError, ValueError):  # another system, or another format of gloo
+            _drop_at(_address_in(entry))
 
 
-def _address_in(entry: bytes) -> tuple[str, int] | None:
-    """Host and port in the entry of a rank of gloo; None if its format is unknown.
+def _address_in(entry: bytes) -> tuple[str, int]:
+    """Host and port in the entry of a rank of gloo.
 
     The entry has the length of a host name, the name, the length of the address, and the address as
-    the system stores it.
+    the system stores it. Raises `ValueError` or `OSError` for other entries.
     """
-    start = 16 + int.from_bytes(entry[:8], sys.byteorder)
-    address = entry[start : start + _LONGEST_ADDRESS]
-    if len(address) < _LONGEST_ADDRESS:
-        return None
+    address = entry[16 + int.from_bytes(entry[:8], sys.byteorder) :]
     family = int.from_bytes(address[:2], sys.byteorder)
-    port = int.from_bytes(address[2:4], "big")
-    if family == socket.AF_INET:
-        return socket.inet_ntop(family, address[4:8]), port
+    host = address[4:8]
     if family == socket.AF_INET6:
-        return socket.inet_ntop(family, address[8:24]), port
-    return None
+        host = address[8:24]
+    return socket.inet_ntop(family, host), int.from_bytes(address[2:4], "big")
 
 
-def _drop_at(number: int, addresses: set[tuple[str, int] | None]) -> None:
-    """Drops new connections to the descriptor `number` if it listens at one of `addresses`.
+def _drop_at(address: tuple[str, int]) -> None:
+    """Drops new connections to the socket of gloo that listens at `address`.
 
-    A program that the process starts would inherit gloo's socket, but not a socket that Python
-    made: whoever writes to the store can't name those. Raises `OSError` if it is no socket.
+    A program that this process starts would inherit gloo's socket, but no socket of Python. So
+    whoever writes to the store cannot name those.
     """
-    if not os.get_inheritable(number):
-        return
+    for descriptor in Path("/proc/self/fd").iterdir():
+        number = int(descriptor.name)
+        with suppress(OSError), _own_socket(number) as held:
+            listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            gloo = listens and os.get_inheritable(number)
+            if gloo and held.getsockname()[:2] == address:
+                _drop_all(held)
+
+
+def _own_socket(number: int) -> socket.socket:
+    """The socket of a descriptor, by another descriptor. Raises `OSError` if it is no socket."""
     copy = os.dup(number)
     try:
-        held = socket.socket(fileno=copy)
+        return socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
-    with held:
-        listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if listens and held.family in (socket.AF_INET, socket.AF_INET6):
-            host, port, *_ = held.getsockname()
-            if (host.partition("%")[0], port) in addresses:
-                _drop_all(held)
 
 
 def _drop_all(held: socket.socket) -> None:
     """Makes the kernel drop all packets for `held`. Raises `OSError` if it refuses."""
+    if sys.platform != "linux":
+        raise OSError("no packet filter")
     program = ctypes.create_string_buffer(_DROP_ALL)
     one = struct.pack("@HP", 1, ctypes.addressof(program))
     held.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, one)
-
-
-def _can_drop() -> bool:
-    """True if this system lets the process filter the packets of its sockets."""
-    if sys.platform != "linux":
-        return False
-    with suppress(OSError), socket.socket() as held:
-        _drop_all(held)
-        return True
-    return False
