@@ -232,7 +232,7 @@ def _named(ranks: Collection[int] | str) -> str:
 
 
 class Watch:
-    """Publishes this rank's progress in `store`, and logs if it waits, until `stop`. Its thread also
+    """Publishes this rank's progress in `store`, and logs if it waits, until `stop`. Meanwhile it
     drops strangers' connections to the gloo groups of this rank.
 
     It logs the first line after `line_s` seconds without progress. `end` ends this process with a
