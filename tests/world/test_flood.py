@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 import detonation as dt
@@ -101,6 +102,24 @@ def test_a_flood_takes_no_descriptor_and_a_new_group_can_be_made(monkeypatch):
     (_, first, opened), (came, second, _) = run_alone(flood, 2, 1)
     assert came == 0 and opened < FEW
     assert first == second
+
+
+def connect_and_close(mesh):
+    """Makes groups, in each of which every rank closes its port at once: others may still connect to each other."""
+    store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+    sums = []
+    for number in range(10):
+        own = dist.PrefixStore(f"group{number}", store)
+        group = ProcessGroupGloo(own, rank, 4, timedelta(seconds=LIMIT_S))
+        drop_strangers(group, own)
+        ones = torch.ones(1)
+        group.allreduce([ones]).wait()
+        sums.append(int(ones))
+    return sums
+
+
+def test_nobody_needs_the_port_of_a_rank_whose_constructor_has_returned():
+    assert run_alone(connect_and_close, 4, 1) == [[4] * 10] * 4
 
 
 @pytest.fixture

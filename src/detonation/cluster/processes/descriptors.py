@@ -86,11 +86,11 @@ class GlooPorts:
         for group, (_, store) in [*distributed_c10d._world.pg_map.items()]:
             if group.group_name not in self._done:
                 with suppress(RuntimeError, OSError):
-                    _drop_strangers(group, store)
+                    _drop_for_backends(group, store)
                     self._done.add(group.group_name)
 
 
-def _drop_strangers(group: dist.ProcessGroup, store: Store) -> None:
+def _drop_for_backends(group: dist.ProcessGroup, store: Store) -> None:
     for device in group._device_types:
         backend: Any = group._get_backend(device)
         if isinstance(backend, ProcessGroupGloo):
@@ -136,8 +136,8 @@ def _address_in(entry: bytes) -> tuple[str, int]:
 def _drop_at(address: tuple[str, int]) -> None:
     """Drops new connections to the socket of gloo that listens at `address`.
 
-    A program that this process starts would inherit gloo's socket, but no socket of Python. So
-    whoever writes to the store cannot name those.
+    gloo's sockets are inheritable and Python's are not, so a forged entry of the store cannot name
+    a server of this process.
     """
     for descriptor in Path("/proc/self/fd").iterdir():
         number = int(descriptor.name)
