@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from detonation.cluster.devices import choose_device, look_for_gpus, require_gpu_each
 from detonation.cluster.position import LaunchPosition as LaunchPosition
 from detonation.cluster.position import launch_position as launch_position
-from detonation.cluster.processes.descriptors import allow_open_files
+from detonation.cluster.processes.descriptors import GlooPorts, allow_open_files
 from detonation.cluster.processes.heartbeat import (
     EndProcess,
     FileBoard,
@@ -183,6 +183,9 @@ def join_world(asked: str | None = None) -> torch.device:
 def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     """Starts to watch the default process group, unless it is watched already; see `waiting.Watch`
     for `end`.
+
+    The watch also drops strangers' connections to the ranks. A world of one has nothing else to
+    watch.
     """
     global _watch
     store = distributed_c10d._get_default_store()
@@ -190,7 +193,9 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     if _watch is not None and _watch.source is not store:
         _watch.stop()
         _watch = None
-    if _watch is None and dist.get_world_size() > 1:
+    if dist.get_world_size() == 1:
+        GlooPorts().drop_strangers()
+    elif _watch is None:
         _watch = Watch(store, dist.get_rank(), dist.get_world_size(), WAIT_LINE_S, end)
 
 

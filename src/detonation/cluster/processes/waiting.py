@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from detonation.choices import first_names
+from detonation.cluster.processes.descriptors import GlooPorts
 from detonation.cluster.processes.failure import is_network_error
 from detonation.cluster.processes.signals import end_if_asked
 from detonation.core.runtime import PROGRESS
@@ -231,7 +232,8 @@ def _named(ranks: Collection[int] | str) -> str:
 
 
 class Watch:
-    """Publishes this rank's progress in `store`, and logs if it waits, until `stop`.
+    """Publishes this rank's progress in `store`, and logs if it waits, until `stop`. Meanwhile it
+    drops strangers' connections to the gloo groups of this rank.
 
     It logs the first line after `line_s` seconds without progress. `end` ends this process with a
     reason from another thread, because the main thread waits inside the network library.
@@ -254,6 +256,7 @@ class Watch:
         self._published = Standing(-1)
         self._text = ""
         self._left = False
+        self._ports = GlooPorts()
         self._stopped = threading.Event()
         self._publish(self._standing())
         PROGRESS.explain = self.explain
@@ -284,7 +287,9 @@ class Watch:
         seen = self._standing()
         since = time.monotonic()
         due = self._line_s
+        self._ports.drop_strangers()
         while not self._stopped.wait(self._line_s / 4):
+            self._ports.drop_strangers()  # from groups that were made meanwhile
             now = time.monotonic()
             standing = self._standing()
             try:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from detonation.cluster.processes.descriptors import drop_strangers
 from detonation.cluster.processes.waiting import in_thread
 from detonation.cluster.survive.agreement import Agreement, RankReport, in_words
 from detonation.cluster.survive.membership import Membership
@@ -72,6 +74,8 @@ class Group:
         self._group: Any = ProcessGroupGloo(store, rank, size, how)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
         self._works: list[dist.Work] = []
+        with suppress(RuntimeError, OSError):  # the group is connected, and needs no store
+            drop_strangers(self._group, store)
 
     @staticmethod
     def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
