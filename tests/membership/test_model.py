@@ -78,11 +78,11 @@ def test_it_finds_a_group_formed_ahead_that_a_newcomer_does_not_have(monkeypatch
     broken(Case(program_of(3, "a"), ("join",), users="a"), "has not formed the group")
 
 
-def test_it_finds_a_newcomer_with_the_state_of_an_earlier_visit(monkeypatch):
-    """Training goes back, and comes to the same step again."""
+def test_it_finds_a_newcomer_that_knows_its_step_but_not_its_turn(monkeypatch):
+    """Training goes back, and comes to the same step again: the state of the earlier one is another."""
     monkeypatch.setattr(GuestEntry, "is_at", lambda entry, step, ahead: step == entry.step)
     program = (("step", "a"), ("back", 0), ("step", "a"), ("step", "a"), ("step", "a"))
-    broken(Case(program, ("join",), users="a"), "have used different results")
+    broken(Case(program, ("join",), users="a"), "waits for what will never come")
 
 
 def test_it_finds_a_newcomer_whose_state_cannot_come(monkeypatch):

@@ -201,8 +201,8 @@ def admitted(
 class _Arrival:
     """A guest that follows training until the step at which it joins.
 
-    Its state comes from one replica. If that replica is lost, or training goes back, the guest needs
-    a new copy, and says so before others wait for it, or at once when they do.
+    Its state comes from one replica. If that replica is lost, or training goes back, the guest
+    needs a new copy. It tells this to the others, so that they do not wait for it.
     """
 
     def __init__(self, guest: Guest, follower: Follower, timeout_s: float) -> None:

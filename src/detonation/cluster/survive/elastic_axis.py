@@ -469,8 +469,7 @@ class Guest:
             while not self.latest_addresses():
                 awaited.wait(lambda: "a replica that lets it in", _POLL_S)
         except TimeoutError as error:
-            text = f"no replica has let {who} in within {timeout_s:g} s"
-            raise ReplicaLost(text) from error
+            raise ReplicaLost(f"no replica has let {who} in within {timeout_s:g} s") from error
         return self._feeds
 
     def latest_addresses(self) -> str:
@@ -507,9 +506,7 @@ class Guest:
         them, and again after this replica was postponed.
         """
         entry = self._latest_entry()
-        if entry == self._answered:
-            return None
-        return entry
+        return entry if entry != self._answered else None
 
     def _latest_entry(self) -> GuestEntry | None:
         key = axis_key("entry", self.number)
@@ -597,9 +594,7 @@ class Guest:
             return
         if not agreement.postponed:
             entry = self._latest_entry()
-            at = "in vain"
-            if entry is not None:
-                at = f"before step {entry.step}"
+            at = f"before step {entry.step}" if entry else "in vain"
             raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
         self.postponed += 1
         self._ahead = None
