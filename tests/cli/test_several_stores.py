@@ -121,6 +121,23 @@ def test_a_store_that_does_not_answer_delays_nobody_and_is_used_again(meets, sai
     assert store.get("key") == b"while"
 
 
+def test_a_store_whose_first_answer_is_late_is_not_called_lost(meets, caplog, monkeypatch):
+    """The replicas that came before have agreed on the stores, so this client needs only two of them."""
+    meets.client()
+    connect, answers = quorum.Connection.connect, threading.Event()
+
+    def late(connection):
+        if connection.number == 2:
+            assert answers.wait(LIMIT_S)
+        connect(connection)
+
+    monkeypatch.setattr(quorum.Connection, "connect", late)
+    store = meets.client()
+    answers.set()
+    until(lambda: all(each.is_open for each in store._stores._connections))
+    assert "is lost" not in caplog.text
+
+
 def test_a_store_that_was_started_again_is_not_asked(meets, said):
     store = meets.client()
     store.set("key", "value")

@@ -22,9 +22,10 @@ class Connection:
     Each thread that asks the store has a `Connection` of its own: a request may never return if
     packets are dropped. identity: a random id of the store's process, which its first client draws
     and which ends with the process; "" before it is known. why: the reason why the store does not
-    answer; "" while it answers. ended: True if nothing or another process listens at the address
-    now. since: start time of the request that has no answer yet; 0 for none. told: True if the log
-    says that the store is lost. told_members: True if the store has the list of the run's stores.
+    answer; "" while it answers. tried: True if an attempt has failed. ended: True if nothing or
+    another process listens at the address now. since: start time of the request that has no answer
+    yet; 0 for none. told: True if the log says that the store is lost. told_members: True if the
+    store has the list of the run's stores.
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -34,6 +35,7 @@ class Connection:
         self.name = joined_address(host, port)
         self.identity = ""
         self.why = "no answer yet"
+        self.tried = False
         self.ended = False
         self.told = False
         self.told_members = False
@@ -61,6 +63,7 @@ class Connection:
     def lose(self, error: Exception) -> None:
         """Records that the store does not answer because of `error`."""
         self._store = None
+        self.tried = True
         self.why = str(error).partition("\n")[0].partition(". ")[0]
         if isinstance(error, OSError):
             self.why = error.strerror or self.why

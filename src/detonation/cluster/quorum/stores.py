@@ -349,7 +349,7 @@ class Stores:
             for each in list(self._connections):
                 if each.is_open:
                     self._judge(each)
-                else:
+                elif each.tried:  # else its first attempt is under way
                     self._tell_lost(each, each.why)
             used = [each for each in self._connections if each.is_open]
             self._changed.notify_all()
