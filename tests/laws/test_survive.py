@@ -789,7 +789,7 @@ def test_a_replica_that_the_others_left_out_ends_by_itself_after_a_while(monkeyp
     monkeypatch.setattr(memberships, "time", SimpleNamespace(monotonic=clock))
     membership.called = True
     membership._watch_record()  # nobody has agreed yet
-    record = agreement_record([1], 1, {1: vars(RankReport(0, [], {}, 3))}, -1)
+    record = agreement_record([1], 1, {1: vars(RankReport(0, [], {}, 3))}, -1, False)
     membership.store.set("1/record", json.dumps(record))
     looks = 0
     while not ends:
