@@ -102,7 +102,7 @@ def test_the_object_for_a_program_comes_without_a_reader_of_stderr(start, argume
 def test_an_error_is_on_stderr_without_a_reader_of_stdout(start):
     command = start(OUT, "plan", "--json")
     assert (
-        command.stderr.startswith("error: plan needs a recipe or --parameters")
+        command.stderr.startswith("error: plan needs either a recipe or --parameters")
         and command.code == 141
     )
 

@@ -402,11 +402,11 @@ def test_rank_0_decides_and_all_ranks_must_make_the_same_scheme():
     ("arguments", "line"),
     [
         ({"step_seconds": 0.0}, "step_seconds is 0.0, must be the seconds of a step"),
-        ({"step_seconds": 1.0, "budget": 0}, "budget is 0, must be a part of a step"),
-        ({"step_seconds": 1.0, "budget": 10}, "budget is 10, must be a part of a step"),
+        ({"step_seconds": 1.0, "budget": 0}, "budget is 0, must be the share of a step"),
+        ({"step_seconds": 1.0, "budget": 10}, "budget is 10, must be the share of a step"),
         (
             {"step_seconds": 1.0, "budget": "a tenth"},
-            "budget is 'a tenth', must be a part of a step",
+            "budget is 'a tenth', must be the share of a step",
         ),
         (
             {"step_seconds": 1.0, "steps": 0},

@@ -101,11 +101,11 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
     [
         (
             ["train", "--set", "scheme.name=auto", "scheme.budget=2"],
-            "budget is 2, must be a part of a step that may",
+            "budget is 2, must be the share of a step that may",
         ),
         (
             ["train", "--set", "scheme.name=auto", "scheme.budget=-0.1"],
-            "budget is -0.1, must be a part of a step",
+            "budget is -0.1, must be the share of a step",
         ),
         (
             ["train", "--set", "scheme.name=auto", "scheme.adapt=3"],

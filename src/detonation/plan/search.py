@@ -152,8 +152,8 @@ def check_budget(budget: float) -> float:
     """Returns `budget`; raises `ValueError` unless it is a number above 0 and below 1."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < 1:
         raise ValueError(
-            f"budget is {budget!r}, must be the share of a step that may be spent waiting, from 0"
-            " to 1: 0.1"
+            f"budget is {budget!r}, must be the share of a step that may be spent waiting, above"
+            " 0 and below 1, such as 0.1"
         )
     return float(budget)
 
