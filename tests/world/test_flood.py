@@ -18,8 +18,9 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 import detonation as dt
 from detonation.cluster.processes import descriptors
-from detonation.cluster.processes.descriptors import drop_strangers, few_open_files
+from detonation.cluster.processes.descriptors import GlooPorts, drop_strangers, few_open_files
 from detonation.cluster.survive.groups import Group
+from detonation.core.link.communicator import _group_beside
 from limits import LIMIT_S, until
 from worlds import run_alone
 
@@ -104,6 +105,27 @@ def test_a_flood_takes_no_descriptor_and_a_new_group_can_be_made(monkeypatch):
     (_, first, spare), (came, second, _) = run_alone(flood, 2, 1)
     assert came == 0 and spare > 0
     assert first == second
+
+
+def groups_of_all_kinds(mesh):
+    """A connection to a store that is far away takes long, and stops this process meanwhile."""
+    store = distributed_c10d._get_default_store().clone()
+    ports = GlooPorts(store)
+    ranks = [dist.get_rank() // 2 * 2 + other for other in range(2)]
+    local = dist.new_group(ranks, use_local_synchronization=True)
+    for group in (local, dist.group.WORLD):
+        _group_beside(_group_beside(group))
+
+    def connects(store):
+        raise AssertionError("a new connection to the store")
+
+    distributed_c10d.PrefixStore.clone = connects
+    ports.drop_strangers()
+    return all_filtered()
+
+
+def test_groups_of_all_kinds_become_deaf_without_a_new_connection_to_the_store():
+    assert run_alone(groups_of_all_kinds, 4, 1) == [True] * 4
 
 
 def connect_and_close(mesh):

@@ -73,18 +73,25 @@ def few_open_files() -> str:
 
 
 class GlooPorts:
-    """The ports of the gloo groups that torch has registered."""
+    """The ports of the gloo groups that torch has registered.
 
-    def __init__(self) -> None:
+    store: The store of the default group, on a connection that no other thread uses.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._done: set[str] = set()
 
     def drop_strangers(self) -> None:
-        """Calls `drop_strangers` for each group once; any thread may call it.
+        """Calls `drop_strangers` for each group once.
 
         A group whose store does not answer is tried again at the next call.
         """
-        for group, (_, store) in [*distributed_c10d._world.pg_map.items()]:
+        for group in [*distributed_c10d._world.pg_map]:
             if group.group_name not in self._done:
+                store = self._store
+                if group is not dist.group.WORLD:
+                    store = PrefixStore(f"{group.group_name}/", store)
                 with suppress(RuntimeError, OSError):
                     _drop_for_backends(group, store)
                     self._done.add(group.group_name)
@@ -94,9 +101,8 @@ def _drop_for_backends(group: dist.ProcessGroup, store: Store) -> None:
     for device in group._device_types:
         backend: Any = group._get_backend(device)
         if isinstance(backend, ProcessGroupGloo):
-            own: Store = store.clone()  # type: ignore[attr-defined]  # others wait in `store`
             # torch stores addresses under the first device type of a backend
-            drop_strangers(backend, PrefixStore(f"{device.type}/", own))
+            drop_strangers(backend, PrefixStore(f"{device.type}/", store))
 
 
 def drop_strangers(group: Any, store: Store) -> None:
