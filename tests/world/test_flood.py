@@ -196,6 +196,20 @@ def test_only_the_group_itself_becomes_deaf(made):
     assert other.size() == 1
 
 
+@pytest.mark.parametrize("inherits", [False, True])
+def test_a_default_timeout_of_python_changes_no_socket_of_the_process(made, inherits):
+    group, store, port = gloo(made)
+    one, other = socket.socketpair()
+    with one, other:
+        one.set_inheritable(inherits)
+        socket.setdefaulttimeout(LIMIT_S)
+        try:
+            drop_strangers(group, store)
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(one.fileno()) and not hears(*port)
+
+
 def test_an_entry_that_names_a_socket_of_python_makes_nothing_deaf(made):
     group, store, port = gloo(made)
     with closing(socket.create_server(("127.0.0.1", 0))) as server:

@@ -147,21 +147,29 @@ def _drop_at(address: tuple[str, int]) -> None:
     """
     for descriptor in Path("/proc/self/fd").iterdir():
         number = int(descriptor.name)
-        with suppress(OSError), _own_socket(number) as held:
-            listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            gloo = listens and os.get_inheritable(number)
-            if gloo and held.getsockname()[:2] == address:
-                _drop_all(held)
+        with suppress(OSError):
+            if os.get_inheritable(number):
+                _drop_if_at(address, number)
+
+
+def _drop_if_at(address: tuple[str, int], number: int) -> None:
+    with _own_socket(number) as held:
+        listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and held.getsockname()[:2] == address:
+            _drop_all(held)
 
 
 def _own_socket(number: int) -> socket.socket:
     """The socket of a descriptor, by another descriptor. Raises `OSError` if it is no socket."""
     copy = os.dup(number)
+    blocks = os.get_blocking(copy)
     try:
-        return socket.socket(fileno=copy)
+        held = socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
+    os.set_blocking(copy, blocks)  # socket.setdefaulttimeout changes it, for all copies
+    return held
 
 
 def _drop_all(held: socket.socket) -> None:
