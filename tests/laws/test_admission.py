@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import threading
 from datetime import timedelta
 from functools import partial
@@ -24,7 +25,7 @@ from detonation.cluster.survive.agreement import (
 from detonation.cluster.survive.groups import GroupAhead
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
-from detonation.cluster.survive.users import AxisUser
+from detonation.cluster.survive.users import AxisUser, Host
 from detonation.core.flat.tensors import digest
 from detonation.feed import admission
 from limits import LIMIT_S, Clock, until
@@ -717,3 +718,51 @@ def test_a_newcomer_joins_later_if_the_replica_that_gives_the_state_is_lost_befo
         lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
     )
     assert ends[0] == ends[1] and ends[0][-1] == REPLICAS
+
+
+class Giver:
+    """A shard of the replica that gives the state, with a feed that only counts its copies."""
+
+    def __init__(self, store, shard):
+        self.step_count, self.given = 0, []
+        self._feed = SimpleNamespace(
+            flush=lambda: None, is_asked=False, followers=0, first_copy=math.inf
+        )
+        members = {"replica": 0, "rank": shard, "shard": shard, "shards": 2}
+        asked = SimpleNamespace(store=store, guest=1, guest_asks=True, **members)
+        self._door = object.__new__(dt.Admission)
+        vars(self._door).update(
+            _optimizer=self,
+            _axis=SimpleNamespace(host=Host(asked), is_first=True),
+            _user=SimpleNamespace(turn_of=int, step_of=lambda turn: turn),
+            _feed=self._feed,
+            _guest=1,
+            _copy_turn=math.inf,
+            _copies=0,
+            _asked=False,
+        )
+
+    def ask(self):
+        self._feed.followers, self._feed.is_asked = 1, True
+
+    def step(self):
+        self.step_count += 1
+        if self._feed.is_asked and self.step_count >= self._feed.first_copy:
+            self._feed.is_asked = False
+            self.given.append(self.step_count)
+        self._door.after_step()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("later", [0, 1, 3])
+def test_all_shards_of_a_newcomer_get_copies_of_the_same_steps_however_often_it_asks(order, later):
+    store = HashStore()
+    givers = [Giver(store, shard) for shard in range(2)]
+    for _ in range(3):
+        givers[order[0]].ask()
+        for number in range(later + 6):
+            if number == later:
+                givers[order[1]].ask()
+            for shard in order:
+                givers[shard].step()
+    assert givers[0].given == givers[1].given and len(givers[0].given) == 3

@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 import detonation as dt
 from detonation.cluster.processes import refusal
@@ -30,8 +30,9 @@ from detonation.cluster.survive.agreement import (
 )
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.partition import PartitionWatch, who_waits_for_whom
+from detonation.cluster.survive.port import Port
 from detonation.core.runtime import PROGRESS
-from limits import LIMIT_S
+from limits import LIMIT_S, until
 from steps import together
 
 
@@ -373,3 +374,24 @@ def test_the_watch_of_a_process_that_stood_still_begins_anew(monkeypatch):
     clocked.now += 100.0
     PartitionWatch._run(clocked.watch)
     assert clocked.membership.failure is None
+
+
+@pytest.mark.parametrize("beats", [False, True], ids=["it has ended", "it beats"])
+def test_a_replica_that_ended_while_a_group_was_formed_is_lost_and_not_out_of_reach(
+    monkeypatch, beats
+):
+    """A rank that refuses and still beats may be behind a firewall: it is asked for a while."""
+    monkeypatch.setattr(partition, "KNOCK_PATIENCE_S", 0.3 if beats else LIMIT_S)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = Port(store)
+    store.set(axis_key("beat", 1), beat_of(1, 0.05))
+    store.set(axis_key("port", 1), other.name)
+    membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print, confirm_s=30.0)
+    until(lambda: 1 in membership._watch._reached)
+    other.close()
+    if beats:
+        monkeypatch.setattr(membership, "has_ended", lambda rank: False)
+    membership.doubt()
+    assert membership.apart == [1] * beats
+    assert beats or membership._is_silent(1)
+    membership.stop()

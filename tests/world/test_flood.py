@@ -18,8 +18,9 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 import detonation as dt
 from detonation.cluster.processes import descriptors
-from detonation.cluster.processes.descriptors import drop_strangers, few_open_files
+from detonation.cluster.processes.descriptors import GlooPorts, drop_strangers, few_open_files
 from detonation.cluster.survive.groups import Group
+from detonation.core.link.communicator import _group_beside
 from limits import LIMIT_S, until
 from worlds import run_alone
 
@@ -106,6 +107,27 @@ def test_a_flood_takes_no_descriptor_and_a_new_group_can_be_made(monkeypatch):
     assert first == second
 
 
+def groups_of_all_kinds(mesh):
+    """A connection to a store that is far away takes long, and stops this process meanwhile."""
+    store = distributed_c10d._get_default_store().clone()
+    ports = GlooPorts(store)
+    ranks = [dist.get_rank() // 2 * 2 + other for other in range(2)]
+    local = dist.new_group(ranks, use_local_synchronization=True)
+    for group in (local, dist.group.WORLD):
+        _group_beside(_group_beside(group))
+
+    def connects(store):
+        raise AssertionError("a new connection to the store")
+
+    distributed_c10d.PrefixStore.clone = connects
+    ports.drop_strangers()
+    return all_filtered()
+
+
+def test_groups_of_all_kinds_become_deaf_without_a_new_connection_to_the_store():
+    assert run_alone(groups_of_all_kinds, 4, 1) == [True] * 4
+
+
 def connect_and_close(mesh):
     """Makes groups, in each of which every rank closes its port at once: others may still connect to each other."""
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
@@ -172,6 +194,20 @@ def test_only_the_group_itself_becomes_deaf(made):
         assert hears(socket.AF_INET, "127.0.0.1", daemon.port)
     group.barrier().wait()
     assert other.size() == 1
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+def test_a_default_timeout_of_python_changes_no_socket_of_the_process(made, inherits):
+    group, store, port = gloo(made)
+    one, other = socket.socketpair()
+    with one, other:
+        one.set_inheritable(inherits)
+        socket.setdefaulttimeout(LIMIT_S)
+        try:
+            drop_strangers(group, store)
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(one.fileno()) and not hears(*port)
 
 
 def test_an_entry_that_names_a_socket_of_python_makes_nothing_deaf(made):

@@ -194,7 +194,7 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
         _watch.stop()
         _watch = None
     if dist.get_world_size() == 1:
-        GlooPorts().drop_strangers()
+        GlooPorts(store).drop_strangers()
     elif _watch is None:
         _watch = Watch(store, dist.get_rank(), dist.get_world_size(), WAIT_LINE_S, end)
 

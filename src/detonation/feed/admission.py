@@ -83,6 +83,8 @@ class Admission:
         self._feed: Feed | None = None
         self._guest = -1
         self._copy_turn = math.inf  # the guest gets no copy before this turn
+        self._copies = 0
+        self._asked = False  # for the next copy
 
     def after_step(self) -> None:
         """Opens a feed for a new replica that asks to join, and closes it after the replica has
@@ -91,10 +93,7 @@ class Admission:
         guest = self._axis.host.guest
         if self._feed is not None:
             self._feed.flush()  # the new replica needs the last step before joining
-            if self._feed.followers and math.isinf(self._copy_turn):
-                turn = self._user.turn_of(self._optimizer.step_count)
-                self._copy_turn = self._axis.host.copy_turn(self._guest, turn)
-            self._feed.first_copy = self._user.step_of(self._copy_turn)
+            self._agree_on_copy(self._feed)
         if self._feed is not None and guest != self._guest:
             self._optimizer.record(self._before)
             self._feed.close(ended=False, wait_s=0.0)
@@ -106,6 +105,18 @@ class Admission:
             except (ValueError, OSError) as error:
                 _log.warning("replica %d asks to join, but cannot: %s", guest, error)
                 self._axis.host.refuse(guest, str(error))
+
+    def _agree_on_copy(self, feed: Feed) -> None:
+        """Lets all shards give the new replica a copy of the same step, each time it asks."""
+        turn = self._user.turn_of(self._optimizer.step_count)
+        if turn >= self._copy_turn:  # on each shard, so all of them count the same copies
+            self._copies += 1
+            self._copy_turn = math.inf
+            self._asked = False
+        self._asked = self._asked or feed.is_asked
+        if self._asked and math.isinf(self._copy_turn):
+            self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
+        feed.first_copy = self._user.step_of(self._copy_turn)
 
     def _several_optimizers(self) -> bool:
         return sum(not user.turns.over for user in self._axis.users.present) > 1
@@ -125,6 +136,8 @@ class Admission:
         self._feed = Feed(self._model, self._optimizer, address, token=self._token)
         # the shards of the new replica need copies of the same step
         self._feed.first_copy = self._copy_turn = math.inf
+        self._copies = 0
+        self._asked = False
         self._feed.ahead = self._user.turns_ahead
         self._before = self._optimizer.observer
         if self._before is None:

@@ -125,7 +125,7 @@ class Feed(StepRecorder):
         self._levels: object = None  # of the last copy
         self._next_copy = 0.0
         self.first_copy = 0.0
-        """The step before which no follower gets a copy."""
+        """The step before which no follower gets a copy. If it is set, copies need no pause."""
         self.ahead: Callable[[], int] = lambda: 0
         """Returns a number that each copy contains; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
@@ -197,6 +197,12 @@ class Feed(StepRecorder):
         """Number of processes that follow or wait for their copy."""
         with self._lock:
             return sum(each.alive for each in (*self._coming, *self._subscribed))
+
+    @property
+    def is_asked(self) -> bool:
+        """True if a follower waits for a copy."""
+        with self._lock:
+            return any(each.alive for each in self._coming)
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
@@ -303,7 +309,8 @@ class Feed(StepRecorder):
         self._options = []  # the next step then sends all options of all groups
         self._sent = {}
         now = time.monotonic()
-        self._next_copy = now + REST * (now - began)
+        if not self.first_copy:
+            self._next_copy = now + REST * (now - began)
 
     def _sort_out(self) -> None:
         with self._lock:

@@ -73,18 +73,25 @@ def few_open_files() -> str:
 
 
 class GlooPorts:
-    """The ports of the gloo groups that torch has registered."""
+    """The ports of the gloo groups that torch has registered.
 
-    def __init__(self) -> None:
+    store: The store of the default group, on a connection that no other thread uses.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._done: set[str] = set()
 
     def drop_strangers(self) -> None:
-        """Calls `drop_strangers` for each group once; any thread may call it.
+        """Calls `drop_strangers` for each group once.
 
         A group whose store does not answer is tried again at the next call.
         """
-        for group, (_, store) in [*distributed_c10d._world.pg_map.items()]:
+        for group in [*distributed_c10d._world.pg_map]:
             if group.group_name not in self._done:
+                store = self._store
+                if group is not dist.group.WORLD:
+                    store = PrefixStore(f"{group.group_name}/", store)
                 with suppress(RuntimeError, OSError):
                     _drop_for_backends(group, store)
                     self._done.add(group.group_name)
@@ -94,9 +101,8 @@ def _drop_for_backends(group: dist.ProcessGroup, store: Store) -> None:
     for device in group._device_types:
         backend: Any = group._get_backend(device)
         if isinstance(backend, ProcessGroupGloo):
-            own: Store = store.clone()  # type: ignore[attr-defined]  # others wait in `store`
             # torch stores addresses under the first device type of a backend
-            drop_strangers(backend, PrefixStore(f"{device.type}/", own))
+            drop_strangers(backend, PrefixStore(f"{device.type}/", store))
 
 
 def drop_strangers(group: Any, store: Store) -> None:
@@ -141,21 +147,29 @@ def _drop_at(address: tuple[str, int]) -> None:
     """
     for descriptor in Path("/proc/self/fd").iterdir():
         number = int(descriptor.name)
-        with suppress(OSError), _own_socket(number) as held:
-            listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            gloo = listens and os.get_inheritable(number)
-            if gloo and held.getsockname()[:2] == address:
-                _drop_all(held)
+        with suppress(OSError):
+            if os.get_inheritable(number):
+                _drop_if_at(address, number)
+
+
+def _drop_if_at(address: tuple[str, int], number: int) -> None:
+    with _own_socket(number) as held:
+        listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and held.getsockname()[:2] == address:
+            _drop_all(held)
 
 
 def _own_socket(number: int) -> socket.socket:
     """The socket of a descriptor, by another descriptor. Raises `OSError` if it is no socket."""
     copy = os.dup(number)
+    blocks = os.get_blocking(copy)
     try:
-        return socket.socket(fileno=copy)
+        held = socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
+    os.set_blocking(copy, blocks)  # socket.setdefaulttimeout changes it, for all copies
+    return held
 
 
 def _drop_all(held: socket.socket) -> None:

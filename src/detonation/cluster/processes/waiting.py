@@ -256,7 +256,7 @@ class Watch:
         self._published = Standing(-1)
         self._text = ""
         self._left = False
-        self._ports = GlooPorts()
+        self._ports = GlooPorts(self._store)
         self._stopped = threading.Event()
         self._publish(self._standing())
         PROGRESS.explain = self.explain

@@ -433,10 +433,10 @@ def axis_key(
     Keys of a rank: `beat`; `port`; `loopback`, the identity of that interface; `end`, set after its
     last step; `left`, set after it left together with the others; `asked`, set if it was asked to
     leave. Keys of a guest: `ask`, its request to join; `refused`, the reason why it cannot; `door`,
-    the optimizer that lets it in; `copy`, the turn after which it gets a copy of the state;
+    the optimizer that lets it in; `copy`, the turn after which it gets each copy of the state;
     `entry`, the optimizer, turn and step before which it joins, once all come to wait for it. Keys
     of a guest's shard: `feed`, the replica that gives the state, and the address of its feed;
-    `coming`, set while it waits for a copy; `ready`, the replica whose state it follows, or "".
+    `coming`, set while it waits for each copy; `ready`, the replica whose state it follows, or "".
     Key of a guest and a rank: `at`, the last turn of the guest that the rank has reached.
     """
     return "/".join((kind, *map(str, numbers)))

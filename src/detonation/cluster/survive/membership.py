@@ -333,9 +333,9 @@ class Membership:
             limit_s = self._confirm_s
         else:
             limit_s = self.silence_s
-        return self._lost(rank, limit_s) or self._has_ended(rank)
+        return self._lost(rank, limit_s) or self.has_ended(rank)
 
-    def _has_ended(self, rank: int) -> bool:
+    def has_ended(self, rank: int) -> bool:
         """True if `rank` missed a beat and its host, which answered before, refuses connections to
         its port.
         """
@@ -476,7 +476,7 @@ class Membership:
                 return True
             late = [rank for rank in members if self._is_late(rank)]
         # ask one late rank per beat, because the store may be far away
-        return bool(late) and self._has_ended(late[count % len(late)])
+        return bool(late) and self.has_ended(late[count % len(late)])
 
     def _knock(self, ranks: Iterable[int]) -> None:
         """Records the ports of `ranks` that accept connections: later, only an ended process

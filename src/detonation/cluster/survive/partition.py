@@ -192,9 +192,11 @@ class PartitionWatch:
             self._asking.discard(rank)
 
     def _ask_patiently(self, rank: int) -> None:
+        membership = self._membership
         deadline = time.monotonic() + KNOCK_PATIENCE_S
         while time.monotonic() < deadline and not self._stopped.is_set():
-            if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
+            # a rank that has ended is lost; the network to its host works, because the host refuses
+            if knock(membership.ports[rank], KNOCK_PATIENCE_S) or membership.has_ended(rank):
                 self._reached[rank] = time.monotonic()
                 return
             self._stopped.wait(0.2)

@@ -150,9 +150,9 @@ class Host:
         # a guest that was postponed has had an earlier turn
         return [rank for rank, key in keys.items() if store.get(key).decode() != turn]
 
-    def copy_turn(self, guest: int, turn: int) -> float:
-        """The turn after which all shards give their guest a copy; infinity until each shard has a
-        guest.
+    def copy_turn(self, guest: int, number: int, turn: int) -> float:
+        """The turn after which all shards give their guest copy `number` of the state; infinity
+        until each shard has a guest that waits for it.
 
         The shards of a replica are in the same turn or one turn apart.
         """
@@ -160,12 +160,12 @@ class Host:
         shard = self.membership.shard
         shards = self.membership.shards
         first = self.membership.rank - shard
-        copy = axis_key("copy", guest, self.membership.replica)
+        copy = axis_key("copy", guest, self.membership.replica, number)
         # keys by rank, because another replica gives the copy if this one is lost
-        coming = [axis_key("coming", guest, first + each) for each in range(shards)]
+        coming = [axis_key("coming", guest, first + each, number) for each in range(shards)]
         store.set(coming[shard], "1")
         if shard == 0 and store.check(coming):
-            ahead = 2 * (shards > 1)
+            ahead = 1 + (shards > 1)
             store.compare_set(copy, "", str(turn + ahead))
         if store.check([copy]):
             return int(store.get(copy))

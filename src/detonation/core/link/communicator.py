@@ -399,7 +399,9 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     everyone.bound_device_id = None
     try:
         make: Any = distributed_c10d._new_process_group_helper
-        of_group = group.size(), group.rank(), ranks, backend, store, name
+        # in the store of the default group, as torch's other groups
+        meeting = world.pg_map[everyone][1]
+        of_group = group.size(), group.rank(), ranks, backend, meeting, name
         made: dist.ProcessGroup = make(*of_group, backend_options=options, timeout=timeout)[0]
     finally:
         everyone.bound_device_id = bound
