@@ -649,14 +649,20 @@ class Meeting:
         self._ready = threading.Event()
         self._met = []
         self._axes = {}
-        tell = dt.Guest.ready
-        monkeypatch.setattr(dt.Guest, "ready", lambda guest: (tell(guest), self._ready.set()))
+        tell, withdraw = dt.Guest.ready, dt.Guest.withdraw
+        monkeypatch.setattr(dt.Guest, "ready", lambda guest: (self._ready.set(), tell(guest)))
+        # a newcomer that has fallen behind needs another copy, which no member sends while it waits here
+        monkeypatch.setattr(
+            dt.Guest, "withdraw", lambda guest: (self._ready.clear(), withdraw(guest))
+        )
         self._barrier = threading.Barrier(REPLICAS, self._meets, LIMIT_S)
 
     def _meets(self):
-        self._met.append(self._ready.is_set())
-        if self._met[-1]:
-            until(lambda: all(axis.guest for axis in self._axes.values()))
+        until(lambda: self._is_known() or not self._ready.is_set())
+        self._met.append(self._is_known())
+
+    def _is_known(self):
+        return all(axis.guest for axis in self._axes.values())
 
     def of(self, axis):
         """True if all have met here; the newcomer is not one of them."""
