@@ -643,22 +643,39 @@ def test_a_newcomer_turns_to_another_replica_where_the_one_that_lets_it_in_is_lo
 
 
 class Meeting:
-    """All members wait for one another, until a newcomer is ready; then all know its turn, once."""
+    """All members wait for one another. A newcomer is ready only while they do: so they agree on the turn
+    before which it joins at this point of their program, once."""
 
     def __init__(self, monkeypatch):
-        self._ready = threading.Event()
+        self._asks, self._tells, self._needs_copy = (threading.Event() for _ in range(3))
         self._met = []
         self._axes = {}
         tell, withdraw = dt.Guest.ready, dt.Guest.withdraw
-        monkeypatch.setattr(dt.Guest, "ready", lambda guest: (self._ready.set(), tell(guest)))
-        # a newcomer that has fallen behind needs another copy, which no member sends while it waits here
-        monkeypatch.setattr(
-            dt.Guest, "withdraw", lambda guest: (self._ready.clear(), withdraw(guest))
-        )
+
+        def ready(guest):
+            if not any(self._met):
+                self._needs_copy.clear()
+                self._asks.set()
+                assert self._tells.wait(LIMIT_S)
+                self._asks.clear()
+            tell(guest)
+
+        def withdrawn(
+            guest,
+        ):  # it has fallen behind, and no member sends a copy while it waits here
+            withdraw(guest)
+            self._needs_copy.set()
+
+        monkeypatch.setattr(dt.Guest, "ready", ready)
+        monkeypatch.setattr(dt.Guest, "withdraw", withdrawn)
         self._barrier = threading.Barrier(REPLICAS, self._meets, LIMIT_S)
 
     def _meets(self):
-        until(lambda: self._is_known() or not self._ready.is_set())
+        if self._asks.is_set():
+            self._tells.set()
+            until(lambda: not self._asks.is_set())
+            self._tells.clear()
+            until(lambda: self._is_known() or self._needs_copy.is_set())
         self._met.append(self._is_known())
 
     def _is_known(self):
