@@ -245,7 +245,7 @@ class _Arrival:
         """Follows to the state at `entry`; returns False if that state cannot come."""
         deadline = time.monotonic() + self._timeout_s
         follower = self._follower
-        while not (entry.is_at(follower.step, follower.ahead) and follower.complete):
+        while not self._is_at(entry):
             can_come = self._has_copy()  # before the last messages of a lost connection are used
             late = f"the weights of step {entry.step} did not come"
             if follower.step == entry.step:
@@ -253,8 +253,12 @@ class _Arrival:
                 late = f"the others did not synchronize after step {entry.step}"
             self._follow(deadline, late)
             if not can_come or not entry.is_at(entry.step, follower.ahead):
-                return entry.is_at(follower.step, follower.ahead) and follower.complete
+                return self._is_at(entry)
         return True
+
+    def _is_at(self, entry: GuestEntry) -> bool:
+        follower = self._follower
+        return entry.is_at(follower.step, follower.ahead) and follower.complete
 
     def start_over(self) -> None:
         """Asks for a new copy of the state, on each shard, because loading one is collective."""

@@ -525,7 +525,7 @@ class Guest:
         formed = self._ahead.formed if self._ahead else []
         report = RankReport(_ALL, [], {}, entry.step, self.number, ahead=formed)
         if not has_state:
-            self.withdraw()  # first, because the record may name the next guest
+            self.withdraw()  # before the report, else the next record would name it again
             report = replace(report, guest=-1)
         self._answered = entry
         postponed = self.postponed
