@@ -113,7 +113,7 @@ class Admission:
             self._copies += 1
             self._copy_turn = math.inf
             self._asked = False
-        self._asked = self._asked or feed.is_asked
+        self._asked |= feed.is_asked
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
         feed.first_copy = self._user.step_of(self._copy_turn)
@@ -244,17 +244,16 @@ class _Arrival:
     def reaches(self, entry: GuestEntry) -> bool:
         """Follows to the state at `entry`; returns False if that state cannot come."""
         deadline = time.monotonic() + self._timeout_s
-        follower = self._follower
         while not self._is_at(entry):
             can_come = self._has_copy()  # before the last messages of a lost connection are used
             late = f"the weights of step {entry.step} did not come"
-            if follower.step == entry.step:
+            if self._follower.step == entry.step:
                 # the other replicas end open rounds, and receive all messages in flight
                 late = f"the others did not synchronize after step {entry.step}"
             self._follow(deadline, late)
-            if not can_come or not entry.is_at(entry.step, follower.ahead):
-                return self._is_at(entry)
-        return True
+            if not can_come or not entry.is_at(entry.step, self._follower.ahead):
+                break
+        return self._is_at(entry)
 
     def _is_at(self, entry: GuestEntry) -> bool:
         follower = self._follower
