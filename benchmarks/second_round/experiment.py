@@ -32,7 +32,7 @@ from benchmarks.compare.tuning import Rows, against, measured, run_missing
 from benchmarks.second_round import corrected, variants
 from benchmarks.second_round.averages import DECAY, Averaging
 from benchmarks.second_round.figure import figure
-from benchmarks.second_round.grid import PAIRS, REFERENCES, methods
+from benchmarks.second_round.grid import AVERAGED, PAIRS, REFERENCES, methods
 
 import detonation as dt
 
@@ -50,7 +50,7 @@ def run(cell: Cell) -> Row:
 
 def _trained(cell: Cell) -> Row:
     settings = tuple(each for each in cell.sets if not each.startswith(("later:", "every:")))
-    if cell.study == "groups":
+    if cell.study in AVERAGED:
         return _with_average(cell)
     if settings == cell.sets:
         return train_once(cell)
@@ -104,7 +104,7 @@ def table(done: Rows, study: str) -> str:
     references = [every[key].judged(done) if key in every else {} for key in REFERENCES[study]]
     names = [f"to {name}, %" for _, name, _ in REFERENCES[study]]
     head = ["method", "replicas", "lr", "bytes per parameter and step", "seeds", "val loss", *names]
-    if study == "groups":
+    if study in AVERAGED:
         head += ["averaged weights", "to its averaged weights, %"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for key, each in every.items():
@@ -113,7 +113,7 @@ def table(done: Rows, study: str) -> str:
             sent = f"{per_parameter(done[each.tried(done)[0].key]):.4f}"
             cells = [each.name, str(each.replicas), each.chosen(done), sent, str(len(runs))]
             cells += [mean(runs), *(against(runs, reference) for reference in references)]
-            if study == "groups":
+            if study in AVERAGED:
                 averages = averaged(runs)
                 cells += [mean(averages), against(averages, averaged(references[0]))]
             lines.append("| " + " | ".join(cells) + " |")

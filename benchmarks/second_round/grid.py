@@ -4,6 +4,7 @@ Methods have the same budget of tuning (benchmarks/compare/tuning.py). A learnin
 0 was worse for each method that tried it, so later methods do not.
 """
 
+import dataclasses
 from collections.abc import Iterator
 
 from benchmarks.compare.tuning import Method
@@ -19,9 +20,12 @@ REFERENCES = {
     "size": (("size", "AdamW, full", 2), ("size", "Muon, full", 2)),
     "images": (("images", "AdamW, full", 2), ("images", "demo 1/64 sign", 2)),
     "groups": (("groups", "AdamW, full", 2), ("text", "AdamW 0.999, full", 2)),
+    "long": (("long", "AdamW, full", 1),),
     "muon": (("text", "Muon 0.8, full", 2), ("text", "AdamW 0.999, full", 2)),
 }
-"""The two methods (study, name, replicas) that those of a study are compared with."""
+"""The methods (study, name, replicas) that those of a study are compared with."""
+AVERAGED = "groups", "long"
+"""Studies that also validate an average of the weights."""
 
 PAIRS = (
     (("demo 4/64 sign, AdamW 0, 0.95", 2), ("AdamW 0.95, full", 2)),
@@ -55,6 +59,10 @@ MUON_FORMS = {
 """Muon of 2025, against that of 2024."""
 SIGNSGD = "optimizer.name=SignSGD"
 FULL = "scheme.name=full "
+LONG = (
+    "model.hidden_size=64 model.feed_forward=192 schedule.warmup=100 train.steps=3000"
+    " train.validate_every=3000"
+)
 
 ADAMW_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 MUON_RATES = (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
@@ -87,6 +95,7 @@ def methods() -> Iterator[Method]:
     yield from larger()
     yield from images()
     yield from groups()
+    yield from long_groups()
     yield from muon_forms()
 
 
@@ -392,6 +401,31 @@ def groups() -> Iterator[Method]:
     yield _grouped("Muon, full", FULL + muon, MUON_RATES, (1, 0.3, 3, 10))
 
 
+def long_groups() -> Iterator[Method]:
+    """Methods of `groups` over 3,000 steps of 0.14 million parameters, as in benchmarks/long_rounds.
+
+    Each keeps the ratio that it chose over 300 steps, and tries three rates, more at an end.
+    Gradients of one replica are the mean of several replicas with as many examples.
+    """
+    ratios = {
+        "AdamW, full": 30,
+        "demo 4/64 sign": 10,
+        "demo 1/64 sign": 3,
+        "random_sign 1/8": 3,
+        "loco 4bit, AdamW": 30,
+    }
+    for each in groups():
+        if each.name in ratios:
+            yield dataclasses.replace(
+                each,
+                study="long",
+                sets=f"{each.sets} {LONG}",
+                replicas=1 if each.name == "AdamW, full" else each.replicas,
+                total=ROUNDS,
+                variants=(f"{FLOOR} optimizer.ratio={ratios[each.name]}",),
+            )
+
+
 def muon_forms() -> Iterator[Method]:
     """Newer forms of Muon, tuned as the old form was: all in full, a look ahead, then in rounds."""
     for name, sets in MUON_FORMS.items():
@@ -402,7 +436,7 @@ def muon_forms() -> Iterator[Method]:
         MUON_RATES,
         variants=tuple(
             f"{FLOOR} optimizer.ahead={ahead} optimizer.decay={decay}"
-            for ahead, decay in ((3, 0.9), (1, 0.9), (10, 0.9), (10, 0.97))
+            for ahead, decay in ((0.5, 0.9), (0.25, 0.9), (0.8, 0.9), (0.5, 0.97))
         ),
         study="muon",
     )

@@ -17,9 +17,12 @@ class Lookahead(dt.Muon):
     """Muon whose gradients are taken `ahead * trend` ahead of the weights.
 
     `trend = decay * trend + (1 - decay) * movement`, where `movement` is that of the weights in one
-    step. Muon steps from the weights ahead to the next weights.
+    step. Muon steps from the weights ahead to the next weights. The movement contains the part
+    ahead, so the trend grows without bound unless `ahead` is below 1; 1 / (1 - ahead) is the gain
+    of a constant step.
 
-    ahead: Number of mean steps, at least 0; from step `first` on and before step `last`, else 0.
+    ahead: Number of mean steps, from 0 to below 1; from step `first` on and before step `last`,
+        else 0.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Lookahead(dt.Muon):
 def muon(
     params: Iterable[dict[str, Any]],
     lr: float,
-    ahead: float = 3.0,
+    ahead: float = 0.5,
     decay: float = 0.9,
     first: int = 20,
     last: int = 240,
