@@ -18,6 +18,7 @@ from detonation.cluster.survive.users import AxisUser
 from detonation.core.agreement import Safety
 from detonation.core.optimizer import Replicated
 from detonation.feed.follower import Follower
+from detonation.feed.pace import BEFORE_COPY, SharedPace
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer
 from detonation.feed.token import checked_token
@@ -214,8 +215,9 @@ def admitted(
 class _Arrival:
     """A guest that follows training until the step at which it joins.
 
-    Its state comes from one replica. If that replica is lost, or training goes back, the guest
-    needs a new copy. It tells this to the others, so that they do not wait for it.
+    Its state comes from one replica. If that replica is lost, one of its connections is lost, or
+    training goes back, the guest needs a new copy. It tells this to the others, so that they do not
+    wait for it.
     """
 
     def __init__(self, guest: Guest, follower: Follower, timeout_s: float) -> None:
@@ -223,6 +225,8 @@ class _Arrival:
         self._follower = follower
         self._timeout_s = timeout_s
         self._is_ready = False
+        self._pace = SharedPace(guest.membership)
+        self._copy_at_entry = 0
 
     def next_entry(self) -> GuestEntry:
         """Follows until the others wait for this guest before the step that it returns."""
@@ -244,16 +248,22 @@ class _Arrival:
     def reaches(self, entry: GuestEntry) -> bool:
         """Follows to the state at `entry`; returns False if that state cannot come."""
         deadline = time.monotonic() + self._timeout_s
+        pace = self._pace
+        self._copy_at_entry = pace.copy
         while not self._is_at(entry):
-            can_come = self._has_copy()  # before the last messages of a lost connection are used
+            if pace.copy > self._copy_at_entry:
+                return False
+            if not self._is_ready:
+                pace.close()  # another shard may wait for what this one receives
+                return False
+            if not entry.is_at(entry.step, self._follower.ahead):
+                pace.close()
             late = f"the weights of step {entry.step} did not come"
             if self._follower.step == entry.step:
                 # the other replicas end open rounds, and receive all messages in flight
                 late = f"the others did not synchronize after step {entry.step}"
             self._follow(deadline, late)
-            if not can_come or not entry.is_at(entry.step, self._follower.ahead):
-                break
-        return self._is_at(entry)
+        return True
 
     def _is_at(self, entry: GuestEntry) -> bool:
         follower = self._follower
@@ -262,7 +272,8 @@ class _Arrival:
     def start_over(self) -> None:
         """Asks for a new copy of the state, on each shard, because loading one is collective."""
         self._is_ready = False
-        self._follower.renew()
+        if self._pace.copy == self._copy_at_entry:
+            self._pace.close()
 
     def _announces_change(self) -> bool:
         """Tells the others whether this guest may join; returns True if that has changed."""
@@ -276,10 +287,10 @@ class _Arrival:
         return True
 
     def _has_copy(self) -> bool:
-        """True if a member gives the state, and each later step follows."""
-        follower = self._follower
+        """True if all shards have a copy that a member gives, and each later step follows."""
+        pace = self._pace
         given = self._guest.giver in self._guest.members
-        return follower.step >= 0 and follower.current and given
+        return pace.limit > BEFORE_COPY and not pace.is_final and self._follower.current and given
 
     def _follow(self, deadline: float, late: str) -> None:
         """Follows the replica that offers the state; if that one is lost, the next one.
@@ -296,8 +307,33 @@ class _Arrival:
                 f"{late} for replica {guest.number} within {self._timeout_s:g} s{lost}"
             )
         guest.let_in()
-        if not self._has_copy():
-            follower.turn_to(guest.latest_addresses())
-        follower.update(wait_s=0.01)
+        self._keep_pace()
         if follower.trouble and not follower.ended:  # a training that has ended says so itself
             guest.hosts.require()
+
+    def _needs_copy(self) -> bool:
+        """True if the copy is of no use: no later step follows, or a member no longer gives it."""
+        if self._has_copy():
+            return False
+        guest = self._guest
+        follower = self._follower
+        given = guest.giver in guest.members
+        return (
+            follower.lost
+            or guest.latest_addresses() != follower.address
+            or (not given and follower.received > BEFORE_COPY)
+        )
+
+    def _keep_pace(self) -> None:
+        """Applies what all shards have received. Asks for a new copy if one of them needs it."""
+        pace = self._pace
+        follower = self._follower
+        if self._needs_copy():
+            pace.close()
+        pace.exchange(follower.received)
+        follower.limit = pace.limit
+        follower.update(wait_s=0.01)
+        if pace.is_over:
+            pace.next_copy()
+            follower.limit = BEFORE_COPY
+            follower.turn_to(self._guest.latest_addresses())

@@ -1,6 +1,7 @@
 """`follow`: keeps the exact weights of training in another process."""
 
 import hashlib
+import math
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from detonation.core.agreement import Safety
 from detonation.core.flat.tensors import digest, local
 from detonation.core.link import Axis
 from detonation.core.optimizer import Replicated, local_parameters
+from detonation.feed.pace import BEFORE_COPY, NO_LIMIT, Point
 from detonation.feed.shard import (
     MakeOptimizer,
     Moment,
@@ -41,8 +43,8 @@ class Follower(AbstractContextManager["Follower"]):
     Only `update` changes the model, so you can use it between two calls. If other threads use the
     model, share a lock between them and the thread that calls `update`.
 
-    model: the argument of `follow`. step: the step of training; -1 before the first copy of the
-    state.
+    model, address: arguments of `follow`. step: the step of training; -1 before the first copy of
+    the state. limit: the last moment up to which `update` may apply what has come.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Follower(AbstractContextManager["Follower"]):
         self._make = make
         self._most_behind = behind
         self._joins = joins
+        self.address = address
         self._addresses = [host_and_port(each) for each in address.split(",")]
         self._changed = threading.Condition()
         meshes = [p.device_mesh for p in local_parameters(model).values() if isinstance(p, DTensor)]
@@ -70,6 +73,7 @@ class Follower(AbstractContextManager["Follower"]):
         weakref.finalize(self, close_all, self._streams)
         self._seen = self._came()
         self.step = -1
+        self.limit = NO_LIMIT
 
     @property
     def about(self) -> dict[str, Any]:
@@ -107,6 +111,17 @@ class Follower(AbstractContextManager["Follower"]):
     def current(self) -> bool:
         """True if a copy of the state has come, and each later step comes on its connection."""
         return all(stream.current for stream in self._streams)
+
+    @property
+    def received(self) -> Point:
+        """The moment of the last event that came on the connections of `turn_to`."""
+        with self._changed:
+            return min(self._received(*pair) for pair in self._pairs())
+
+    @property
+    def lost(self) -> bool:
+        """True if a connection of a follower that joins is lost: it needs `turn_to`."""
+        return any(stream.lost for stream in self._streams)
 
     @property
     def complete(self) -> bool:
@@ -178,21 +193,14 @@ class Follower(AbstractContextManager["Follower"]):
         return joined_optimizer(self.model, self._shards, self._make, axis, safety or Safety())
 
     def turn_to(self, address: str) -> None:
-        """Follows the same training at `address` from now on. A new address first sends a copy of
-        the state.
+        """Follows the same training at `address` from now on, which first sends a copy of the
+        state.
         """
-        addresses = [host_and_port(each) for each in address.split(",")]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            close_all(self._streams)
-            self._streams[:] = [self._stream(self._own_shard or 0)]
-            del self._shards[1:]
-
-    def renew(self) -> None:
-        """Asks for a new copy of the state."""
-        with self._changed:
-            for stream in self._streams:
-                stream.restart()
+        self.address = address
+        self._addresses = [host_and_port(each) for each in address.split(",")]
+        close_all(self._streams)
+        self._streams[:] = [self._stream(self._own_shard or 0)]
+        del self._shards[1:]
 
     def close(self) -> None:
         """Stops following; the model keeps its weights."""
@@ -215,7 +223,22 @@ class Follower(AbstractContextManager["Follower"]):
                 f"there are {len(self._addresses)} addresses, and training has {shard + 1} shards"
                 " or more"
             )
-        return Stream(host, port, self._token, most_bytes, self._most_behind, self._changed)
+        return Stream(
+            host,
+            port,
+            self._token,
+            most_bytes,
+            self._most_behind,
+            self._changed,
+            reconnects=not self._joins,
+        )
+
+    def _received(self, shard: ShardFollower, stream: Stream) -> Point:
+        if not stream.came:
+            return BEFORE_COPY
+        moment = reachable_moments(shard.moment, stream.inbox)[-1]
+        assert moment is not None
+        return moment[1:]
 
     def _wait(self, deadline: float | None, to: int | None) -> bool:
         """Waits until something arrives; returns False if nothing can arrive in time."""
@@ -230,7 +253,8 @@ class Follower(AbstractContextManager["Follower"]):
                     )
             if self.ended and to is not None:
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
-            over = all(stream.ended for stream in self._streams) and self._came() == self._seen
+            is_last = self._came() == self._seen and self.limit == NO_LIMIT
+            over = all(stream.ended for stream in self._streams) and is_last
             if over and not self.ended:  # no further step can arrive on all shards
                 raise LostFeed("training has ended before the state of each of its shards came")
             rest_s = 1.0
@@ -250,10 +274,16 @@ class Follower(AbstractContextManager["Follower"]):
         moved.
         """
         self._open_streams()
+        limit = self.limit
+        if to is not None:
+            limit = min(limit, (to, math.inf))
         with self._changed:
             self._seen = self._came()
+            if limit == BEFORE_COPY:
+                return False
             plans = [
-                reachable_moments(shard.moment, stream.inbox, to) for shard, stream in self._pairs()
+                reachable_moments(shard.moment, stream.inbox, limit)
+                for shard, stream in self._pairs()
             ]
             goal = _last_common(plans)
             counts = []

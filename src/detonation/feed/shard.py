@@ -19,6 +19,7 @@ from detonation.core.optim import Muon, SignSGD
 from detonation.core.optimizer import Replicated, local_parameters, replicate
 from detonation.core.schemes import Scheme, scheme
 from detonation.feed import shared_state
+from detonation.feed.pace import NO_LIMIT, Point
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord
 from detonation.log.repeat import Player, repeat_step, show_agreed
@@ -237,15 +238,15 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
 
 
 def reachable_moments(
-    moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None
+    moment: Moment | None, inbox: Iterable[Joined | Stepped], limit: Point = NO_LIMIT
 ) -> list[Moment | None]:
     """The moments that a shard can reach: the current one, and the moment after each event in
-    `inbox` up to step `to`.
+    `inbox` up to `limit`.
     """
     found = [moment]
     for event in inbox:
         moment = moment_after(event, moment)
-        if to is not None and moment[1] > to and isinstance(event, Stepped):
+        if moment[1:] > limit and isinstance(event, Stepped):
             break
         found.append(moment)
     return found

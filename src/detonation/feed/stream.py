@@ -84,6 +84,8 @@ class Stream:
 
     A copy of the state, and the records of one step, may have at most `most_bytes`. With
     `most_waiting` steps in `inbox` it stops reading, and the feed then disconnects this follower.
+
+    reconnects: after a lost connection, ask for another copy. Otherwise the stream is then `lost`.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Stream:
         most_bytes: int,
         most_waiting: int,
         changed: threading.Condition,
+        reconnects: bool = True,
     ) -> None:
         self.host = host
         self.port = port
@@ -105,6 +108,9 @@ class Stream:
         self.bytes_received = self.joins = self.came = 0
         self.current = False  # True while the connection lasts on which the last copy came
         self.failures = 0  # failed attempts since the last copy of the state
+        self.lost = False  # True if nothing more comes, because it does not reconnect
+        self._reconnects = reconnects
+        self._has_asked = False  # for a copy of the state
         self._token = token
         self._most_bytes = most_bytes
         self._most_waiting = most_waiting
@@ -142,7 +148,7 @@ class Stream:
             frames.close()
 
     def _run(self) -> None:
-        while not self._closed.is_set() and not self.ended and self.refusal is None:
+        while not (self._closed.is_set() or self.ended or self.lost or self.refusal):
             joins = self.joins
             self._dropped = False
             try:
@@ -163,13 +169,21 @@ class Stream:
                         self.failures += 1
                     self._changed.notify_all()
             if not self.ended:
-                self._closed.wait(PAUSES_S[min(self.failures, len(PAUSES_S) - 1)])
+                self._pause()
+
+    def _pause(self) -> None:
+        """Waits before the next attempt, or before this stream counts as lost."""
+        self._closed.wait(PAUSES_S[min(self.failures, len(PAUSES_S) - 1)])
+        with self._changed:
+            self.lost = self._has_asked and not self._reconnects
+            self._changed.notify_all()
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
             # set before anything is sent, because `gone` is False once a feed answers
             frames = self._frames = introduced(connection, self._token)
             frames.send(WANT, encoded({"want": "state"}))
+            self._has_asked = True
             about: dict[str, Any] = {}
             while not self._closed.is_set():
                 before = frames.bytes_moved

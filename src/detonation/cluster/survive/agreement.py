@@ -422,6 +422,7 @@ def axis_key(
         "coming",
         "copy",
         "ready",
+        "pace",
         "entry",
         "at",
     ],
@@ -436,7 +437,8 @@ def axis_key(
     the optimizer that lets it in; `copy`, the turn after which it gets each copy of the state;
     `entry`, the optimizer, turn and step before which it joins, once all come to wait for it. Keys
     of a guest's shard: `feed`, the replica that gives the state, and the address of its feed;
-    `coming`, set while it waits for each copy; `ready`, the replica whose state it follows, or "".
+    `coming`, set while it waits for each copy; `ready`, the replica whose state it follows, or "";
+    `pace`, what it has received since each copy.
     Key of a guest and a rank: `at`, the last turn of the guest that the rank has reached.
     """
     return "/".join((kind, *map(str, numbers)))
