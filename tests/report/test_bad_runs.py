@@ -40,8 +40,9 @@ def test_a_directory_that_holds_no_run(error_of, tmp_path):
 
 def test_an_unfinished_run_and_a_directory_of_runs(error_of, tmp_path):
     (made(tmp_path / "run") / "summary.json").unlink()
-    assert error_of("run").endswith(
-        "finish it with detonation train RECIPE.toml --out run --resume"
+    made(tmp_path / "whole")
+    assert error_of("run", "whole").endswith(
+        "finish it with detonation train RECIPE.toml --out run --resume, or report it alone"
     )
     made(tmp_path / "compared" / "full")
     made(tmp_path / "compared" / "demo")

@@ -11,7 +11,8 @@ import pytest
 import tomli_w
 
 import browser
-from detonation.report import live
+from detonation.cli.command import run_command as main
+from detonation.report import live, page
 from limits import until
 from made import record
 
@@ -88,7 +89,21 @@ def test_a_run_with_levels_has_as_many_replicas_as_they_come_to(run):
     (run / "config.toml").write_text(
         tomli_w.dumps(CONFIG | {"scheme": levels, "mesh": {"shards": 1, "link": ""}})
     )
-    assert "full+demo on sotu-sample · 6 replicas x 1 shards" in live.html(run)
+    assert "full+demo on sotu-sample · 6 replicas x 1 shards" in page.html_of_begun(
+        run, "in training", live=True
+    )
+
+
+def test_a_run_that_was_killed_has_a_page_of_its_steps(run, capsys):
+    """Also if the last line of its metrics is not whole."""
+    (run / "metrics.jsonl").write_text(lines(1, 11)[:-20])
+    assert main(["report", str(run)]) == 0
+    shown = (run / "report.html").read_text()
+    assert all(text in shown for text in ("not finished", "10 of 40", 'id="loss-steps"'))
+    assert "setInterval" not in shown
+    (run / "config.toml").write_text("=")
+    assert main(["report", str(run)]) == 2
+    assert "config.toml is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -116,7 +131,7 @@ def test_a_name_in_the_recipe_is_text(run, address):
     (run / "config.toml").write_text(
         tomli_w.dumps(CONFIG | {"scheme": {"name": "<script>alert(1)</script>"}})
     )
-    assert "<script>alert" not in live.html(run)
+    assert "<script>alert" not in page.html_of_begun(run, "in training", live=True)
 
 
 @pytest.mark.skipif(

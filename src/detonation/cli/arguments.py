@@ -231,6 +231,8 @@ class Plan(Overrides):
 class Report(Common):
     """Write a page that shows a run or compares several.
 
+    The page of an unfinished run shows its steps so far.
+
     Example: detonation report runs/first
 
     Example: detonation report runs/slow/*/ --out slow.html

@@ -2,17 +2,28 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from detonation.report.figures import PAPER, charts
-from detonation.report.read import Run, read_all
+from detonation.report.read import (
+    FILES,
+    Run,
+    agreeing_s,
+    is_unfinished,
+    read_all,
+    read_begun,
+    records,
+)
 from detonation.report.terminal import RESULTS, results, run_rows
+from detonation.report.words import duration, loss_text, size_text
 from detonation.whole_files import write_whole
 
 _EXTRA = "report.html was not written: it needs matplotlib, pip install '.[plots]' in a clone"
 _MOST_REPLICAS = 16
+_LATEST = 20
 _TILES = (
     "validation loss",
     "validation accuracy",
@@ -37,12 +48,14 @@ class Grid:
 def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     """Writes a page about the runs in `directories`; returns its path.
 
+    A single run may be unfinished: its page shows the steps so far.
+
     Args:
         out: Path of the page. By default report.html, for one run in its directory.
 
     Raises:
-        ValueError: A directory holds no finished run, a file is damaged, or matplotlib is not
-            installed.
+        ValueError: A directory holds no run, one of several is not finished, a file is damaged, or
+            matplotlib is not installed.
     """
     if not directories:
         raise ValueError("report needs at least one run directory: detonation report DIR...")
@@ -51,7 +64,9 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
         target = out
     elif len(directories) == 1:
         target = directories[0] / target
-    runs = read_all(directories)
+    runs = []
+    if not _is_begun(directories):
+        runs = read_all(directories)
     problem = ""
     if target.is_dir():
         problem = "is a directory"
@@ -60,16 +75,23 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     if problem:
         raise ValueError(f"the page {target} {problem}: choose another --out")
     try:
-        text = _page_html(runs)
+        if runs:
+            text = _page_html(runs)
+        else:
+            text = html_of_begun(directories[0], "not finished")
     except ImportError as error:
         raise ValueError(_EXTRA) from error
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
-        names = ", ".join(str(run.directory) for run in runs)
+        names = ", ".join(map(str, directories))
         raise ValueError(
             f"a file of {names} is damaged ({error!r}): restore it, or leave the run out"
         ) from error
     write_whole(target, text.encode())
     return target
+
+
+def _is_begun(directories: Sequence[Path]) -> bool:
+    return len(directories) == 1 and is_unfinished(directories[0])
 
 
 def try_write(directories: Sequence[Path], out: Path | None = None) -> str:
@@ -112,6 +134,53 @@ def _parts_of_one(run: Run) -> dict[str, Any]:
         "numbers": Grid([], numbers),
         "waits": waits_grid(run.summary.get("waits")),
     }
+
+
+def html_of_begun(directory: Path, state: str, live: bool = False) -> str:
+    """Page about a run that has no summary yet.
+
+    Args:
+        state: In words, for the subtitle.
+        live: The page loads itself anew.
+    """
+    run = read_begun(directory)
+    levels = run.settings["scheme"]
+    if not isinstance(levels, list):
+        levels = [levels]
+    scheme = "+".join(level["name"] for level in levels)
+    page = {
+        "title": run.name,
+        "subtitle": f"{scheme} {subtitle([run])} · {state}",
+        "runs": [run],
+        "live": live,
+    }
+    if not (directory / FILES[0]).stat().st_size:
+        return rendered(**page, tiles=[("0", "steps: the first one sets up")])
+    run = replace(run, records=records(directory / FILES[0]))
+    loss, costs = charts([run])
+    waits = next((record["waits"] for record in reversed(run.records) if "waits" in record), None)
+    return rendered(**page, tiles=progress(run), loss=loss, costs=costs, waits=waits_grid(waits))
+
+
+def progress(run: Run) -> list[tuple[str, str]]:
+    """Progress of a run in training, as numbers with labels."""
+    steps = run.summary["steps"]
+    done = run.records[-1]["step"]
+    latest = run.records[-_LATEST:]
+    step_s = fmean(record["seconds"] for record in latest)
+    loss = fmean(record["loss"] for record in latest)
+    sent = run.bytes_so_far()[-1]
+    waited = sum(record.get("waited_s", 0.0) + agreeing_s(record) for record in run.records)
+    return [
+        (f"{done:,} of {steps:,}", "steps"),
+        (loss_text(loss), "training loss, mean of the last steps"),
+        *((loss_text(loss), "validation loss") for _, loss in run.validations()[-1:]),
+        (size_text(sent / len(run.records)), "sent per step by a replica, on average"),
+        (size_text(sent), "sent by a replica so far"),
+        (duration(step_s), "per step"),
+        (f"{waited / run.seconds_so_far()[-1]:.1%}", "of the time waiting for others"),
+        (duration(step_s * (steps - done)), "left"),
+    ]
 
 
 def tile(label: str, text: str) -> tuple[str, str]:

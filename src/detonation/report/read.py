@@ -100,11 +100,16 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
+def is_unfinished(directory: Path) -> bool:
+    """True if `directory` holds a run that still trains, or that stopped before its end."""
+    metrics, summary, config, _ = (directory / name for name in FILES)
+    return metrics.is_file() and config.is_file() and not summary.exists()
+
+
 def read_begun(directory: Path) -> Run:
     """Reads the configuration of a run in training, without its records."""
-    config = read_text(directory / "config.toml", errors="replace")
+    config, settings = _configuration(directory / "config.toml")
     path = directory.resolve()
-    settings = _printable(parse_toml(config))
     levels = settings["scheme"]
     mesh = settings["mesh"]
     if isinstance(levels, list):
@@ -117,7 +122,7 @@ def read_begun(directory: Path) -> Run:
         "replicas": replicas,
         "shards": mesh["shards"],
     }
-    return Run(printable(path.name), path, summary, _printable_lines(config), settings, [])
+    return Run(printable(path.name), path, summary, config, settings, [])
 
 
 def read_run(directory: Path) -> Run:
@@ -125,37 +130,45 @@ def read_run(directory: Path) -> Run:
     _require_finished_run(directory)
     metrics, summary, config, environment = (directory / name for name in FILES)
     table = _table(summary)
-    text = read_text(config, errors="replace")
     if missing := sorted(_SUMMARY - table.keys()):
         raise ValueError(
             f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this"
             " run out"
         )
-    try:
-        settings = _printable(parse_toml(text))
-    except ValueError as error:
-        raise ValueError(
-            f"{config} is damaged, {error}: restore it, or leave this run out"
-        ) from error
+    text, settings = _configuration(config)
     path = directory.resolve()
     lines = records(metrics)
     described = {}
     if environment.exists():
         described = _table(environment)
-    return Run(
-        printable(path.name), path, table, _printable_lines(text), settings, lines, described
-    )
+    return Run(printable(path.name), path, table, text, settings, lines, described)
+
+
+def _configuration(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a config.toml, and its values. Raises `ValueError` if it is damaged."""
+    text = read_text(path, errors="replace")
+    try:
+        settings = _printable(parse_toml(text))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged, {error}: restore it, or leave this run out"
+        ) from error
+    return "\n".join(map(printable, text.splitlines())), settings
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Parses a metrics file; a loss that is not finite becomes NaN.
+    """Parses a metrics file; a loss that is not finite becomes NaN. A last line without its end, as
+    of a run that was killed, is left out.
 
     Raises `ValueError` with the number of a damaged line.
     """
     parsed = []
-    lines = read_text(path, errors="replace", most=MOST_RECORDS).splitlines()
+    text = read_text(path, errors="replace", most=MOST_RECORDS)
+    lines = text.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         record = _record(line)
+        if record is None and number == len(lines) and not line.endswith("\n"):
+            break
         if record is None:
             raise ValueError(
                 f"{path} is damaged in line {number}, which is no JSON object with"
@@ -223,7 +236,10 @@ def _require_finished_run(directory: Path) -> None:
         )
     else:
         found = "holds no finished run, but one that stopped or still trains"
-        remedy = f"finish it with detonation train RECIPE.toml --out {directory} --resume"
+        remedy = (
+            f"finish it with detonation train RECIPE.toml --out {directory} --resume, or report it"
+            " alone"
+        )
     raise ValueError(f"{directory} {found}: {remedy}")
 
 
@@ -237,10 +253,6 @@ def _table(path: Path) -> dict[str, Any]:
             f"{path} is damaged, it is no JSON object: restore it, or leave this run out"
         )
     return table
-
-
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.splitlines()))
 
 
 def _printable(value: Any) -> Any:
