@@ -70,17 +70,3 @@ class LinkSpeed:
         if self.latency_s:
             return f"{rate},{self.latency_s * 1e3:.4g}ms"
         return rate
-
-
-def hops(kind: str, replicas: int) -> int:
-    """Number of consecutive messages in one exchange on a ring.
-
-    It is R - 1 for an all-gather and twice as many for an all-reduce. Through owners it is 1 for
-    all slices together, followed by R - 1 for the replies.
-
-    >>> hops("all-reduce", 4), hops("all-gather", 4), hops("owner", 4)
-    (6, 3, 4)
-    """
-    if replicas == 1:
-        return 0
-    return {"all-reduce": 2 * (replicas - 1), "all-gather": replicas - 1, "owner": replicas}[kind]

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 import worlds
-from detonation.core.link.communicator import SMALL, communicator_of
+from detonation.core.link.communicator import communicator_of
+from detonation.core.schemes.traffic import SMALL
 from detonation.train.loop.world import Ranks
 
 

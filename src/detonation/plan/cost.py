@@ -8,7 +8,7 @@ from math import log2, prod
 from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, Operation, Step
 from detonation.core.flat.layout import Layout
 from detonation.core.schemes import GradientScheme, ParameterScheme, Scheme, scheme, traffic
-from detonation.link_speed import LinkSpeed, hops
+from detonation.link_speed import LinkSpeed
 
 BACKWARD = 2 / 3
 """Share of backward in the time of forward and backward; gradients become available during
@@ -58,13 +58,9 @@ class Network:
     def of_link_speed(cls, speed: LinkSpeed, replicas: int, shards: int) -> "Network":
         """A network of nodes with equal links. The ranks of a node share its link."""
         rate = speed.rate_bits_per_s / shards
-        latencies = {
-            "all-reduce": hops("all-reduce", replicas),
-            "all-gather": hops("all-gather", replicas),
-            "all-to-all": 1,
-        }
         operations = {
-            name: Operation(count * speed.latency_s, rate, 0.0) for name, count in latencies.items()
+            kind: Operation(traffic.hops(kind, replicas) * speed.latency_s, rate, 0.0)
+            for kind in ("all-reduce", "all-gather", "all-to-all")
         }
         return cls(replicas, shards, operations)
 
@@ -92,9 +88,26 @@ class Network:
             restart_s = self.restart * self.restart_s(nbytes, silent_s)
         if kind == "owner":
             sending = self.operations["all-to-all"].seconds(nbytes / 2)
-            answering = self.operations["all-gather"].seconds(nbytes / 2)
-            return restart_s + (sending + answering)
-        return restart_s + self.operations[kind].seconds(nbytes)
+            return restart_s + (sending + self.seconds("all-gather", nbytes / 2))
+        return restart_s + self.latency_s(kind, nbytes) + self.transfer_s(kind, nbytes)
+
+    def latency_s(self, kind: str, nbytes: float) -> float:
+        """Seconds for which an exchange of `nbytes` per rank waits beside its transfer."""
+        one = self.operations["all-to-all"].latency_s
+        latency = self.operations[kind].latency_s
+        if kind == "all-gather" and traffic.is_sent_at_once(
+            nbytes / (self.replicas - 1), self.replicas
+        ):
+            return min(latency, one)
+        return latency
+
+    def transfer_s(self, kind: str, nbytes: float) -> float:
+        """Seconds in which a rank sends `nbytes`."""
+        if kind == "owner":
+            return self.transfer_s("all-to-all", nbytes / 2) + self.transfer_s(
+                "all-gather", nbytes / 2
+            )
+        return 8 * nbytes / self.operations[kind].rate_bits_per_s
 
     def restart_s(self, nbytes: float, silent_s: float) -> float:
         """Seconds that TCP's slow start adds to an exchange of `nbytes` after a silence.
@@ -266,6 +279,8 @@ def _exposed_s(
     """Seconds per round for which a rank waits for messages. `step_s` is a step without its
     compute.
     """
+    if network.replicas == 1:
+        return 0.0
     waits = 0.0
     local_s = work.compute_s + step_s
     silent = scheme.round.every / scheme.fragments * local_s
@@ -276,7 +291,7 @@ def _exposed_s(
         if kind == "owner" and work.reports:  # ranks agree on the messages that owners refused
             waits += network.seconds("all-gather", 0)
         if scheme.round.delay:
-            latency = network.seconds(kind, 0)
+            latency = network.seconds(kind, nbytes) - network.transfer_s(kind, nbytes)
             waits += _delayed_wait_s(scheme, transfer_s, latency, local_s)
         elif work.overlap and scheme.worth_overlapping:
             # buckets are sent in the order of backward: the last layers first
@@ -286,7 +301,7 @@ def _exposed_s(
             if kind == "owner":
                 answer = scheme.reply_codec(network.replicas)
                 size = traffic.stage_bytes(answer, sum(rows), network.replicas)
-                waits += network.operations["all-gather"].seconds(size)
+                waits += network.seconds("all-gather", size)
             waits += _buckets_wait_s(scheme, kind, rows, work, network)
             waits += transfer_s - network.seconds(kind, nbytes)
         else:
@@ -303,14 +318,13 @@ def _buckets_wait_s(
 ) -> float:
     """Seconds from the end of backward until all buckets, with `rows` rows each, have arrived."""
     if kind == "owner":
-        sending = network.operations["all-to-all"]
-        latency = sending.latency_s
+        sent: str = "all-to-all"
         sizes = [traffic.stage_bytes(scheme.codec, count, network.replicas) for count in rows]
-        seconds = [sending.seconds(size) - latency for size in sizes]
     else:
-        latency = network.seconds(kind, 0)
+        sent = kind
         sizes = [traffic.exchange_bytes(kind, scheme, count, network.replicas) for count in rows]
-        seconds = [network.seconds(kind, size) - latency for size in sizes]
+    latency = max(network.latency_s(sent, size) for size in sizes)
+    seconds = [network.transfer_s(sent, size) for size in sizes]
     parts = [(count / sum(rows), one) for count, one in zip(rows, seconds, strict=True)]
     return latency + _overlapped_wait_s(parts, work.compute_s / work.accumulate)
 

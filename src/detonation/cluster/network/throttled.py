@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.core.link import Communicator, ProcessGroupCommunicator
-from detonation.core.schemes import ring_bytes
-from detonation.link_speed import LinkSpeed, hops
+from detonation.core.schemes import hops, ring_bytes
+from detonation.link_speed import LinkSpeed
 from detonation.whole_files import opened
 
 _WINDOW = 4096
@@ -63,14 +63,12 @@ class NodeLink:
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._node)
         return end
 
-    def arrive(self, kind: str, left: Tensor, replicas: int) -> None:
-        """Waits until the last message arrives, given the times at which messages have `left`."""
+    def arrive(self, kind: str, left: Tensor, replicas: int, nbytes: int) -> None:
+        """Waits until the last message arrives, given the times at which messages of `nbytes` have
+        `left`.
+        """
         # [replicas] float64
-        if kind == "all-to-all":
-            far = min(1, replicas - 1)
-        else:
-            far = hops(kind, replicas)
-        due = float(left.max()) + self.speed.seconds(0, far)
+        due = float(left.max()) + self.speed.seconds(0, hops(kind, replicas, nbytes))
         while (early := due - self._clock()) > 0:
             self._sleep(early)
 
@@ -126,7 +124,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
         def wait() -> Tensor:
             result = wait_for_result()
             # all peers have started this exchange, so each has recorded the end of its sending
-            self.arrive(kind, self._left[self._peers, exchange], self.size())
+            self.arrive(kind, self._left[self._peers, exchange], self.size(), message.nbytes)
             return result
 
         return wait

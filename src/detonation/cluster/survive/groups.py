@@ -21,6 +21,7 @@ from detonation.cluster.processes.descriptors import drop_strangers
 from detonation.cluster.processes.waiting import in_thread
 from detonation.cluster.survive.agreement import Agreement, RankReport, in_words
 from detonation.cluster.survive.membership import Membership
+from detonation.core.schemes import is_sent_at_once
 
 FORM_S = 10.0
 """Seconds in which the members of a group must connect after all have agreed on it."""
@@ -95,6 +96,8 @@ class Group:
 
     def all_gather(self, target: Tensor, mine: Tensor) -> dist.Work:
         """Gathers `mine` of all members into `target`."""
+        if self.size > 2 and is_sent_at_once(mine.nbytes, self.size):
+            return self.all_to_all(target, mine.repeat(self.size))
         return self._kept(self._group._allgather_base(target.view(-1), mine))
 
     def all_to_all(self, target: Tensor, mine: Tensor) -> dist.Work:

@@ -294,7 +294,7 @@ class SurvivingCommunicator(AxisEnd):
         def arrived() -> Tensor:
             result = arriving()
             absent = user.absent
-            link.arrive(name, told().view(torch.float64), size)
+            link.arrive(name, told().view(torch.float64), size, values.nbytes)
             user.absent = absent
             return result
 

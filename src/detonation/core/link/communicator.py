@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,8 @@ from torch.optim import Optimizer
 
 from detonation.choices import make
 from detonation.core.runtime import recorded
+from detonation.core.schemes import Scheme, is_sent_at_once
 from detonation.plugins import plugin
-
-if TYPE_CHECKING:
-    from detonation.core.schemes import Scheme
 
 AxisPart = tuple[int, "Axis", Mapping[str, Tensor]]
 """A part of the parameters that replicates separately: its number, its axis, its tensors."""
@@ -95,10 +93,6 @@ class HostStaging:
 
 # torch renamed all_gather_into_tensor; the old name warns in versions that have the new name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-SMALL = 2**20
-"""Largest size in bytes of a small message, copied for each replica. The latency of a larger one is
-small against its transfer, and copies of it need memory.
-"""
 
 
 class AxisRules:
@@ -309,8 +303,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
         # [bytes] -> [replicas, bytes] uint8
-        if self._is_gloo and self._size > 2 and len(mine) * self._size <= SMALL:
-            # gloo's all-gather waits once for each other replica, in a ring; this waits once
+        if self._is_gloo and self._size > 2 and is_sent_at_once(len(mine), self._size):
             return self.all_to_all(mine.repeat(self._size))
         return self._received(_all_gather, (self._size, len(mine)), mine)
 

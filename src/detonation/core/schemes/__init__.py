@@ -49,6 +49,8 @@ from detonation.core.schemes.traffic import (
     bytes_sent,
     collective_for,
     dense_bytes,
+    hops,
+    is_sent_at_once,
     mean_bytes,
     message_bytes,
     require_below_dense,

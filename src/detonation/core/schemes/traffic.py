@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from math import inf
 from typing import Literal
 
 from detonation.core.base_error import DetonationError
@@ -14,6 +15,8 @@ from detonation.core.schemes.scheme import Scheme
 
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 
+SMALL = 2**20
+"""Largest size in bytes of small messages, one for each replica."""
 MANY_REPLICAS = 8
 """From this number of replicas on, replies of owners cost at most 0.7 % of loss; among four
 replicas up to 1.0 % (research/log.md).
@@ -116,6 +119,31 @@ def ring_bytes(kind: Literal["all-reduce", "all-gather"], nbytes: int, replicas:
     if kind == "all-reduce":
         copies = 2
     return -(-copies * (replicas - 1) * nbytes // replicas)
+
+
+def is_sent_at_once(nbytes: float, replicas: int) -> bool:
+    """True if all-gathers over gloo send a message of `nbytes` to all other replicas at once.
+
+    Gloo's own all-gather is a ring, which waits for one latency per other replica. The latency of a
+    larger message is small against its transfer, and its copies need memory.
+    """
+    return nbytes * replicas <= SMALL
+
+
+def hops(kind: str, replicas: int, nbytes: float = inf) -> int:
+    """Number of consecutive messages in one exchange, in which each replica has a message of
+    `nbytes`.
+
+    On a ring it is R - 1 for an all-gather and twice as many for an all-reduce.
+
+    >>> hops("all-reduce", 4), hops("all-gather", 4), hops("all-gather", 4, nbytes=25)
+    (6, 3, 1)
+    """
+    if replicas == 1:
+        return 0
+    if kind == "all-to-all" or (kind == "all-gather" and is_sent_at_once(nbytes, replicas)):
+        return 1
+    return {"all-reduce": 2 * (replicas - 1), "all-gather": replicas - 1}[kind]
 
 
 def dense_bytes(numel: int, replicas: int, local_ranks: int = 1) -> int:
