@@ -253,7 +253,8 @@ class _Arrival:
         while not self._is_at(entry):
             if pace.copy > self._copy_at_entry:
                 return False
-            if not self._is_ready:
+            # after `ready`, it may have turned to a next copy, which cannot come while all wait
+            if not self._is_ready or pace.limit == BEFORE_COPY:
                 pace.close()  # another shard may wait for what this one receives
                 return False
             if not entry.is_at(entry.step, self._follower.ahead):
