@@ -766,7 +766,11 @@ class Giver:
     def __init__(self, store, shard):
         self.step_count, self.given = 0, []
         self._feed = SimpleNamespace(
-            flush=lambda: None, is_asked=False, followers=0, first_copy=math.inf
+            flush=lambda: None,
+            is_asked=False,
+            followers=0,
+            first_copy=math.inf,
+            disconnect=lambda reason: self.ask(),
         )
         members = {"replica": 0, "rank": shard, "shard": shard, "shards": 2}
         asked = SimpleNamespace(store=store, guest=1, guest_asks=True, **members)
@@ -806,3 +810,23 @@ def test_all_shards_of_a_newcomer_get_copies_of_the_same_steps_however_often_it_
             for shard in order:
                 givers[shard].step()
     assert givers[0].given == givers[1].given and len(givers[0].given) == 3
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("missed", [0, 1])
+def test_all_shards_of_a_newcomer_get_another_copy_if_one_has_missed_the_last_copy(order, missed):
+    """It lost its connection after all had agreed on the step of that copy, and was back only after that step."""
+    store = HashStore()
+    givers = [Giver(store, shard) for shard in range(2)]
+    for giver in givers:
+        giver.ask()
+    while not givers[1 - missed].given:
+        for shard in order:
+            givers[shard].step()
+        if givers[missed]._feed.first_copy < math.inf:
+            givers[missed]._feed.is_asked = False
+    givers[missed].ask()
+    for _ in range(6):
+        for shard in order:
+            givers[shard].step()
+    assert givers[1 - missed].given[1:] == givers[missed].given != []

@@ -115,6 +115,9 @@ class Admission:
             self._copy_turn = math.inf
             self._asked = False
         self._asked |= feed.is_asked
+        if not self._asked and self._axis.host.others_ask(self._guest, self._copies):
+            # the others lost their connection before the last copy, which only this shard has
+            feed.disconnect("another shard of it needs a new copy")
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
         feed.first_copy = self._user.step_of(self._copy_turn)
