@@ -707,19 +707,35 @@ def test_a_newcomer_joins_later_if_all_go_back_before_its_step(monkeypatch):
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
 
 
+class Slow(admission._Arrival):
+    """Reads that the replica that gave its state is lost, and is held up until the others wait for it."""
+
+    def _keep_pace(self):
+        copy = self._pace.copy
+        super()._keep_pace()
+        if self._is_ready and self._pace.copy > copy:
+            until(lambda: self._guest.entry())
+
+
+@pytest.mark.parametrize("silent", [False, True])
 def test_a_newcomer_joins_later_if_the_replica_that_gives_the_state_is_lost_before_its_step(
-    monkeypatch,
+    silent, monkeypatch
 ):
-    """It ends within the step before, of which it sends nothing."""
+    """It ends within the step before, of which it sends nothing; or its machine freezes, so its connections last."""
+    if silent:
+        monkeypatch.setattr(admission, "_Arrival", Slow)
     monkeypatch.setattr(membership, "ARRIVE_S", LIMIT_S)
-    meeting, store, scheme, doors = Meeting(monkeypatch), HashStore(), TALKING["full"], []
+    meeting, store, scheme = Meeting(monkeypatch), HashStore(), TALKING["full"]
+    doors, lost = [], []
 
     class Member(SurvivingCommunicator):
         def start(self, kind, *arguments):
             # of gradients, not of what follows a step
             if kind == "all_reduce" and meeting.of(self) and self._membership.replica == 0:
-                doors[0]._feed._drop_all("its process ends")
-                doors[0]._feed._listener.close()
+                lost.append(doors[0]._feed)
+                if not silent:
+                    lost[0]._drop_all("its process ends")
+                    lost[0]._listener.close()
                 self._membership.stop()
                 note_gone(self._membership.store, 0)
                 self._group.abandon()
@@ -740,6 +756,7 @@ def test_a_newcomer_joins_later_if_the_replica_that_gives_the_state_is_lost_befo
     *ends, _ = together(
         lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
     )
+    lost[0].close(wait_s=0.0)
     assert ends[0] == ends[1] and ends[0][-1] == REPLICAS
 
 
@@ -749,7 +766,11 @@ class Giver:
     def __init__(self, store, shard):
         self.step_count, self.given = 0, []
         self._feed = SimpleNamespace(
-            flush=lambda: None, is_asked=False, followers=0, first_copy=math.inf
+            flush=lambda: None,
+            is_asked=False,
+            followers=0,
+            first_copy=math.inf,
+            disconnect=lambda reason: self.ask(),
         )
         members = {"replica": 0, "rank": shard, "shard": shard, "shards": 2}
         asked = SimpleNamespace(store=store, guest=1, guest_asks=True, **members)
@@ -789,3 +810,23 @@ def test_all_shards_of_a_newcomer_get_copies_of_the_same_steps_however_often_it_
             for shard in order:
                 givers[shard].step()
     assert givers[0].given == givers[1].given and len(givers[0].given) == 3
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("missed", [0, 1])
+def test_all_shards_of_a_newcomer_get_another_copy_if_one_has_missed_the_last_copy(order, missed):
+    """It lost its connection after all had agreed on the step of that copy, and was back only after that step."""
+    store = HashStore()
+    givers = [Giver(store, shard) for shard in range(2)]
+    for giver in givers:
+        giver.ask()
+    while not givers[1 - missed].given:
+        for shard in order:
+            givers[shard].step()
+        if givers[missed]._feed.first_copy < math.inf:
+            givers[missed]._feed.is_asked = False
+    givers[missed].ask()
+    for _ in range(6):
+        for shard in order:
+            givers[shard].step()
+    assert givers[1 - missed].given[1:] == givers[missed].given != []

@@ -115,6 +115,9 @@ class Admission:
             self._copy_turn = math.inf
             self._asked = False
         self._asked |= feed.is_asked
+        if not self._asked and self._axis.host.others_ask(self._guest, self._copies):
+            # the others lost their connection before the last copy, which only this shard has
+            feed.disconnect("another shard of it needs a new copy")
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
         feed.first_copy = self._user.step_of(self._copy_turn)
@@ -253,7 +256,8 @@ class _Arrival:
         while not self._is_at(entry):
             if pace.copy > self._copy_at_entry:
                 return False
-            if not self._is_ready:
+            # after `ready`, it may have turned to a next copy, which cannot come while all wait
+            if not self._is_ready or pace.limit == BEFORE_COPY:
                 pace.close()  # another shard may wait for what this one receives
                 return False
             if not entry.is_at(entry.step, self._follower.ahead):

@@ -204,6 +204,10 @@ class Feed(StepRecorder):
         with self._lock:
             return any(each.alive for each in self._coming)
 
+    def disconnect(self, reason: str) -> None:
+        """Disconnects the followers that have a copy, so that they ask for another one."""
+        self._drop_all(reason)
+
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
         messages, goes_on = self.take_messages(what, optimizer)

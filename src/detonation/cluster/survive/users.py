@@ -159,10 +159,8 @@ class Host:
         store = self.membership.store
         shard = self.membership.shard
         shards = self.membership.shards
-        first = self.membership.rank - shard
         copy = axis_key("copy", guest, self.membership.replica, number)
-        # keys by rank, because another replica gives the copy if this one is lost
-        coming = [axis_key("coming", guest, first + each, number) for each in range(shards)]
+        coming = self._coming(guest, number)
         store.set(coming[shard], "1")
         if shard == 0 and store.check(coming):
             ahead = 1 + (shards > 1)
@@ -170,6 +168,18 @@ class Host:
         if store.check([copy]):
             return int(store.get(copy))
         return math.inf
+
+    def others_ask(self, guest: int, number: int) -> bool:
+        """True if a guest of another shard waits for copy `number` of the state."""
+        store = self.membership.store
+        coming = self._coming(guest, number)
+        del coming[self.membership.shard]
+        return any(store.check([key]) for key in coming)
+
+    def _coming(self, guest: int, number: int) -> list[str]:
+        # keys by rank, because another replica gives the copy if this one is lost
+        ranks = ranks_of_replicas([self.membership.replica], self.membership.shards)
+        return [axis_key("coming", guest, rank, number) for rank in ranks]
 
 
 class AxisEnd(ElasticCommunicator):
