@@ -36,14 +36,14 @@ CEILINGS: dict[str, float] = {
     # newcomer whose state cannot come is postponed, its shards keep one pace, and a run that was
     # killed has a page, and small messages wait for one latency also on an elastic axis and in plans
     # (core: codes, calls)
-    "tokens of src": 339_900,
+    "tokens of src": 340_050,
     "tokens of core": 95_700,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_358,  # for the same reasons
+    "cognitive complexity of src": 8_362,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,

@@ -734,7 +734,7 @@ def test_a_newcomer_joins_later_if_the_replica_that_gives_the_state_is_lost_befo
             if kind == "all_reduce" and meeting.of(self) and self._membership.replica == 0:
                 lost.append(doors[0]._feed)
                 if not silent:
-                    lost[0]._drop_all("its process ends")
+                    lost[0].disconnect("its process ends")
                     lost[0]._listener.close()
                 self._membership.stop()
                 note_gone(self._membership.store, 0)
@@ -784,6 +784,7 @@ class Giver:
             _copy_turn=math.inf,
             _copies=0,
             _asked=False,
+            _next_look=0.0,
         )
 
     def ask(self):
@@ -814,8 +815,11 @@ def test_all_shards_of_a_newcomer_get_copies_of_the_same_steps_however_often_it_
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("missed", [0, 1])
-def test_all_shards_of_a_newcomer_get_another_copy_if_one_has_missed_the_last_copy(order, missed):
+def test_all_shards_of_a_newcomer_get_another_copy_if_one_has_missed_the_last_copy(
+    order, missed, monkeypatch
+):
     """It lost its connection after all had agreed on the step of that copy, and was back only after that step."""
+    monkeypatch.setattr(admission, "LOOK_S", 0.0)
     store = HashStore()
     givers = [Giver(store, shard) for shard in range(2)]
     for giver in givers:

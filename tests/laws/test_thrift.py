@@ -136,14 +136,14 @@ def test_the_host_does_not_wait_for_what_it_copies_to_a_device():
 def test_a_follower_has_one_copy_of_the_state_where_no_padding_row_moves(monkeypatch):
     """The replicas ask in each step whether one does, as nobody has used the words."""
     dropped = []
-    drop = publisher.Feed._drop_all
+    drop = publisher.Feed.disconnect
 
     def noted(feed, reason):
         dropped.extend([reason] * len(feed._subscribed))
         if not dropped:
             drop(feed, reason)
 
-    monkeypatch.setattr(publisher.Feed, "_drop_all", noted)
+    monkeypatch.setattr(publisher.Feed, "disconnect", noted)
     model = Words()
     base = dt.SignSGD(model.parameters(), lr=0.1)
     optimizer = dt.replicate(base, model, LoopbackCommunicator(2), SMEARING["demo"])
@@ -224,7 +224,7 @@ def test_a_follower_loads_only_the_last_of_the_copies_that_wait_for_it(monkeypat
                 with follower._changed:
                     follower._changed.wait_for(lambda came=came: stream.came != came, 0.1)
             if joins == 1:
-                feed._drop_all("it comes again")
+                feed.disconnect("it comes again")
         advance(model, optimizer, 0, [optimizer.step_count])
         follower.update(to=optimizer.step_count)
         assert len(loaded) == 1

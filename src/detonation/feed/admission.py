@@ -25,6 +25,8 @@ from detonation.feed.token import checked_token
 from detonation.log.records import Tapes
 
 _log = logging.getLogger("detonation.feed")
+LOOK_S = 1.0
+"""Seconds between two looks at what the other shards of a guest need. A look costs a round trip."""
 
 
 class Admission:
@@ -86,6 +88,7 @@ class Admission:
         self._copy_turn = math.inf  # the guest gets no copy before this turn
         self._copies = 0
         self._asked = False  # for the next copy
+        self._next_look = 0.0
 
     def after_step(self) -> None:
         """Opens a feed for a new replica that asks to join, and closes it after the replica has
@@ -115,12 +118,20 @@ class Admission:
             self._copy_turn = math.inf
             self._asked = False
         self._asked |= feed.is_asked
-        if not self._asked and self._axis.host.others_ask(self._guest, self._copies):
+        if not self._asked and self._others_ask():
             # the others lost their connection before the last copy, which only this shard has
             feed.disconnect("another shard of it needs a new copy")
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
         feed.first_copy = self._user.step_of(self._copy_turn)
+
+    def _others_ask(self) -> bool:
+        """True if the guest waits for the next copy on another shard; asks the store seldom."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_S
+        return self._axis.host.others_ask(self._guest, self._copies)
 
     def _several_optimizers(self) -> bool:
         return sum(not user.turns.over for user in self._axis.users.present) > 1

@@ -73,8 +73,9 @@ class SharedPace:
 
     def close(self) -> None:
         """This shard receives nothing more after this copy."""
-        self.is_final = True
-        self._tell(ToldPace(self._told.point, True))
+        if not self.is_final:
+            self.is_final = True
+            self._tell(ToldPace(self._told.point, True))
 
     def exchange(self, point: Point) -> None:
         """Tells that this shard has received all up to `point`, and reads what the others tell."""
@@ -84,7 +85,7 @@ class SharedPace:
         if not self._store.check(keys):
             return
         told = [ToldPace.of(self._store.get(key)) for key in keys]
-        if not self.is_final and any(shard.is_final for shard in told):
+        if any(shard.is_final for shard in told):
             self.close()
         self.limit = shared_point(told)
         self.is_over = all(shard.is_final for shard in told)

@@ -206,7 +206,10 @@ class Feed(StepRecorder):
 
     def disconnect(self, reason: str) -> None:
         """Disconnects the followers that have a copy, so that they ask for another one."""
-        self._drop_all(reason)
+        self.forget()
+        for each in self._subscribed:
+            each.drop(reason)
+        self._sort_out()
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
@@ -220,11 +223,11 @@ class Feed(StepRecorder):
         ):  # a new name, because other shards may still hold earlier steps with the same numbers
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
-            self._drop_all("training went back to an earlier state")
+            self.disconnect("training went back to an earlier state")
         if not self._coming and not self._subscribed:
             return
         if optimizer.build() is not self._levels:
-            self._drop_all(
+            self.disconnect(
                 "replicas, settings or trained parameters have changed (it joins, or takes a copy)"
             )
             self._levels = optimizer.build()
@@ -238,7 +241,7 @@ class Feed(StepRecorder):
             except Exception as error:  # errors such as out of memory must not stop training
                 _log.exception("no copy of the state for followers")
                 self._next_copy = time.monotonic() + FAILED_S
-                self._drop_all(f"there is no copy of the state: {error}")
+                self.disconnect(f"there is no copy of the state: {error}")
         self._sort_out()
         if self.records:
             self.note(optimizer)
@@ -322,12 +325,6 @@ class Feed(StepRecorder):
         self.records = bool(self._subscribed)
         if not self.records:
             self.forget()
-
-    def _drop_all(self, reason: str) -> None:
-        self.forget()
-        for each in self._subscribed:
-            each.drop(reason)
-        self._sort_out()
 
     def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
         """Tensors that a follower needs in addition to the messages: the norm for clipping, and the
