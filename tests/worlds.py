@@ -9,7 +9,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
 from detonation.cluster.processes.signals import die_with_parent
+from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from limits import LIMIT_S
 
 for name in (
@@ -75,6 +77,33 @@ def run(function: Callable[..., Any], replicas: int, shards: int, *arguments: An
     except BaseException:
         _lasting.pop(shape).close()  # who knows what its ranks wait for
         raise
+
+
+def forked(acts: Sequence[Callable[[int], object]], folder: Path) -> list[str]:
+    """What each act has written, or the error with which it ended; each in a process of its own.
+
+    An act takes the port of a store. The store answers once all are forked: its thread resolves the addresses of
+    clients, and a fork meanwhile would inherit the resolver's lock, which nobody there releases.
+    """
+    point = MeetingPoint(Survival(1, 1), 0)
+    children = []
+    for number, act in enumerate(acts):
+        if not (child := os.fork()):
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
+            gc.freeze()  # the groups of other tests have their threads in the parent alone, and would wait for them
+            try:
+                warnings.simplefilter("ignore")  # of the libraries about each other
+                act(point.port)
+                os._exit(0)
+            except BaseException as error:
+                (folder / f"{number}.end").write_text(repr(error))
+                os._exit(1)
+        children.append(child)
+    point.serve()
+    for child in children:
+        os.waitpid(child, 0)
+    point.close()
+    return [(folder / f"{number}.end").read_text() for number in range(len(acts))]
 
 
 def run_alone(

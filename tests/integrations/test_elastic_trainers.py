@@ -1,10 +1,7 @@
 """Trainers of other libraries over an elastic axis: each replica is a process of its own, and one is asked to leave."""
 
-import faulthandler
-import gc
 import os
 import signal
-import warnings
 from datetime import timedelta
 from functools import partial
 
@@ -15,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import detonation as dt
+import worlds
 from commands import free_port
-from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
 
@@ -41,32 +38,6 @@ def examples(axis):
     """Those of this replica alone."""
     made = torch.Generator().manual_seed(axis.replica)
     return torch.randn(4 * STEPS, 8, generator=made), torch.randn(4 * STEPS, 1, generator=made)
-
-
-def forked(acts, folder):
-    """What each act has written, or the error with which it ended; each in a process of its own.
-
-    An act takes the port of a store. The store answers once all are forked: its thread resolves the addresses of
-    clients, and a fork meanwhile would inherit the resolver's lock, which nobody there releases.
-    """
-    point, children = MeetingPoint(Survival(1, 1), 0), []
-    for number, act in enumerate(acts):
-        if not (child := os.fork()):
-            faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
-            gc.freeze()  # the groups of other tests have their threads in the parent alone, and would wait for them
-            try:
-                warnings.simplefilter("ignore")  # of the libraries about each other
-                act(point.port)
-                os._exit(0)
-            except BaseException as error:
-                (folder / f"{number}.end").write_text(repr(error))
-                os._exit(1)
-        children.append(child)
-    point.serve()
-    for child in children:
-        os.waitpid(child, 0)
-    point.close()
-    return [(folder / f"{number}.end").read_text() for number in range(len(acts))]
 
 
 def be_asked_to_leave(axis):
@@ -278,7 +249,9 @@ def lightning_node(rank, ports, folder, store_port):
 def test_a_sharded_replica_of_lightning_leaves_and_the_others_train_on_bitwise_equal(tmp_path):
     pytest.importorskip("lightning.pytorch")
     ports = [free_port() for _ in range(3)]
-    ends = forked([partial(lightning_node, rank, ports, tmp_path) for rank in range(6)], tmp_path)
+    ends = worlds.forked(
+        [partial(lightning_node, rank, ports, tmp_path) for rank in range(6)], tmp_path
+    )
     assert ends[2:4] == ["left", "left"], ends
     assert ends[:2] == ends[4:] and all(
         end.startswith(f"trained {STEPS} 2 ") for end in ends[:2]
@@ -311,7 +284,7 @@ def test_a_sharded_replica_of_the_trainer_leaves_and_the_other_trains_on(tmp_pat
     pytest.importorskip("transformers.trainer")
     pytest.importorskip("accelerate")
     ports = [free_port() for _ in range(2)]
-    ends = forked([partial(node, rank, ports, tmp_path) for rank in range(4)], tmp_path)
+    ends = worlds.forked([partial(node, rank, ports, tmp_path) for rank in range(4)], tmp_path)
     assert ends == ["trained 1", "trained 1", "left", "left"]
     assert (tmp_path / "node0" / f"checkpoint-{STEPS}" / "detonation").is_dir()
 
@@ -347,7 +320,7 @@ def replica(number, train, folder, port):
 )
 def test_a_replica_leaves_the_loop_of_a_library_and_the_others_train_on(library, train, tmp_path):
     pytest.importorskip(library)  # here, so that the replicas find it imported
-    ends = forked(
+    ends = worlds.forked(
         [partial(replica, number, train, tmp_path) for number in range(REPLICAS)], tmp_path
     )
     assert ends[1] == "left" and ends[0] == ends[2], ends

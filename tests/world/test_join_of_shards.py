@@ -1,17 +1,14 @@
 """Joining by a newcomer of two shards, of which one loses its connection to the replica that gives the state."""
 
-import contextlib
-import faulthandler
-import gc
-import os
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import detonation as dt
-from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
+import worlds
 from detonation.core.flat.tensors import digest
 from detonation.feed import admission
 from limits import LIMIT_S
@@ -90,24 +87,10 @@ def train(replica, shard, port, when):
 
 @pytest.mark.parametrize("when", ["copy", "ready", "entry"])
 def test_a_newcomer_joins_although_one_of_its_shards_loses_its_connection(when, tmp_path):
-    point, children = MeetingPoint(Survival(1, 1), 0), []
-    for replica in (0, NEWCOMER):
-        for shard in range(SHARDS):
-            if not (child := os.fork()):
-                faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
-                gc.freeze()  # groups of other tests have their threads in the parent alone
-                told = tmp_path / f"{replica}.{shard}"
-                with contextlib.suppress(BaseException):
-                    try:
-                        told.write_text(train(replica, shard, point.port, when))
-                    except BaseException as error:
-                        told.write_text(repr(error))
-                os._exit(0)
-            children.append(child)
-    point.serve()
-    for child in children:
-        os.waitpid(child, 0)
-    point.close()
-    for shard in range(SHARDS):
-        member, newcomer = ((tmp_path / f"{each}.{shard}").read_text() for each in (0, NEWCOMER))
-        assert member == newcomer and member.split()[1] == "2"
+    ranks = [(replica, shard) for replica in (0, NEWCOMER) for shard in range(SHARDS)]
+
+    def act(number, port):
+        (tmp_path / f"{number}.end").write_text(train(*ranks[number], port, when))
+
+    *members, first, second = worlds.forked([partial(act, each) for each in range(4)], tmp_path)
+    assert members == [first, second] and first.split()[1] == second.split()[1] == "2"
