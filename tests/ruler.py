@@ -34,16 +34,16 @@ CEILINGS: dict[str, float] = {
     # are encoded block by block, a step on an accelerator makes 108 calls of Python for 262,
     # replicas and ranks that meet nobody say why, strangers' connections to gloo are dropped, a
     # newcomer whose state cannot come is postponed, its shards keep one pace, and a run that was
-    # killed has a page, and small messages wait for one latency also on an elastic axis and in plans
-    # (core: codes, calls)
-    "tokens of src": 340_050,
-    "tokens of core": 95_700,
+    # killed has a page, small messages wait for one latency also on an elastic axis and in plans,
+    # and Muon refuses what no step could use (core: codes, calls, Muon)
+    "tokens of src": 340_100,
+    "tokens of core": 95_780,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_362,  # for the same reasons
+    "cognitive complexity of src": 8_370,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,

@@ -319,3 +319,25 @@ def test_a_state_of_before_has_no_options_of_now():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "muon_beta2": 1.5})
     with pytest.raises(ValueError, match="unknown coefficients 'polar_exp', did you mean"):
         dt.Muon([weight], coefficients="polar_exp")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"eps": -1.0}, "eps is -1.0, must be at least 0"),
+        ({"betas": (0.9,)}, "must be three numbers"),
+        ({"betas": (0.9, 0.95, 0.99)}, "must be three numbers"),
+    ],
+)
+def test_values_that_no_step_could_use_are_refused_at_once(options, text):
+    with pytest.raises(ValueError, match=text):
+        dt.Muon([nn.Parameter(torch.ones(2, 3))], **options)
+
+
+def test_the_state_of_the_muon_of_torch_is_refused():
+    """It has neither AdamW's settings nor the groups that AdamW updates."""
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = dt.Muon([weight], lr=0.5)
+    with pytest.raises(ValueError, match="its groups lack betas and orthogonal"):
+        optimizer.load_state_dict(torch.optim.Muon([weight]).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5

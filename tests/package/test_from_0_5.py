@@ -52,6 +52,7 @@ def case(replicator, shape=MATRIX, optimizer="DeToSGD", arguments=None, **option
 LOUD = {"detonation_sign": False}
 CASES = {
     "demo": case("DeMoReplicator", **LOUD),
+    "demo, flat": case("DeMoReplicator", LONG, **LOUD),
     "demo, signs": case("DeMoReplicator"),
     "demo, AdamW": case("DeMoReplicator", optimizer="DeToAdamW", **LOUD),
     "full": case("FullReplicator", **LOUD),
@@ -139,6 +140,7 @@ SIGNS = functools.partial(dt.SignSGD, lr=LR)
 ADAMW = functools.partial(torch.optim.AdamW, lr=LR, eps=1e-8 / LR)
 EQUAL = [
     ("demo", "DeMoReplicator", SGD_OF_A_MOMENTUM),
+    ("demo, flat", "prepare_detonation", SGD_OF_A_MOMENTUM),
     ("demo, AdamW", "DeToAdamW", ADAMW),
     ("full", "FullReplicator", SGD),
     ("full, signs", "FullReplicator", SIGNS),
@@ -149,7 +151,7 @@ EQUAL = [
 @needs_0_5
 @pytest.mark.parametrize(("name", "old", "base"), EQUAL, ids=[name for name, *_ in EQUAL])
 def test_the_moves_are_the_same_within_rounding(before, name, old, base):
-    found = weights_here(scheme_here(old), MATRIX, base)
+    found = weights_here(scheme_here(old), CASES[name]["shape"], base)
     for mine, theirs in zip(found, before[name], strict=True):
         for one, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -43,10 +43,12 @@ class Muon(Optimizer):
     `orthogonal=False` (use it for embeddings and the output layer).
 
     The orthogonal direction depends on the whole matrix. So each step gathers every sharded matrix
-    to one rank of the node, which computes the direction and returns its shards. The result is
-    bitwise equal to a step on the whole matrix, for any number of shards. `torch.optim.Muon` and
-    `AdamW` together make the same steps on whole matrices. On shards torch 2.13 fails for a matrix
-    with a single row, starts 8 collectives per matrix, and computes each matrix on every rank.
+    to one rank of the node, which computes the direction and returns its shards; every rank
+    computes a matrix that is sharded over several axes. The result is bitwise equal to a step on
+    the whole matrix, for any number of shards. `torch.optim.Muon` with
+    `adjust_lr_fn="match_rms_adamw"` makes the same steps on whole matrices, but multiplies in bf16
+    on CPUs, too. On shards torch 2.13 fails for a matrix with a single row, and starts 11 to 16
+    collectives per matrix of 8 shards.
 
     Args:
         params: Parameters or groups of them, as in torch; a group may set `orthogonal`, and each
@@ -105,7 +107,13 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Options that older versions did not save get the values that those versions used."""
+        """Options that older versions did not save get the values that those versions used. Raises
+        `ValueError` for the state of another optimizer, such as `torch.optim.Muon`.
+        """
+        for group in state.get("param_groups", ()):
+            if missing := {"betas", "orthogonal"} - group.keys():
+                lacks = " and ".join(sorted(missing))
+                raise ValueError(f"the state is of another optimizer: its groups lack {lacks}")
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("coefficients", "jordan")
@@ -160,12 +168,14 @@ def _check(settings: dict[str, Any]) -> None:
     if lr < 0:
         raise ValueError(f"lr is {lr}, must be at least 0")
     decays = (settings["momentum"], *settings["betas"])
-    if not all(0 <= share < 1 for share in decays):
+    if len(decays) != 3 or not all(0 <= share < 1 for share in decays):
         raise ValueError(
-            f"momentum and betas are {decays[0]}, {decays[1:]}, must be from 0 to below 1"
+            f"momentum and betas are {decays[0]}, {decays[1:]}, must be three numbers from 0 to"
+            " below 1"
         )
-    if settings["weight_decay"] < 0:
-        raise ValueError(f"weight_decay is {settings['weight_decay']}, must be at least 0")
+    for name in ("weight_decay", "eps"):
+        if settings[name] < 0:
+            raise ValueError(f"{name} is {settings[name]}, must be at least 0")
     coefficients = str(settings["coefficients"])
     if coefficients not in COEFFICIENTS:
         raise unknown("coefficients", coefficients, COEFFICIENTS)
