@@ -14,7 +14,8 @@
 #              takes one torch, and keeps what passed in dist/
 # make receivers   updates go through vLLM's own loader of sparse patches, read from its wheel: pip downloads 340 MB
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
-# All but gpu and release-check make .venv first. A torch that PYTHON has is kept; otherwise 2.13.0 is installed.
+# All but gpu and release-check make .venv first. A torch that PYTHON has is kept, unless PYTHON is of a virtual
+# environment, which another one cannot see; otherwise 2.13.0 is installed.
 # TORCH=torch==2.10.0 makes and uses an environment of its own with that torch, .venv-torch-2.10.0:
 #   make test PART="laws world" TORCH=torch==2.10.0
 
@@ -82,7 +83,7 @@ hooks: $(VENV)/.test
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "DeToNATION needs Python >= 3.11: make PYTHON=python3.12"; exit 1; }
-	@if [ -z "$(TORCH)" ] && $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	@if [ -z "$(TORCH)" ] && $(PYTHON) -c 'import sys, torch; sys.exit(sys.prefix != sys.base_prefix)' 2>/dev/null; then \
 		echo "keeping the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
 		echo "installing $(WANTED) into $(VENV)"; $(PYTHON) -m venv $(VENV) && $(PIP) '$(WANTED)'; \

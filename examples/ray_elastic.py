@@ -52,7 +52,7 @@ if __name__ == "__main__":
     ray.init()
     here = ray.util.get_node_ip_address()
     store = torch.distributed.TCPStore(here, 0, is_master=True, wait_for_workers=False)
-    actor = ray.remote(max_concurrency=2)(Replica)  # num_gpus=8 on nodes of 8
+    actor = ray.remote(max_concurrency=2)(Replica)  # num_gpus=1 for a model on a GPU
     replicas = [actor.remote(number, 3, here, store.port) for number in range(3)]
     results = [replica.train.remote(300) for replica in replicas]
     replicas[2].leave.remote()  # in place of a notice
