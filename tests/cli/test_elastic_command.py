@@ -280,7 +280,11 @@ def test_a_run_that_a_replica_left_has_the_losses_of_one_that_all_finished(
     mesh = {"shards": shards} | ({"replicas": 3} if scheme != SITES else {})
     recipe = write_recipe(tmp_path / "tiny.toml", scheme=scheme, train=train, mesh=mesh)
     way = ("train", recipe, "--elastic")
-    runs = [Command(tmp_path / name, *way, "--out", tmp_path / name / "run") for name in "ab"]
+    slow = ("--link", "1gbit,100ms") if scheme != SITES else ()  # else it ends before all agree
+    runs = [
+        Command(tmp_path / name, *way, *link, "--out", tmp_path / name / "run")
+        for name, link in (("a", ()), ("b", slow))
+    ]
     runs[1].wait_for_step(3)
     os.kill(runs[1].ranks[0], signal.SIGTERM)
     for run in runs:
