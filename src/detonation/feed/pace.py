@@ -1,7 +1,6 @@
 """The pace of a newcomer: its shards apply the same copies of the state, and the same steps."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from detonation.cluster.survive.agreement import axis_key
@@ -15,7 +14,7 @@ NO_LIMIT: Point = (math.inf, math.inf)
 
 @dataclass(frozen=True)
 class ToldPace:
-    """What one shard has received since a copy of the state, up to `point`.
+    """The last `point` that one shard has received since a copy of the state.
 
     is_final: this shard receives nothing more after this copy, so it needs a new one.
     """
@@ -31,11 +30,6 @@ class ToldPace:
     def __str__(self) -> str:
         step, synchronized = self.point
         return f"{step} {synchronized} {self.is_final:d}"
-
-
-def shared_point(shards: Sequence[ToldPace]) -> Point:
-    """The last point that all shards have received."""
-    return min(shard.point for shard in shards)
 
 
 class SharedPace:
@@ -87,7 +81,7 @@ class SharedPace:
         told = [ToldPace.of(self._store.get(key)) for key in keys]
         if any(shard.is_final for shard in told):
             self.close()
-        self.limit = shared_point(told)
+        self.limit = min(shard.point for shard in told)
         self.is_over = all(shard.is_final for shard in told)
 
     def _tell(self, received: ToldPace) -> None:

@@ -107,7 +107,7 @@ class Network:
             return self.transfer_s("all-to-all", nbytes / 2) + self.transfer_s(
                 "all-gather", nbytes / 2
             )
-        return 8 * nbytes / self.operations[kind].rate_bits_per_s
+        return self.operations[kind].transfer_s(nbytes)
 
     def restart_s(self, nbytes: float, silent_s: float) -> float:
         """Seconds that TCP's slow start adds to an exchange of `nbytes` after a silence.

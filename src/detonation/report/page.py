@@ -65,7 +65,8 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     elif len(directories) == 1:
         target = directories[0] / target
     runs = []
-    if not _is_begun(directories):
+    is_begun = len(directories) == 1 and is_unfinished(directories[0])
+    if not is_begun:
         runs = read_all(directories)
     problem = ""
     if target.is_dir():
@@ -75,10 +76,10 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     if problem:
         raise ValueError(f"the page {target} {problem}: choose another --out")
     try:
-        if runs:
-            text = _page_html(runs)
-        else:
+        if is_begun:
             text = html_of_begun(directories[0], "not finished")
+        else:
+            text = _page_html(runs)
     except ImportError as error:
         raise ValueError(_EXTRA) from error
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
@@ -88,10 +89,6 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
         ) from error
     write_whole(target, text.encode())
     return target
-
-
-def _is_begun(directories: Sequence[Path]) -> bool:
-    return len(directories) == 1 and is_unfinished(directories[0])
 
 
 def try_write(directories: Sequence[Path], out: Path | None = None) -> str:

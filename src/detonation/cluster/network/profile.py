@@ -38,7 +38,11 @@ class Operation:
     samples: Sequence[Sample] = ()
 
     def seconds(self, nbytes: float) -> float:
-        return self.latency_s + 8 * nbytes / self.rate_bits_per_s
+        return self.latency_s + self.transfer_s(nbytes)
+
+    def transfer_s(self, nbytes: float) -> float:
+        """Seconds without the latency."""
+        return 8 * nbytes / self.rate_bits_per_s
 
 
 @dataclass(frozen=True)
