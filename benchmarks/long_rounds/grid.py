@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.compare.rows import Cell
 from benchmarks.compare.tuning import Method, Rows, losses
 from benchmarks.frontier.grid import QUICK
-from benchmarks.second_round.grid import MUON_FORMS
+from benchmarks.second_round.grid import MUON_FORMS, SMALLER
 
 STEPS = 3000
-MODEL = "model.hidden_size=64 model.feed_forward=192 data.source=sotu"
+MODEL = f"{SMALLER} data.source=sotu"
 COMMON = f"{MODEL} train.steps={STEPS} schedule.warmup=100 schedule.floor=0.1"
 TOTAL = 16
 """Examples per step over all replicas."""

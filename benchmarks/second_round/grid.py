@@ -59,10 +59,9 @@ MUON_FORMS = {
 """Muon of 2025, against that of 2024."""
 SIGNSGD = "optimizer.name=SignSGD"
 FULL = "scheme.name=full "
-LONG = (
-    "model.hidden_size=64 model.feed_forward=192 schedule.warmup=100 train.steps=3000"
-    " train.validate_every=3000"
-)
+SMALLER = "model.hidden_size=64 model.feed_forward=192"
+"""0.14 million parameters."""
+LONG = f"{SMALLER} schedule.warmup=100 train.steps=3000 train.validate_every=3000"
 
 ADAMW_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 MUON_RATES = (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
