@@ -35,9 +35,9 @@ CEILINGS: dict[str, float] = {
     # replicas and ranks that meet nobody say why, strangers' connections to gloo are dropped, a
     # newcomer whose state cannot come is postponed, its shards keep one pace, and a run that was
     # killed has a page, small messages wait for one latency also on an elastic axis and in plans,
-    # and Muon refuses what no step could use (core: codes, calls, Muon)
-    "tokens of src": 340_100,
-    "tokens of core": 95_780,
+    # and Muon refuses what no step could use; an optimizer registers its self-test (core: codes, calls)
+    "tokens of src": 340_200,
+    "tokens of core": 92_360,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
@@ -53,7 +53,7 @@ CEILINGS: dict[str, float] = {
     "names of tape in core": 0,
     "names of balance in core": 14,
     "names of closeness in core": 12,
-    "names of trained in core": 30,
+    "names of trained in core": 29,
 }
 """Each measure, at most. A ceiling falls with the measure. It may move up when a message, a diagnostic
 or a plainer form needs it, with one sentence why.

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from detonation.cluster.processes.signals import Stop
-from detonation.core.optim.muon import _newton_schulz
 from detonation.core.optimizer.state import load_replica_state, replica_state
 from detonation.core.schemes.scheme import Scheme
+from detonation.muon.muon import _newton_schulz
 from detonation.train.loop.checks import scheme_of
 from detonation.train.loop.evaluate import validate
 from detonation.train.loop.fit import fit

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import detonation as dt
 from detonation.cluster.launch import run_local
-from detonation.core.optim import matrices
+from detonation.muon import matrices
 
 MOST = 1.15
 """The most that products may cost on any number of shards, to those on one."""

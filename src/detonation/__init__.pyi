@@ -14,7 +14,6 @@ from detonation.cluster.mesh import shard as shard
 from detonation.cluster.survive.elastic_axis import Guest as Guest
 from detonation.cluster.survive.elastic_axis import elastic as elastic
 from detonation.core.agreement.safety import Safety as Safety
-from detonation.core.optim.muon import Muon as Muon
 from detonation.core.optim.signsgd import SignSGD as SignSGD
 from detonation.core.optimizer.replicate import replicate as replicate
 from detonation.core.optimizer.replicated import Replicated as Replicated
@@ -35,6 +34,7 @@ from detonation.feed.publisher import Feed as Feed
 from detonation.integrations.ddp import comm_hook as comm_hook
 from detonation.log.repeat import replay as replay
 from detonation.log.writer import UpdateLog as UpdateLog
+from detonation.muon.muon import Muon as Muon
 from detonation.plan.auto import auto as auto
 from detonation.version import __version__ as __version__
 from detonation.wire.units import resync_weights as resync_weights

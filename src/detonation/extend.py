@@ -1,5 +1,8 @@
-"""Public names for your own scheme, basis, selection, aggregation or axis (docs/extending.md)."""
+"""Public names for your own scheme, basis, selection, aggregation, axis or optimizer
+(docs/extending.md).
+"""
 
+from detonation.core.agreement import StepTest, register_step_test
 from detonation.core.codec import (
     AGGREGATIONS,
     DCT,
@@ -62,6 +65,7 @@ __all__ = [
     "Round",
     "Scheme",
     "Selection",
+    "StepTest",
     "Striding",
     "TileDCT",
     "TopK",
@@ -70,5 +74,6 @@ __all__ = [
     "momentum",
     "outer_sgd",
     "register",
+    "register_step_test",
     "scatter_sum",
 ]

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
 import worlds
-from detonation.core.optim import matrices
-from detonation.core.optim.muon import _newton_schulz, _OrthogonalStep
 from detonation.gates.single_rounding import SingleRounding
+from detonation.muon import matrices
+from detonation.muon.muon import _newton_schulz, _OrthogonalStep
 from zoo import batch
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import detonation as dt
 from detonation.cli.command import run_command
+from detonation.core.agreement import self_tests
 from detonation.core.codec.aggregate import AGGREGATIONS
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.engine.reference import engine_for
 from detonation.core.memory import Memory
+from detonation.core.optim import BaseStep
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import SCHEMES
 from detonation.engines.triton.coding import why_not_triton
+from detonation.extend import StepTest, register_step_test
 from detonation.testing import check_scheme
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
@@ -80,3 +84,30 @@ def test_every_engine_follows_another_rule_of_selection_or_leaves_it_to_torch(be
     assert ((indices < 32).sum(1) == 2).all() and ((indices >= 32).sum(1) == 2).all()
     assert why_not_triton(codec) == "no kernel selects by Halves"
     check_scheme(halved())
+
+
+def test_the_self_test_makes_an_optimizers_own_steps_once_its_test_is_registered():
+    """Two processes that compute `Halving` differently are told apart by its own steps alone."""
+
+    def hash_of(optimizer):
+        runtime = Runtime(torch.device("cpu"), 0, kernels=False)
+        return self_tests.selftest(dt.demo(), runtime, BaseStep(optimizer))[
+            self_tests.STEP_SELFTEST
+        ]
+
+    class Halving(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.data.mul_(0.5)
+
+    own = Halving([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    by_operations = hash_of(own)
+    register_step_test(Halving, StepTest(rows=8))
+    try:
+        assert hash_of(own) != by_operations
+        assert own.param_groups[0]["params"][0] == 1
+    finally:
+        del self_tests._TESTED[Halving]
+    assert hash_of(own) == by_operations

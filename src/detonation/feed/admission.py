@@ -20,7 +20,7 @@ from detonation.core.optimizer import Replicated
 from detonation.feed.follower import Follower
 from detonation.feed.pace import BEFORE_COPY, SharedPace
 from detonation.feed.publisher import Feed
-from detonation.feed.shard import MakeOptimizer
+from detonation.feed.shared_state import MakeOptimizer
 from detonation.feed.token import checked_token
 from detonation.log.records import Tapes
 

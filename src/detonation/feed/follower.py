@@ -20,12 +20,12 @@ from detonation.core.link import Axis
 from detonation.core.optimizer import Replicated, local_parameters
 from detonation.feed.pace import BEFORE_COPY, NO_LIMIT, Point
 from detonation.feed.shard import (
-    MakeOptimizer,
     Moment,
     ShardFollower,
     joined_optimizer,
     reachable_moments,
 )
+from detonation.feed.shared_state import MakeOptimizer
 from detonation.feed.stream import Joined, Stepped, Stream, close_all
 from detonation.feed.token import LostFeed, checked_token
 from detonation.feed.weights.folders import Folder, folder_at

@@ -3,7 +3,7 @@ stream.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from detonation.core.agreement import Safety, persistent_buffers
 from detonation.core.flat.padding_rows import mark_used
 from detonation.core.flat.tensors import local
 from detonation.core.link import Axis, ElasticCommunicator
-from detonation.core.optim import Muon, SignSGD
+from detonation.core.optim import SignSGD
 from detonation.core.optimizer import Replicated, local_parameters, replicate
 from detonation.core.schemes import Scheme, scheme
 from detonation.feed import shared_state
@@ -25,8 +25,6 @@ from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord
 from detonation.log.repeat import Player, repeat_step, show_agreed
 from detonation.log.writer import identity, round_like, use_padding_of
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Creates training's base optimizer from parameter groups."""
 Moment = tuple[str, int, int]
 """Name of the start of training, steps since then, and number of `synchronize` calls since that
 step.
@@ -60,7 +58,11 @@ class ShardFollower:
     """
 
     def __init__(
-        self, model: nn.Module, sharded: bool, make: MakeOptimizer | None, joins: bool = False
+        self,
+        model: nn.Module,
+        sharded: bool,
+        make: shared_state.MakeOptimizer | None,
+        joins: bool = False,
     ) -> None:
         self._model = model
         self._sharded = sharded
@@ -108,7 +110,7 @@ class ShardFollower:
         else:
             self.module = shared_state.shard_views(saved, self._model, trained)
         parameters = local_parameters(self.module)
-        base = base_optimizer(self._make, about, saved.groups, parameters)
+        base = shared_state.base_optimizer(self._make, about, saved.groups, parameters)
         chosen = scheme_of_training(about)
         in_parts = about["shards"] > 1 and not self._sharded
         axis = LoopbackCommunicator(about["replicas"])
@@ -194,22 +196,6 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
     return run, end.step, 0
 
 
-def base_optimizer(
-    make: MakeOptimizer | None,
-    about: dict[str, Any],
-    saved: Sequence[Any],
-    parameters: Mapping[str, Tensor],
-) -> torch.optim.Optimizer:
-    """Creates training's base optimizer over `parameters` in the `saved` groups."""
-    groups = []
-    for group in saved:
-        members = [parameters[name] for name in group["parameters"]]
-        groups.append({"params": members, **shared_state.options_of_group(group)})
-    if make is None:
-        make = _by_name(about["optimizer"])
-    return make(groups)
-
-
 def scheme_of_training(about: dict[str, Any]) -> Scheme:
     """Creates the scheme of training. Raises `ValueError` if it is not registered here."""
     name = about["scheme"]
@@ -219,22 +205,6 @@ def scheme_of_training(about: dict[str, Any]) -> Scheme:
             " sides"
         )
     return scheme(name, about["arguments"])
-
-
-def _by_name(name: Sequence[str]) -> MakeOptimizer:
-    module, kind = name
-    ours: dict[str, Any] = {"SignSGD": SignSGD, "Muon": Muon}
-    found = None
-    if module.startswith("detonation."):
-        found = ours.get(kind)
-    if module.startswith("torch.optim."):
-        found = getattr(torch.optim, kind, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ValueError(
-            f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=), which"
-            " makes it"
-        )
-    return found
 
 
 def reachable_moments(
@@ -256,7 +226,7 @@ def reachable_moments(
 def joined_optimizer(
     model: nn.Module,
     shards: Sequence[ShardFollower],
-    make: MakeOptimizer | None,
+    make: shared_state.MakeOptimizer | None,
     axis: Axis,
     safety: Safety,
 ) -> Replicated:
@@ -281,7 +251,7 @@ def joined_optimizer(
         if name in optimized:  # no step changes the other parameters
             parameter.requires_grad_(name in about["trained"])
         mark_used(parameter, name in about.get("padding", ()))
-    base = base_optimizer(make, about, saved.groups, parameters)
+    base = shared_state.base_optimizer(make, about, saved.groups, parameters)
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
         mine |= {key: value for key, value in group.items() if key != "params"}
     for name, parameter in parameters.items():

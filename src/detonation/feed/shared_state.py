@@ -3,7 +3,7 @@ follower loads it.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,15 @@ from detonation.checkpoint.restore import load_base_state
 from detonation.checkpoint.snapshot import Snapshot, weights
 from detonation.core.flat.padding_rows import note_padding
 from detonation.core.flat.tensors import local, padding_row
+from detonation.core.optim import SignSGD
 from detonation.core.optimizer import Replicated, local_parameters
 from detonation.core.schemes import collective_for
 from detonation.feed.frames import encoded, table_of
 from detonation.log.writer import identity, padding_of, rounding
+from detonation.muon.muon import Muon
 
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Creates training's base optimizer from parameter groups."""
 BUFFERS = 1 << 31
 NORM = (1 << 32) - 1
 """Message numbers for the model's first buffer (the other buffers follow) and for the norm for
@@ -189,6 +193,38 @@ def load_shared_state(
 def is_shared(key: str) -> bool:
     """False for state of a single replica, such as 0.residual.layer.weight."""
     return not key.partition(".")[2].startswith(PRIVATE)
+
+
+def base_optimizer(
+    make: MakeOptimizer | None,
+    about: dict[str, Any],
+    saved: Sequence[Any],
+    parameters: Mapping[str, Tensor],
+) -> torch.optim.Optimizer:
+    """Creates training's base optimizer over `parameters` in the `saved` groups."""
+    groups = []
+    for group in saved:
+        members = [parameters[name] for name in group["parameters"]]
+        groups.append({"params": members, **options_of_group(group)})
+    if make is None:
+        make = _by_name(about["optimizer"])
+    return make(groups)
+
+
+def _by_name(name: Sequence[str]) -> MakeOptimizer:
+    module, kind = name
+    ours: dict[str, Any] = {"SignSGD": SignSGD, "Muon": Muon}
+    found = None
+    if module.startswith("detonation."):
+        found = ours.get(kind)
+    if module.startswith("torch.optim."):
+        found = getattr(torch.optim, kind, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(
+            f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=), which"
+            " makes it"
+        )
+    return found
 
 
 def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ processors and libraries may round differently.
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from detonation.core.engine import engine_for
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
-from detonation.core.optim import BaseStep, Muon, SignSGD
+from detonation.core.optim import BaseStep, SignSGD
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import Scheme
 
@@ -27,10 +28,37 @@ CLOSE = "replicas that stay close"
 TESTS = SELFTEST, STEP_SELFTEST, NORM_SELFTEST, CLOSE
 """Entries that may differ between replicas that are only kept close to each other."""
 _SHAPE = (512, 512)
-_PROBED = SGD, Adam, AdamW, Muon, SignSGD
+
+
+@dataclass(frozen=True)
+class StepTest:
+    """How the self-test steps an optimizer.
+
+    Attributes:
+        rows: Rows of the test matrix, of 512 numbers each, at most 512. An optimizer whose step is
+            slow takes fewer.
+        is_elementwise: Whether each weight moves by its own gradient alone.
+    """
+
+    rows: int = _SHAPE[0]
+    is_elementwise: bool = True
+
+
+_TESTED: dict[type[Optimizer], StepTest] = dict.fromkeys((SGD, Adam, AdamW, SignSGD), StepTest())
 """Optimizers whose own steps are tested. For other optimizers, the operations they are built of are
 tested.
 """
+
+
+def register_step_test(optimizer: type[Optimizer], test: StepTest) -> None:
+    """Lets the self-test make steps of this optimizer, instead of the operations that most
+    optimizers are built of.
+
+    Args:
+        optimizer: The class; its subclasses are tested by operations. Call it with groups that
+            hold the options of another instance.
+    """
+    _TESTED[optimizer] = test
 
 
 def selftest(
@@ -68,11 +96,8 @@ def selftest(
             with base.rounding:
                 # `before` is nonzero, because adding to zero hides whether multiply-add is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
-                # the test is smaller for Muon, because matrix products over all rows would be slow
-                if isinstance(base.optimizer, Muon):
-                    before = before[:64]
-                    gradient = gradient[:64]
-                steps = _steps([before], [gradient], base.optimizer, options)
+                rows = _test_of(base.optimizer).rows
+                steps = _steps([before[:rows]], [gradient[:rows]], base.optimizer, options)
                 found[STEP_SELFTEST] = digest(steps)[:16]
         return found
 
@@ -102,16 +127,20 @@ def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -
     """True if a step of `base` rounds numbers at the end of a shard differently, as vectorised CPU
     loops may do.
 
-    For Muon only the elementwise operations are tested, because it multiplies whole matrices.
+    Only operations are tested for an optimizer that computes with whole matrices.
     """
     before = _ramp(257 * 5, device).view(257, 5).to(dtype)
     update = before.flip(0)
     elementwise: Optimizer | None = base
-    if isinstance(base, Muon):
+    if not _test_of(base).is_elementwise:
         elementwise = None
     (whole,) = _steps([before], [update], elementwise)
     row_by_row = torch.stack(_steps(before.unbind(), update.unbind(), elementwise))
     return not torch.equal(whole, row_by_row)
+
+
+def _test_of(optimizer: Optimizer) -> StepTest:
+    return _TESTED.get(type(optimizer), StepTest())
 
 
 def _steps(
@@ -124,7 +153,7 @@ def _steps(
     its operations.
     """
     kind: Any = type(base)
-    if base is not None and kind in _PROBED:
+    if base is not None and kind in _TESTED:
         weights = [torch.nn.Parameter(each.clone()) for each in before]
         given = {**base.param_groups[0], **(options or {})}
         made = kind([{**given, "params": weights, "lr": 1e-3}])

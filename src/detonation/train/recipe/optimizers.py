@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from detonation.choices import find_function, make
-from detonation.core.optim import Muon, SignSGD
+from detonation.core.optim import SignSGD
+from detonation.muon.muon import Muon
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
 RATIO = "lr_ratio"

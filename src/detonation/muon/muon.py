@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from detonation.choices import unknown
+from detonation.core.agreement import StepTest, register_step_test
 from detonation.core.flat.tensors import local
-from detonation.core.optim import matrices
-from detonation.core.optim.wrapper import evaluated
+from detonation.core.optim import evaluated
+from detonation.muon import matrices
 
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -160,6 +161,10 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+# products of 512 x 512 numbers would make the test slow
+register_step_test(Muon, StepTest(rows=64, is_elementwise=False))
 
 
 def _check(settings: dict[str, Any]) -> None:
