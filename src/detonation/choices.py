@@ -8,6 +8,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType, NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
@@ -151,6 +152,26 @@ def plain_types(value: object, hint: Any) -> str:
     if not kinds <= {*_PLAIN, NoneType} or type(value) in accepted:
         return ""
     return " or ".join(sorted(_PLAIN[kind] for kind in kinds if kind is not NoneType))
+
+
+def require_range(name: str, value: Any, below: float = math.inf) -> None:
+    """Raises `ValueError` unless `value` is a number, or a tensor of one number, from 0 to below
+    `below`.
+
+    >>> require_range("momentum", "0.9", below=1)
+    Traceback (most recent call last):
+    ValueError: momentum is '0.9', must be a number from 0 to below 1
+    >>> require_range("lr", -1)
+    Traceback (most recent call last):
+    ValueError: lr is -1, must be a number of at least 0
+    """
+    try:
+        fits = type(value) not in (str, bool) and 0 <= float(value) < below
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        fits = False
+    if not fits:
+        range_text = "of at least 0" if below == math.inf else f"from 0 to below {below}"
+        raise ValueError(f"{name} is {value!r}, must be a number {range_text}")
 
 
 def find_function(

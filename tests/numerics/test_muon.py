@@ -324,14 +324,34 @@ def test_a_state_of_before_has_no_options_of_now():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"eps": -1.0}, "eps is -1.0, must be at least 0"),
-        ({"betas": (0.9,)}, "must be three numbers"),
-        ({"betas": (0.9, 0.95, 0.99)}, "must be three numbers"),
+        ({"eps": -1.0}, "eps is -1.0, must be a number of at least 0"),
+        ({"lr": "0.1"}, "lr is '0.1', must be a number of at least 0"),
+        ({"lr": float("nan")}, "lr is nan, must be a number of at least 0"),
+        ({"weight_decay": None}, "weight_decay is None, must be a number of at least 0"),
+        ({"momentum": torch.ones(2)}, "momentum is tensor"),
+        ({"momentum": 1}, "momentum is 1, must be a number from 0 to below 1"),
+        ({"betas": (0.9,)}, r"betas is \(0.9,\), must be two numbers"),
+        ({"betas": (0.9, 0.95, 0.99)}, "must be two numbers"),
+        ({"betas": "no"}, "betas is 'no', must be two numbers"),
+        ({"betas": (0.9, 1.0)}, "a number of betas is 1.0, must be a number from 0 to below 1"),
+        ({"orthogonal": "no"}, "orthogonal is 'no', must be True or False"),
     ],
 )
 def test_values_that_no_step_could_use_are_refused_at_once(options, text):
+    group = {"params": [nn.Parameter(torch.ones(2, 3))]}
     with pytest.raises(ValueError, match=text):
-        dt.Muon([nn.Parameter(torch.ones(2, 3))], **options)
+        dt.Muon([{**group, **options}])
+    if "orthogonal" not in options:
+        with pytest.raises(ValueError, match=text):
+            dt.Muon([group], **options)
+
+
+def test_values_that_signsgd_could_not_use_are_refused_in_groups_too():
+    group = {"params": [nn.Parameter(torch.ones(2, 3))]}
+    for options in ({"lr": -0.1}, {"momentum": 1.0}, {"weight_decay": float("inf")}):
+        with pytest.raises(ValueError, match="must be a number"):
+            dt.SignSGD([{**group, **options}])
+    dt.SignSGD([group], lr=torch.tensor(0.1))
 
 
 def test_the_state_of_the_muon_of_torch_is_refused():

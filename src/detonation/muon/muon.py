@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from detonation.choices import unknown
+from detonation.choices import require_range, unknown
 from detonation.core.agreement import StepTest, register_step_test
 from detonation.core.flat.tensors import local
 from detonation.core.optim import evaluated
@@ -95,7 +95,7 @@ class Muon(Optimizer):
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
-            "betas": tuple(betas),
+            "betas": tuple(betas) if isinstance(betas, list) else betas,
             "eps": eps,
             "coefficients": coefficients,
             "muon_beta2": muon_beta2,
@@ -169,24 +169,21 @@ register_step_test(Muon, StepTest(rows=64, is_elementwise=False))
 
 def _check(settings: dict[str, Any]) -> None:
     """Raises `ValueError` for a setting of a group that is out of range."""
-    lr = settings["lr"]
-    if lr < 0:
-        raise ValueError(f"lr is {lr}, must be at least 0")
-    decays = (settings["momentum"], *settings["betas"])
-    if len(decays) != 3 or not all(0 <= share < 1 for share in decays):
-        raise ValueError(
-            f"momentum and betas are {decays[0]}, {decays[1:]}, must be three numbers from 0 to"
-            " below 1"
-        )
-    for name in ("weight_decay", "eps"):
-        if settings[name] < 0:
-            raise ValueError(f"{name} is {settings[name]}, must be at least 0")
+    for name in ("lr", "weight_decay", "eps"):
+        require_range(name, settings[name])
+    require_range("momentum", settings["momentum"], below=1)
+    betas = settings["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r}, must be two numbers from 0 to below 1")
+    for beta in betas:
+        require_range("a number of betas", beta, below=1)
+    if settings["muon_beta2"] is not None:
+        require_range("muon_beta2", settings["muon_beta2"], below=1)
+    if type(settings["orthogonal"]) is not bool:
+        raise ValueError(f"orthogonal is {settings['orthogonal']!r}, must be True or False")
     coefficients = str(settings["coefficients"])
     if coefficients not in COEFFICIENTS:
         raise unknown("coefficients", coefficients, COEFFICIENTS)
-    beta2 = settings["muon_beta2"]
-    if beta2 is not None and not 0 <= beta2 < 1:
-        raise ValueError(f"muon_beta2 is {beta2}, must be from 0 to below 1, or None")
 
 
 class _OrthogonalStep:

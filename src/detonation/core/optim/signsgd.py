@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from detonation.choices import require_range
 from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.tensors import local
@@ -65,15 +66,17 @@ class SignSGD(Optimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0:
-            raise ValueError(f"lr is {lr}, must be at least 0")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}, must be from 0 to below 1")
-        if weight_decay < 0:
-            raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.deferred: dict[int, Deferred] = {}
         """By the id of the first parameter; a later one replaces an earlier one."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in torch. Raises `ValueError` if a value is out of range."""
+        settings = {**self.defaults, **param_group}
+        require_range("lr", settings["lr"])
+        require_range("momentum", settings["momentum"], below=1)
+        require_range("weight_decay", settings["weight_decay"])
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
