@@ -173,7 +173,7 @@ class Pending:
         return Flat(self._layout, self._layout.zeros(self._device).fill_(-0.0))
 
     def _is_blank(self, update: Transfer | Flat) -> bool:
-        """True if `update` is a blank entry, for which no message was sent. Waits for the device."""
+        """True if `update` is a blank entry, which has no message. Waits for the device."""
         if not isinstance(update, Flat):
             return False
         parts = self._layout.parts(update.of_rows)
