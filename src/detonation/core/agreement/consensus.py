@@ -72,7 +72,7 @@ class StopConsensus:
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
-        self.gates: list[StepGate] = []  # called in this order
+        self.gates: list[StepGate] = []  # optional parts of a step, called in this order
         # the most serious reason to stop of any rank, which is not raised yet, and its step
         self._asked: tuple[Readback, int] | None = None
 
@@ -103,8 +103,8 @@ class StopConsensus:
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # Shards come last, because the last messages of a lost replica may have reached only some
-        # shards, so that only these shards know a reason to stop.
+        # Shards come last: the last messages of a lost replica may have reached only some shards.
+        # Then only these shards know a reason to stop, and must tell it to the other shards.
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
@@ -295,7 +295,7 @@ class StopConsensus:
             mended = self._mended(replicator, others | tensors, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
-            if mended:  # repairs the replica's own nonfinite weights, too
+            if mended:  # a repair also replaces this replica's nonfinite weights
                 replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)

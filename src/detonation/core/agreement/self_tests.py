@@ -160,7 +160,7 @@ def _steps(
         weights = [torch.nn.Parameter(each.clone()) for each in before]
         given = {**base.param_groups[0], **(options or {})}
         made = kind([{**given, "params": weights, "lr": 1e-3}])
-        for scale in (1.0, 0.7):  # two steps, because only the second step reads a state
+        for scale in (1.0, 0.7):  # two steps, because only the second step reads optimizer state
             for weight, update in zip(weights, updates, strict=True):
                 weight.grad = update * scale
             made.step()

@@ -52,7 +52,7 @@ class Exchange(ABC):
         # A simulated communicator on a CPU shares the message itself, so it is not reused, either.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # gives receive buffers back for reuse; on an accelerator torch's allocator does so
+        # gives receive buffers back for reuse; without kernels, the device allocator does so
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
@@ -106,8 +106,7 @@ def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 
     `zeros_are_negative` with the number of earlier messages that contained the same coordinates.
     """
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
-    # True for an outer SGD, which moves in proportion to an update; False for gradients, because
-    # the base optimizer may use only the sign of an update
+    # True for an outer SGD, which uses magnitudes; a base optimizer may use only signs
     proportional = scheme.signal == "parameters"
     return zeros_are_negative(
         sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote)
@@ -202,7 +201,7 @@ class AllReduce(Exchange):
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
             runs.append((at, total[: count * self._k].view(count, self._k)))
-        digits = total[count * self._k :]  # the last collective carries them
+        digits = total[count * self._k :]  # the last collective carries the status digits
         runs.sort(key=itemgetter(0))
         if message.played:
             # The log does not record which replicas were absent, so all count as absent.
@@ -243,7 +242,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # no state: a sum has no norm of each replica
+    def state(self) -> dict[str, Tensor]:  # empty: a sum shows no norm of a single replica
         return {}
 
 
@@ -262,7 +261,7 @@ class AllGather(Exchange):
             room = 0
         else:
             room = HEADER_BYTES
-        # if one buffer holds the whole message, it gets the full width, so sealing copies nothing
+        # the buffer of a whole message is padded for the checksum, so it is sealed without a copy
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
         zeros = self._has_codes and negative_zeros(

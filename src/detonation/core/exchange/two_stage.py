@@ -84,7 +84,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # number of rows that are answered at once; messages and replies can be cut there
+        )  # rows per block, because messages and replies can be cut only at multiples of a run
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows
@@ -93,7 +93,7 @@ class TwoStage(Exchange):
             owners = self.owners
         else:
             owners = self.owners.of_bucket(rows)
-        # Without kernels, the buffer of a whole message has the full width: sealing copies nothing.
+        # Without kernels, a whole message is padded for its checksum, and sealed without a copy.
         aligned = whole and not self._guard.on_kernels
         shape = (
             owners.replicas,
@@ -155,7 +155,7 @@ class TwoStage(Exchange):
         self._answer.write(selected, run)
         sent = self._answer.written(run)
         indices = selected.indices
-        if isinstance(indices, Tensor):  # distinct in each row, so any order of adding works
+        if isinstance(indices, Tensor):  # indices in a row are distinct: additions do not collide
             residual.scatter_add_(1, indices, sent.neg())
         else:
             residual -= sent

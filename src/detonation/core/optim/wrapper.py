@@ -16,8 +16,7 @@ class OptimizerWrapper(Optimizer):
     """
 
     # With this flag torch's GradScaler always calls `step`, and sets `grad_scale` and `found_inf`.
-    # Without this flag, a replica whose gradients overflow would not call `step`, and the other
-    # replicas would wait for it.
+    # Without the flag a replica with an overflow would skip `step`, and other replicas would wait.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None

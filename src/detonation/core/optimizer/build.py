@@ -286,8 +286,8 @@ def compare_replicas(
     close: bool = False,
     again: bool = False,
 ) -> str:
-    """Raises `Mismatch` on all replicas if a setting that must be equal differs on some replica.
-    Collective.
+    """Compares the settings and weights that must be equal on all replicas, and raises `Mismatch`
+    on all replicas if they differ. Collective.
 
     Args:
         optimizer: The base optimizer, for the options of its parameter groups.
@@ -430,7 +430,7 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # must be equal, because replicas that check faults on the device stop one step later
+    # replicas that check faults on the device stop one step later, so all replicas must do so
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
     if channel.late:  # these gradients determine the number of buckets in `overlap`

@@ -127,8 +127,8 @@ def with_scheme(
 
 
 def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, ...]:
-    """Returns the levels with axes whose replicas may change replaced by communicators that only
-    one optimizer uses. Levels on the same axis share one communicator.
+    """Returns the levels for one optimizer: each axis whose replicas may change is replaced by a
+    communicator that only this optimizer uses. Levels on the same axis share one communicator.
     """
     ends = {
         id(axis): axis.for_one(hand_over) if isinstance(axis, RenumberedCommunicator) else axis
@@ -209,8 +209,8 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     memory = channel.memory
     assert memory is not None
     leaves = link.replica in leaving
-    # The owners inside a replica keep a residual of the mean over this replica. It is added to the
-    # memory, because from now on it is a part of the mean over all replicas.
+    # Owners of rows inside a replica keep a residual, which was a part of the mean of this replica.
+    # This residual is added to the memory, because it is now a part of the mean over all replicas.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
     if leaves:

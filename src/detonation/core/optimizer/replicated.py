@@ -104,7 +104,7 @@ class Replicated(OptimizerWrapper):
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
-        """Bytes per step and level that this rank would send with full fp32 synchronisation."""
+        """For each level: bytes that this rank would send per step of full fp32 synchronisation."""
         return dense_bytes_by_level(self._trained.by_name(), self.levels, self.settings.intra_node)
 
     @property
@@ -168,7 +168,7 @@ class Replicated(OptimizerWrapper):
                     replicator.before(step)
                 # 3. Check that no rank has a reason to stop, before the weights move.
                 if "gradients" in signals:
-                    # the agreed update replaced overflowed gradients, so no step is skipped
+                    # the agreed update replaced overflowed gradients, so this step is made
                     self.base_step.overflow = None
                     consensus.end(step)
                 # 4. Move the weights.
@@ -218,7 +218,7 @@ class Replicated(OptimizerWrapper):
             states.warn_of_lost_memory(self)
         if self._replicators is None:
             self.set_up()
-        changed = self._trained.show_shards()  # the step must not write to gathered copies
+        changed = self._trained.show_shards()  # a step must not write to gathered copies
         if self.observer:
             self.observer.enter(self)
         held_back = self._held_back
@@ -278,7 +278,7 @@ class Replicated(OptimizerWrapper):
             if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # changed parameters need other buckets
+                if lost or self._trained.changed:  # a change needs other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count, may_send))
@@ -291,12 +291,12 @@ class Replicated(OptimizerWrapper):
         states): bit for bit, or by distance if replicas round differently.
 
         The options of the parameter groups, such as lr, must be equal, too. Buffers that differ,
-        such as the running statistics of BatchNorm, are set to their mean. If tensors differ, this
-        method repairs them, or raises `Desync` on all ranks, which names parameter and replica;
-        `safety` chooses. Collective; reads all tensors once and sends 8 bytes per tensor.
+        such as the running statistics of BatchNorm, are set to their mean. If tensors differ,
+        `safety` says whether they are repaired, or `Desync`, which names parameter and replica, is
+        raised on all ranks. Collective; reads all tensors once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            # raises if other code replaced a trained parameter of the model
+            # raises an error if other code replaced a trained parameter of the model
             self._trained.by_name()
             if self._padding:
                 self._padding.agree()

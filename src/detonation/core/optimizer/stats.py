@@ -116,8 +116,8 @@ def dense_bytes_by_level(
 def described(
     trained: TrainedParameters, levels: Sequence[Level], intra_node: DeviceMesh | None
 ) -> str:
-    """Describes what a replicated optimizer exchanges, in one line per level of replication. Needs
-    no step.
+    """Describes what a replicated optimizer exchanges, in one line per level of replication. It can
+    be called before the first step.
 
     The numbers are the mean bytes that this rank sends per step.
     """

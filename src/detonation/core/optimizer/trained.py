@@ -99,7 +99,7 @@ class TrainedParameters:
         of its parameters.
         """
         found = dict[TrainedParameters, set[int]]()
-        for each in _TRAINED.keyrefs():  # in the order in which the optimizers were created
+        for each in _TRAINED.keyrefs():  # iterates over optimizers in order of creation
             if (one := each()) is not None:
                 ids = {id(p) for p in one.everyone}
                 found = {other: had for other, had in found.items() if had.isdisjoint(ids)}

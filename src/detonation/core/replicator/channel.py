@@ -128,7 +128,7 @@ class Update:
             weights: Then the local part of each parameter.
         """
         received = self.received
-        may_move = signs is not None and not (  # hooks may read gradients
+        may_move = signs is not None and not (  # hooks around a step may read gradients
             signs._optimizer_step_pre_hooks
             or len(signs._optimizer_step_post_hooks) > 1  # the first hook belongs to this library
             or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
@@ -198,7 +198,7 @@ class Channel:
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
         self.unused = Unused(link, layout, self.memory, guard, scheme.round.delay > 0)
         if runtime.decides_on_device:
-            # one transform copies the basis to the device now, not only after the first round
+            # this transform copies the basis to the device now, before the first round ends
             row = torch.zeros(
                 1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
             )
@@ -268,7 +268,7 @@ class Channel:
         bad = transfer.verdict.bad
         whole = transfer.pipeline
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # CPU engines encode in small blocks and kernels need no temporaries, so no buckets needed
+        # no buckets needed: CPU engines encode small blocks, and kernels need no temporary tensors
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)

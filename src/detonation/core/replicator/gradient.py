@@ -105,7 +105,7 @@ class Pending:
         self._updates.append(update)
         due = self._updates.popleft()
         if isinstance(due, Flat):
-            due.of_rows.add_(0.0)  # adding 0.0 turns negative zeros into zeros
+            due.of_rows.add_(0.0)  # adding 0.0 makes negative zeros positive
         return due
 
     def wait(self, index: int) -> Tensor:
@@ -211,7 +211,7 @@ class GradientReplicator(Replicator):
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        # background copy of: do the gradients equal those that the last `overlap` sent?
+        # whether the gradients equal those that `overlap` sent; the result is read later
         self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base
@@ -281,7 +281,7 @@ class GradientReplicator(Replicator):
             with overlap.listening():
                 yield
         except BaseException:
-            if not overlap.began:  # nothing was sent, so the error can be forgotten
+            if not overlap.began:  # no gradient was sent, so the step may go on without overlap
                 self._overlap = None
                 self.overlapping = False
             raise

@@ -123,7 +123,7 @@ class Overlap:
         for index, parameter in enumerate(self._parameters.values()):
             if parameter.requires_grad:  # hooks cannot be registered on frozen parameters
                 hook = partial(self._on_gradient, index)
-                hear: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
+                hear: Any = parameter.register_post_accumulate_grad_hook  # torch has no type for it
                 hooks.append(hear(hook))
         try:
             yield
@@ -160,7 +160,7 @@ class Overlap:
 
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
-        if parameter.grad is None:  # no rank used it: compressed sharding dropped its zero gradient
+        if parameter.grad is None:  # no rank used the parameter; its zero gradient was removed
             return
         if index in self._arrived:
             raise OverlapError(
@@ -207,7 +207,7 @@ class Overlap:
             self._stamps = gradient_stamps(parameters) | self._stamps
             pieces = pipeline.bucket.cut(signals)
             largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
-            # samples detect GradScaler, which changes gradients without a new version
+            # samples detect changes by torch's GradScaler, which leave the version unchanged
             if largest is not None:
                 sample = largest.reshape(-1)[:: max(1, largest.numel() // SAMPLED_VALUES)]
                 self._samples.append((sample, sample.clone()))

@@ -36,7 +36,7 @@ class PaddingRows:
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))
-        # for each row: has this replica had a gradient of the parameter, and a nonzero one of it?
+        # two flags per padding row: its parameter had a gradient; the row had a nonzero gradient
         self._seen = {
             link: torch.zeros(
                 len(rows), 2, dtype=torch.int64, device=rows[0][0].channel.runtime.device

@@ -64,7 +64,7 @@ class ParameterReplicator(Replicator):
         )
         self._lost: dict[
             int, bool | Tensor
-        ] = {}  # by the first row of a bucket: True if its last movement was nonfinite
+        ] = {}  # True if a bucket's last movement was nonfinite, by the bucket's first row
         # steps until the update of the message in flight is applied; 0 if none is in flight
         self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
         self._anchor = OuterSGD(
@@ -110,11 +110,12 @@ class ParameterReplicator(Replicator):
         if self._cycle > 1 or not self.round.sends(step - 1):
             first = -(-step // self._cycle) * self._cycle
             for each in range(first, first + self._cycle):
-                self.counts.catch_up(math.inf)  # messages carry a digest of earlier messages
+                # read earlier messages first, because the next message carries their digest
+                self.counts.catch_up(math.inf)
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # other parameters already equal the anchor, or an outer level has moved them on
+        ):  # otherwise parameters equal the anchor already, or an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -136,7 +137,7 @@ class ParameterReplicator(Replicator):
         shift = self._anchor.flat - before
         parts = map(self.layout.parts, (before, shift, self._anchor.flat))
         for weight, was, by, anchor in zip(locals_of(self.parameters), *parts, strict=True):
-            moved = weight + by  # shifted with the anchor, so the replica keeps its own movement
+            moved = weight + by  # adds the anchor's shift, and so keeps the replica's own movement
             unmoved = weight == was.to(weight.dtype)
             alone = unmoved | moved.isfinite().logical_not()
             weight.copy_(torch.where(alone, anchor, moved))
