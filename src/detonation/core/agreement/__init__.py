@@ -1,7 +1,8 @@
-"""Agreement of all ranks: whether to stop, whether replicas are equal, and whether ranks decode
-alike.
+"""Agreement of all ranks: whether to stop training, whether replicas are equal, and whether ranks
+decode messages to the same bits.
 
-Calls of this package are collective. Only `core.optimizer` makes them; users create only `Safety`.
+The functions that compare ranks are collective. Only `core.optimizer` calls them; users of the
+library create only `Safety`.
 """
 
 from detonation.core.agreement.buffers import BufferSync, persistent_buffers

@@ -1,4 +1,5 @@
-"""Buffers: model state that no optimizer changes, such as the running statistics of BatchNorm."""
+"""Makes buffers equal on all replicas. Buffers are model state that no optimizer changes, such as
+the running statistics of BatchNorm."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ _log = logging.getLogger("detonation")
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of `model` that belong to its state dict, by name.
+    """Returns the buffers of `model` that its state dict contains, by name.
 
     Example:
         >>> sorted(persistent_buffers(nn.BatchNorm1d(3)))
@@ -33,12 +34,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 class BufferSync:
-    """Makes the persistent buffers of a model equal on all replicas: each becomes the mean of the
-    finite values.
+    """Makes the persistent buffers of a model equal on all replicas. A floating-point buffer is set
+    to the mean of the replicas' finite values, an integer buffer to the value of the majority.
 
     Replicas have different running statistics of BatchNorm, because they see different data.
-    Evaluation uses these statistics, training does not. Integer buffers get the value of the
-    majority.
+    Evaluation uses these statistics, but training does not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,15 +47,15 @@ class BufferSync:
 
     @torch.no_grad()
     def __call__(self, replicators: Sequence[Replicator]) -> None:
-        """Compares the buffers over the link of each level, one after the other, and averages
-        buffers that differ. Collective.
+        """Compares the buffers between the replicas of each level, one level after the other, and
+        makes buffers that differ equal. Collective.
 
-        Sends 8 bytes per buffer, which are not counted as sent, and the differing buffers, which
-        are counted.
+        The comparison sends 8 bytes per buffer, which are not counted as sent. Buffers that differ
+        are sent whole, and their bytes are counted.
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
-        if not buffers:  # all replicas decide alike, because they have the same model
+        if not buffers:  # the same on all replicas, as all have the same model
             return
         links = {replicator.link: replicator.channel.runtime.device for replicator in replicators}
         for link, device in links.items():
@@ -73,7 +73,8 @@ class BufferSync:
 
 
 def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Makes buffers that differ over `link` equal, and returns their names."""
+    """Makes those buffers equal that differ between the replicas of `link`, and returns their
+    names."""
     keys = {}
     by_key = {}
     for name, buffer in buffers.items():
@@ -96,11 +97,11 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
 
 
 def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
-    """The mean of each number over the replicas on which it is finite; the sum if it is finite on
-    none.
+    """Returns the mean of each number over those replicas on which the number is finite. If the
+    number is finite on no replica, returns the sum over all replicas.
 
-    So one nonfinite batch does not spoil the statistics of all replicas. A number that is infinite
-    on all replicas, such as the maximum of an empty set, stays infinite.
+    So a batch with nonfinite values on one replica does not spoil the statistics of all replicas. A
+    number that is infinite on all replicas, such as the maximum of an empty set, stays infinite.
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
     finite = values.isfinite()
@@ -109,7 +110,7 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     total = link.all_reduce(torch.cat([own, whole]))()
     sums = total[:-1]
     counts = total[-1:]
-    if int(counts) < link.replicas:  # rare; all replicas decide alike
+    if int(counts) < link.replicas:  # rare; all replicas enter this branch together
         counts = link.all_reduce(finite.to(values.dtype))()
         nowhere = counts == 0
         others = link.all_reduce(values.where(nowhere, values.new_zeros(())))()

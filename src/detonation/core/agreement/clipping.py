@@ -13,8 +13,8 @@ from detonation.core.link import Axis, Communicator, communicator_of
 from detonation.core.optim import SignSGD
 
 Normed = tuple[list[Communicator], dict[str, Tensor]]
-"""Communicators between the ranks that hold different parts of parameters, and the local parts by
-name.
+"""The communicators between ranks that hold different parts of the same parameters, and the local
+parts of these parameters by name.
 """
 
 
@@ -22,15 +22,15 @@ class Clip:
     """Scales all gradients down to a global norm of at most `max_norm`, as torch's
     `clip_grad_norm_` does.
 
-    Clipping runs between the exchange and the step of the base optimizer. Under schemes that
-    exchange gradients it clips the agreed update, as hybrid sharding does, so all replicas multiply
-    by the same number. Under schemes that exchange parameters, and `none`, it clips the gradient of
-    each replica.
+    Clipping runs after the exchange and before the step of the base optimizer. Under schemes that
+    exchange gradients, it clips the agreed update, as hybrid sharding does, so all replicas
+    multiply by the same number. Under schemes that exchange parameters, and under `none`, it clips
+    the gradient of each replica separately.
 
-    The shards of a replica gather the norms of their gradients: one collective of 4 bytes per
-    tensor for each mesh axis over which parameters are sharded. Each rank adds the norms itself, so
-    the result does not depend on the network's order of summation. SignSGD without momentum uses
-    only signs, which clipping does not change, so then no norm is computed.
+    The shards of a replica gather the norms of their gradients, by one collective per mesh axis
+    over which parameters are sharded, with 4 bytes per tensor. Each rank adds the norms itself, so
+    the result does not depend on the order in which a network adds. SignSGD without momentum uses
+    only signs, and clipping changes no sign. So no norm is computed for it.
 
     Attributes:
         norm: Norm before clipping at the last step, `[]` fp32; None if none was computed.
@@ -62,7 +62,7 @@ class Clip:
         ]
 
     def __call__(self) -> None:
-        """Scales the gradients in place. Collective over the shards of a replica."""
+        """Clips all gradients in place. Collective over the shards of a replica."""
         self.norm = None
         if isinstance(self._base, SignSGD) and self._base.moves_by_signs_alone:
             return
@@ -71,7 +71,7 @@ class Clip:
         for shards, part in self._parts:
             local = local_gradients(part)
             found = norms_of(local, next(iter(part.values())).device)
-            for communicator in shards:  # norms over all shards have the same bits on each shard
+            for communicator in shards:  # afterwards the norms have the same bits on all shards
                 octets = found.square().view(torch.uint8)
                 everyone = communicator.all_gather(octets)()  # [shards, 4 * n]
                 squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found))
@@ -85,8 +85,8 @@ class Clip:
 
 
 def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The fp32 norm of each tensor; 0 for None. torch adds in the same order on all processors and
-    for all thread counts.
+    """Returns the fp32 norm of each tensor, and 0 for None. The result has the same bits on all
+    processors and for all thread counts, because torch adds in the same order.
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
@@ -104,7 +104,7 @@ def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 def _sharded_over(parameter: Tensor) -> tuple[Axis, ...]:
-    """The mesh axes whose ranks hold different parts of `parameter`."""
+    """Returns the mesh axes whose ranks hold different parts of `parameter`."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh

@@ -1,5 +1,5 @@
-"""The stop consensus: a reason to stop on one rank ends all ranks at the same step, with the same
-error.
+"""The stop consensus: if one rank has a reason to stop, all ranks stop at the same step and raise
+the same error.
 """
 
 import logging
@@ -34,21 +34,23 @@ _log = logging.getLogger("detonation")
 
 
 class HalfStep(DetonationError, RuntimeError):
-    """A step of this replica failed after its messages were sent and before its weights moved, so
-    the other replicas are a step ahead.
+    """Raised if the previous step of this replica failed after its messages were sent and before
+    its weights moved, so that the other replicas are one step ahead.
     """
 
 
 class StopConsensus:
-    """Holds the fault counts of all levels, and the links that send a reason to stop to ranks that
-    cannot see the reason themselves.
+    """Makes all ranks stop at the same step with the same error. Holds the fault counts of all
+    levels of replication, and the links on which ranks tell each other their reasons to stop.
 
-    The other shards of a replica are such ranks. With several levels, or with messages that only
-    their owner receives, the replicas of each level are such ranks, too.
+    Most ranks see a fault themselves, because they receive the same messages. The shards of a
+    replica do not: they must exchange reasons to stop. The replicas of each level must exchange
+    them, too, if there are several levels, or if only an owner (the replica that aggregates some
+    rows) receives a message.
 
-    On an accelerator the host does not wait for faults of the current step. It reads a step's
-    counts when the next step begins, or one step later if the reason must first be sent to such
-    ranks.
+    On an accelerator the host does not wait for faults of the current step. It reads the fault
+    counts of a step when the next step begins. If ranks must exchange reasons to stop, the error is
+    raised one step later.
     """
 
     def __init__(
@@ -61,23 +63,24 @@ class StopConsensus:
         if safety.verify_every:
             compared = base
         self._numbers = numbers_of(compared)
-        # called before the base optimizer's options are compared between replicas
+        # called before replicas compare the base optimizer's options
         self.look: Callable[[], object] = lambda: None
-        self.compare = differences  # the function with which `verify` finds tensors that differ
+        self.compare = differences  # `verify` calls this function to find tensors that differ
         self.runtime = runtime
         self.decides_on_device = runtime.decides_on_device
-        self.half_step = ""  # the reason why the last step ended half-way
+        self.half_step = ""  # text that says why the last step failed between sending and moving
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
-        self.gates: list[StepGate] = []  # called in this order
-        # the most serious reason to stop of all ranks, and its step
+        self.gates: list[StepGate] = []  # optional parts of a step, called in this order
+        # the most serious reason to stop of any rank, which is not raised yet, and its step
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
         self, names: Sequence[str], link: Link, gradients: bool, level: int
     ) -> FaultCounts:
-        """Adds a level's link, and returns the link's fault counts.
+        """Creates the fault counts for `link`, the link of a level of replication, and returns
+        them.
 
         Args:
             names: Names of all parameters of the model.
@@ -93,23 +96,25 @@ class StopConsensus:
         return counts
 
     def connect(self, levels: Sequence[Level], replicators: Sequence[Replicator]) -> None:
-        """Adds the links that send a reason to the replicas of each level, if not every replica
-        receives every message."""
+        """Chooses the links on which ranks exchange reasons to stop: the links to the shards of
+        this replica, and the links of all levels if not every replica receives every message."""
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # shards are last, because a lost replica's messages may have reached only some shards
+        # Shards come last: the last messages of a lost replica may have reached only some shards.
+        # Then only these shards know a reason to stop, and must tell it to the other shards.
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
         self._asks = bool(self._others) or in_pieces
 
     def enter_step(self, step: int) -> None:
-        """Begins a step before its first message, in backward or in `step`.
+        """Begins a step, before its first message is sent in backward or in `step`.
 
-        The step's messages contain a digest of the current numeric options of parameter groups.
+        Reads the numeric options of the parameter groups, such as lr. The messages of the step
+        carry a digest of these options, so that replicas notice a difference.
 
         Raises:
             HalfStep: The last step ended half-way.
@@ -118,7 +123,7 @@ class StopConsensus:
             raise HalfStep(
                 f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all"
             )
-        # values of plain types are compared without a Python call
+        # check only the types here, because a conversion in every step would take time
         for group in self._base.param_groups:
             kinds = {*map(type, group.values())}
             for value in group.values():
@@ -133,11 +138,12 @@ class StopConsensus:
             self.begin(step)
 
     def idle(self, step: int) -> bool:
-        """True if a gate makes this replica skip the step."""
+        """True if a gate (an optional part of the step) makes this replica skip `step`."""
         return any(gate.idle(step) for gate in self.gates)
 
     def step_through_gates(self, take: Callable[[], object], step: int) -> None:
-        """Runs the step of the base optimizer, unless this replica skips it. Collective."""
+        """Calls `take`, the step of the base optimizer, unless this replica skips the step. Then
+        calls `moved` of all gates. Collective."""
         idle = self.idle(step)
         if not idle:
             take()
@@ -145,16 +151,16 @@ class StopConsensus:
             gate.moved(step, idle)
 
     def forget(self) -> None:
-        """Forgets earlier faults and half steps, because all replicas replaced their state."""
+        """Forgets earlier faults and a failed step, because a new state was loaded on all
+        replicas."""
         self.half_step = ""
         self._asked = None
         for counts in self.counts:
             counts.forget()
 
     def begin(self, step: int) -> None:
-        """If the device decides, raises an error on all ranks for a fault of earlier steps.
-
-        Collective.
+        """Raises an error on all ranks if an earlier step had a fault. Only used if faults are
+        detected on the device, because the host then reads them late. Collective.
         """
         if self._asked:
             self._raise_asked()
@@ -167,9 +173,8 @@ class StopConsensus:
             self._raise(self._gravest_known(), step - 1)
 
     def end(self, step: int) -> None:
-        """Raises on all ranks if any rank has a fault that is known without waiting for a device.
-
-        Collective.
+        """Raises an error on all ranks if any rank has a reason to stop that it knows without
+        waiting for a device. Collective.
         """
         arrived = not self.decides_on_device and self._arrived(step)
         if arrived and (self._others or any(map(_FATAL, self.counts))):
@@ -178,21 +183,22 @@ class StopConsensus:
             gate.end(step)
 
     def conclude(self, step: int) -> None:
-        """Like `end`, but waits for the device; called after `step` steps with no message in
-        flight. Collective.
+        """Raises an error on all ranks if any rank has a reason to stop. Unlike `end`, waits for
+        the device. Called after `step` steps, when no message is in flight. Collective.
         """
         self._decide(step, math.inf)
 
     def announce(
         self, replicators: Sequence[Replicator], step: int, name: str, in_buckets: bool
     ) -> None:
-        """Raises on all ranks unless all start or stop training `name` before `step`. Steps without
-        such a change exchange nothing about the trained parameters.
+        """Announces that this rank starts or stops training the parameter `name` before `step`.
+        Raises an error on all ranks unless all ranks announce the same change.
 
-        A rank that changes its trained parameters sends an empty message instead of its next
-        message, at this step or at the end of the round. A rank without a change sends its message,
-        which has the same size, and both detect the difference. If all ranks announce the change,
-        the step has not begun.
+        A rank that changes its trained parameters sends an empty message in place of its next
+        message, at this step or at the end of the round. A rank without a change sends its usual
+        message, which has the same size, so both kinds of ranks detect the difference. Steps
+        without a change need no extra message. If all ranks announced the change, they begin `step`
+        afterwards.
 
         Args:
             in_buckets: True if the messages of this step are sent in buckets.
@@ -220,8 +226,8 @@ class StopConsensus:
             counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
-        """Replaces `end` of `step`, or `begin` of the next step, on a rank that announces a change
-        of `name`.
+        """Runs the collectives that `end` of `step`, or `begin` of the next step, runs on other
+        ranks, if this rank announces a change of the trained parameter `name`.
         """
         if not self._arrived(step):
             return
@@ -237,7 +243,8 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
-        """Replaces `verify` after `step` steps on a rank that announces a change of `name`."""
+        """Runs the collectives that `verify` runs on other ranks after `step` steps, if this rank
+        announces a change of the trained parameter `name`."""
         self._drain(replicators, step)
         for replicator in replicators:
             link = replicator.link
@@ -250,8 +257,8 @@ class StopConsensus:
         self._decide(step, step - 1)
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
-        """Waits for messages in flight. Raises if only some replicas announced a change, because
-        these replicas skip all further collectives.
+        """Waits for messages in flight. Raises an error if only some replicas announced a change of
+        the trained parameters, because these replicas run no further collectives of this step.
         """
         for replicator in replicators:
             replicator.drain()
@@ -267,8 +274,8 @@ class StopConsensus:
         options: Mapping[str, str],
         frozen: Mapping[str, Tensor],
     ) -> None:
-        """Compares the tensors that must be equal on all replicas after `step` steps; repairs them
-        or raises `Desync`. Collective.
+        """Compares the tensors that must be equal on all replicas after `step` steps. If tensors
+        differ, repairs them or raises `Desync`, as `Safety` says. Collective.
 
         Args:
             options: Options of the parameter groups, which must also be equal; see `options_of`.
@@ -288,7 +295,7 @@ class StopConsensus:
             mended = self._mended(replicator, others | tensors, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
-            if mended:  # a repair may also restore weights that are not finite
+            if mended:  # a repair also replaces this replica's nonfinite weights
                 replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)
@@ -300,10 +307,11 @@ class StopConsensus:
         texts: Mapping[str, str],
         step: int,
     ) -> dict[str, Tensor]:
-        """Compares `tensors` and `texts` over the link of `replicator`. Returns the repaired values
-        of tensors that differ. Collective.
+        """Compares `tensors` and `texts` between the replicas of `replicator`. Returns the repaired
+        values of the tensors that differ. Collective.
 
-        Counts announced changes, and differences that were not repaired.
+        Records a reason to stop for each difference that is not repaired, and records the replicas
+        that announced a change of their trained parameters.
         """
         link = replicator.link
         counts = replicator.counts
@@ -330,7 +338,8 @@ class StopConsensus:
             self._settle(step)
 
     def _settle(self, step: int) -> None:
-        """Raises for the most serious reason of all ranks, at `step`. Collective."""
+        """Raises an error for the most serious reason to stop that any rank has, at `step`.
+        Collective."""
         fatal = self._gravest_known()
         if self._others:
             fatal = int(self._gravest_anywhere(fatal))
@@ -338,8 +347,8 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _arrived(self, until: float) -> bool:
-        """True if a message was due since the last call, up to step `until`. All ranks get the same
-        answer.
+        """True if a message was to arrive since the last call of this method, at a step up to
+        `until`. The result is the same on all ranks. Also counts the faults of these messages.
         """
         found = False
         for counts in self.counts:
@@ -356,7 +365,8 @@ class StopConsensus:
         return max(counts.fatal << 4 | counts.number for counts in self.counts)
 
     def _gravest_anywhere(self, fatal: int) -> Tensor:
-        """The most serious reason of all ranks. Collective.
+        """Exchanges the reasons to stop, and returns the most serious reason of any rank; 0 if no
+        rank has a reason. Collective.
 
         Shapes: -> `[1]` int64.
         """
@@ -366,8 +376,8 @@ class StopConsensus:
         return gravest
 
     def _raise_asked(self) -> None:
-        """Raises the most serious error of an earlier step, if ranks have exchanged such an
-        error.
+        """Raises the error for an earlier step, if the ranks exchanged their reasons to stop after
+        that step and any rank had a reason.
         """
         if self._asked:
             readback, step = self._asked

@@ -1,5 +1,5 @@
-"""Desync: finds tensors that differ between replicas by one checksum per tensor, and repairs them
-from the majority."""
+"""Desync: compares one checksum per tensor between replicas, to find tensors that differ, and
+repairs such a tensor with the value of the majority of replicas."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,10 @@ CHANGE = "a change of the trained parameters"
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs between replicas.
+    """A tensor, named `name`, that differs between replicas.
 
-    If its name is `CHANGE`, the replicas `odd` announced a change of parameter number `source`.
+    If `name` is `CHANGE`, it is no tensor: the replicas `odd` announced that they began or stopped
+    training parameter number `source`.
 
     Args:
         odd: Replicas that differ.
@@ -51,7 +52,7 @@ def differences(
     """Finds the `tensors` that are not bitwise equal on all replicas. All replicas get the same
     list. Collective.
 
-    Reads every tensor once and sends 8 bytes for each, which are not counted as sent.
+    Reads every tensor once and sends 8 bytes per tensor. These bytes are not counted as sent.
 
     Args:
         options: Texts that must also be equal, by name.
@@ -62,7 +63,7 @@ def differences(
     everyone = link.collect(digest).view(-1).tolist()
     if changing := _announced(link, everyone):
         return [Difference(CHANGE, tuple(changing), min(changing.values()))]
-    if len(set(everyone)) > 1:  # messages of different sizes would crash the receiving process
+    if len(set(everyone)) > 1:  # checksum tables of different sizes would crash the receiver
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum(tensor).to(device) for tensor in tensors.values()]
     hashes = [hash63(text) for text in options.values()]
@@ -76,10 +77,10 @@ def differences(
 
 
 def options_of(optimizer: Optimizer) -> dict[str, str]:
-    """Options of parameter groups (lr, betas, weight_decay, ...) as texts for comparison between
-    replicas.
+    """Returns the options of all parameter groups (lr, betas, weight_decay, ...) as texts, so that
+    replicas can compare them.
 
-    Waits for the device if an lr is a tensor.
+    Waits for the device if an option is a tensor.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -100,12 +101,12 @@ def options_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str]:
-    """Returns a function that converts a parameter group to text: all options of the optimizer that
-    are numbers in every group (lr, betas, ...).
+    """Returns a function that converts a parameter group to text. The text contains those options
+    of the optimizer that are numbers in every group (lr, betas, ...).
 
-    It omits an lr that is a tensor, because a step would wait for its device; `options_of` reads
-    it. It also omits entries that other code added, such as a scheduler's initial lr, which a
-    joining replica may lack.
+    It does not contain an lr that is a tensor, because each step would wait for the device to read
+    it; `options_of` reads such an lr. It also does not contain entries that other code added to a
+    group, such as a scheduler's initial lr, because a joining replica may lack them.
 
     Example:
         >>> optimizer = torch.optim.Rprop([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -123,8 +124,8 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
 
 
 def _private(optimizer: Optimizer) -> set[str]:
-    """Defaults that are no arguments of the constructor. They are state, such as the estimate of
-    Prodigy.
+    """Returns those keys of the optimizer's defaults that are no arguments of its constructor. Such
+    entries are state, for example the distance estimate of Prodigy, and not options.
     """
     arguments = signature(type(optimizer).__init__).parameters
     takes_others = any(each.kind == each.VAR_KEYWORD for each in arguments.values())
@@ -134,7 +135,7 @@ def _private(optimizer: Optimizer) -> set[str]:
 
 
 def _is_number(value: object) -> bool:
-    """True for a number, or a tuple of numbers."""
+    """True if `value` is a number or a tuple of numbers."""
     value = python_number(value)
     if isinstance(value, tuple):
         return all(isinstance(each, int | float) for each in value)
@@ -142,26 +143,29 @@ def _is_number(value: object) -> bool:
 
 
 def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
-    """Announces a change of parameter `number`, and returns the replicas that announce a change.
-    Other replicas call `differences` instead. Collective."""
+    """Announces to all replicas that this replica began or stopped training parameter `number`, and
+    returns the replicas that announce such a change. Replicas without a change call `differences`
+    instead. Collective."""
     word = torch.tensor([-1 - number], dtype=torch.int64, device=device)
     everyone = link.collect(word).view(-1).tolist()
     return list(_announced(link, everyone))
 
 
 def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
-    """The parameter number that each replica announced, by replica. `Link.collect` has already
-    added the words of a node's ranks.
+    """Decodes the `words` that the replicas exchanged: returns the parameter number that a replica
+    announced, by replica. Replicas that announced no change are left out. Each word is the weighted
+    sum of the words of a node's ranks, as `Link.collect` returns it.
     """
     numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
 
 
 def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the source's tensor on every replica, or the local tensor if the source has been
-    lost. Collective.
+    """Copies the tensor of the replica `difference.source` to all replicas, and returns the copy.
+    Returns the local tensor if that replica has been lost. Collective.
 
-    The other replicas add zeros to its bytes, so all replicas get the same bits.
+    The copy is an all-reduce of bytes, in which all other replicas send zeros. So all replicas get
+    the same bits.
 
     Args:
         device: Device of the tensors that the link sends.

@@ -1,4 +1,4 @@
-"""Gates: optional parts of a step, attached only if they are used."""
+"""Gates: optional parts of a training step. A gate is attached to the step only if it is used."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,24 +7,28 @@ from detonation.core.replicator import Replicator
 
 
 class StepGate:
-    """A part of every step of a replica, attached through `StopConsensus.gates`.
+    """Base class of gates. A gate is an optional part of every training step; it is attached by
+    adding it to `StopConsensus.gates`.
 
-    All replicas have the same gates. Each method does nothing unless a gate overrides it.
+    All replicas must have the same gates. Each method does nothing unless a subclass overrides it.
     """
 
     def idle(self, step: int) -> bool:
-        """True if this replica skips the step: it computes no gradient and keeps its weights."""
+        """True if this replica skips `step`: it computes no gradient and keeps its weights."""
         return False
 
     def moved(self, step: int, idle: bool) -> None:
-        """Called after the base optimizer's step, or after this replica skipped it. Collective."""
+        """Called after the base optimizer's step, or in its place if this replica skips the step
+        (`idle`). Collective."""
 
     def end(self, step: int) -> None:
-        """Called after the replicas agreed on the step. Collective."""
+        """Called at the end of `step`, after the ranks checked that no rank must stop.
+        Collective."""
 
 
 class ClosenessGate(Protocol):
-    """Keeps replicas that round differently close to each other."""
+    """Keeps the weights of replicas close to each other, if replicas round differently."""
 
     def attach(self, consensus: Any, replicators: Sequence[Replicator], step: int) -> None:
-        """Attaches the gate from `step` on; `verify` then compares distances instead of bits."""
+        """Attaches the gate from `step` on. `StopConsensus.verify` then compares the distance of
+        tensors instead of their bits."""

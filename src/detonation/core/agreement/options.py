@@ -1,4 +1,5 @@
-"""Options of parameter groups as Python numbers, and as JSON that restores equal options."""
+"""Converts options of parameter groups, such as lr, to Python numbers and to JSON, and restores
+equal options from JSON."""
 
 import sys
 from collections.abc import Mapping
@@ -8,25 +9,26 @@ import torch
 from torch import Tensor
 
 _TENSORS = "$tensors"
-"""Key of the names and dtypes of options that are tensors."""
+"""Key under which a record of options stores the names and dtypes of the options that are tensors.
+"""
 USUAL = {bool, int, float, str, type(None), tuple, list, Tensor}
-"""Types of options that need no conversion, also inside tuples."""
+"""The types of options that need no conversion to Python numbers, alone or inside tuples."""
 
 
 def use_python_numbers(group: dict[str, Any]) -> None:
     """Replaces NumPy scalars in a parameter group by Python numbers.
 
-    NumPy would compute with a `float32` lr in its own precision, and a replica or follower may lack
-    NumPy.
+    A NumPy `float32` lr would make optimizers compute with lower precision than a Python number.
+    Also, a replica, or a follower that replays the run, may not have NumPy.
     """
     group.update({key: python_number(value) for key, value in group.items()})
 
 
 def python_number(value: Any) -> Any:
-    """Converts a NumPy scalar, or a NumPy scalar in a tuple, to a Python number. Returns other
-    values unchanged.
+    """Converts a NumPy scalar, alone or inside a tuple, to a Python number. Returns a value of any
+    other type unchanged.
     """
-    numpy = sys.modules.get("numpy")  # if numpy was not imported, no option is a numpy number
+    numpy = sys.modules.get("numpy")  # if NumPy was not imported, no option can be a NumPy scalar
     if type(value) is tuple:
         return tuple(map(python_number, value))
     if numpy is None:
@@ -37,8 +39,8 @@ def python_number(value: Any) -> Any:
 
 
 def recorded_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group that JSON can represent. A tensor of one element becomes a number, and
-    its dtype is recorded.
+    """Returns the options of a parameter group that JSON can represent. A tensor of one element is
+    returned as a number, and its dtype is recorded.
     """
     found: dict[str, Any] = {}
     kinds = {}
@@ -54,12 +56,12 @@ def recorded_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_recorded(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Restores options of `recorded_options` in a group: as a tensor if the option was a tensor,
-    else as a number.
+    """Writes the options that `recorded_options` returned into a parameter group. An option that
+    was a tensor becomes a tensor again.
     """
     options = dict(recorded)
     kinds = options.pop(_TENSORS, None)
-    if isinstance(kinds, dict):  # older records have no dtypes
+    if isinstance(kinds, dict):  # records of older versions have no dtypes
         _take_kinds(group, kinds)
     group.update({key: _like(group.get(key), value) for key, value in options.items()})
 
@@ -77,7 +79,8 @@ def _take_kinds(group: dict[str, Any], kinds: Mapping[str, Any]) -> None:
 
 
 def _like(current: object, value: Any) -> Any:
-    """Converts an option read from JSON to the type of the option in the group."""
+    """Converts `value`, an option that was read from JSON, to the type of `current`, the option in
+    the parameter group."""
     if isinstance(current, Tensor):
         return current.fill_(value)
     if isinstance(current, tuple):

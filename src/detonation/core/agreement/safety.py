@@ -1,4 +1,4 @@
-"""Safety: the reaction to nonfinite gradients, and to replicas that are out of sync."""
+"""Safety: settings for the reaction to nonfinite gradients and to replicas that are out of sync."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,7 +14,8 @@ EQUAL: tuple[str, ...] = get_args(Equal)
 
 @dataclass(frozen=True)
 class Safety:
-    """How `replicate` reacts to nonfinite gradients, and to replicas that are out of sync.
+    """Settings that say how training reacts to nonfinite gradients, and to replicas that differ in
+    tensors that must be equal.
 
     Args:
         non_finite: If a replica's gradient is not finite: "stop", or "skip" its contribution. On an

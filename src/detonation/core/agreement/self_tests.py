@@ -1,5 +1,6 @@
-"""The self-test: hashes of decoded test messages and of optimizer steps, because threads,
-processors and libraries may round differently.
+"""The self-test: hashes the results of decoding test messages and of optimizer steps. Replicas
+compare these hashes, because different thread counts, processors and libraries may round
+differently.
 """
 
 import platform
@@ -26,13 +27,14 @@ STEP_SELFTEST = "optimizer's steps on a test vector"
 NORM_SELFTEST = "norm of a test vector"
 CLOSE = "replicas that stay close"
 TESTS = SELFTEST, STEP_SELFTEST, NORM_SELFTEST, CLOSE
-"""Entries that may differ between replicas that are only kept close to each other."""
+"""The test results that may differ between replicas, if a gate keeps the replicas close to each
+other instead of bitwise equal."""
 _SHAPE = (512, 512)
 
 
 @dataclass(frozen=True)
 class StepTest:
-    """How the self-test steps an optimizer.
+    """How the self-test runs steps of a class of optimizers.
 
     Attributes:
         rows: Rows of the test matrix, of 512 numbers each, at most 512. An optimizer whose step is
@@ -45,14 +47,14 @@ class StepTest:
 
 
 _TESTED: dict[type[Optimizer], StepTest] = dict.fromkeys((SGD, Adam, AdamW, SignSGD), StepTest())
-"""Optimizers whose own steps are tested. For other optimizers, the operations they are built of are
-tested.
+"""The classes of optimizers whose own steps the self-test runs. For any other optimizer, the
+self-test runs the elementwise operations of which most optimizers consist.
 """
 
 
 def register_step_test(optimizer: type[Optimizer], test: StepTest) -> None:
-    """Lets the self-test make steps of this optimizer, instead of the operations that most
-    optimizers are built of.
+    """Makes the self-test run steps of this class of optimizers, instead of the elementwise
+    operations of which most optimizers consist.
 
     Args:
         optimizer: The class; its subclasses are tested by operations. Call it with groups that
@@ -67,11 +69,11 @@ def selftest(
     base: BaseStep | None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Hashes of two fixed messages, decoded as in training, and of steps with the settings of
-    `base`.
+    """Returns two hashes: of the update that two fixed messages decode to, and of the weights after
+    optimizer steps with the settings of `base`.
 
-    Two processes with equal hashes very likely compute equal weights from equal messages: the test
-    covers 262,144 numbers.
+    If two processes have equal hashes, they very likely compute equal weights from equal messages,
+    because the test covers 262,144 numbers.
 
     Args:
         base: Steps that must be equal; None if each replica steps by itself. Steps by signs are
@@ -94,7 +96,7 @@ def selftest(
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
-                # `before` is nonzero, because adding to zero hides whether multiply-add is fused
+                # `before` is nonzero: a sum with zero would not show if multiply-add is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
                 rows = _test_of(base.optimizer).rows
                 steps = _steps([before[:rows]], [gradient[:rows]], base.optimizer, options)
@@ -105,14 +107,14 @@ def selftest(
 def _message(
     scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device
 ) -> Tensor:
-    """A message with the same bytes on all processors. It is generated instead of selected from a
-    signal, because processors may select and encode differently.
+    """Builds a test message that has the same bytes on all processors. The message is not encoded
+    from a gradient, because processors may select and encode values differently.
     """
     codec = scheme.codec
     rows = layout.rows
     k = codec.selection.k
     values = _ramp(rows * k, device)
-    if codec.precision.block > 1:  # integers whose squares have an exact sum in any order
+    if codec.precision.block > 1:  # integers, so that sums of squares are exact in any order
         values = (values * 1024).remainder(11).floor() - 5
     indices = shared
     if not codec.selection.shared:
@@ -124,10 +126,11 @@ def _message(
 
 
 def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if a step of `base` rounds numbers at the end of a shard differently, as vectorised CPU
-    loops may do.
+    """True if a step of `base` rounds a number differently when its place in the tensor changes.
+    Vectorised CPU loops may do so for the last numbers of a shard.
 
-    Only operations are tested for an optimizer that computes with whole matrices.
+    For an optimizer that computes with whole matrices, such as Muon, only the elementwise
+    operations are tested.
     """
     before = _ramp(257 * 5, device).view(257, 5).to(dtype)
     update = before.flip(0)
@@ -149,15 +152,15 @@ def _steps(
     base: Optimizer | None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Each tensor after two steps of an optimizer like `base`. An untested optimizer is replaced by
-    its operations.
+    """Returns each tensor of `before` after two steps of an optimizer of the same class and options
+    as `base`. For a class that is not in `_TESTED`, elementwise operations replace the steps.
     """
     kind: Any = type(base)
     if base is not None and kind in _TESTED:
         weights = [torch.nn.Parameter(each.clone()) for each in before]
         given = {**base.param_groups[0], **(options or {})}
         made = kind([{**given, "params": weights, "lr": 1e-3}])
-        for scale in (1.0, 0.7):  # the optimizer has no state before the first of these two steps
+        for scale in (1.0, 0.7):  # two steps, because only the second step reads optimizer state
             for weight, update in zip(weights, updates, strict=True):
                 weight.grad = update * scale
             made.step()
@@ -173,13 +176,15 @@ def _operations(before: Tensor, update: Tensor) -> Tensor:
 
 
 def norm_selftest(device: torch.device) -> str:
-    """Hash of the norm of a fixed vector. Clipping needs equal norms on all replicas."""
+    """Returns the hash of the norm of a fixed vector. Replicas compare it, because clipping needs
+    equal norms on all replicas."""
     vector = _ramp(_SHAPE[0] * _SHAPE[1], device)
     return digest([norms_of([vector], device)])[:16]
 
 
 def selftest_conditions(device: torch.device) -> str:
-    """The settings that influence these hashes, as text: threads, processor, GPU and CUDA."""
+    """Returns, as text, what may change the hashes of the self-test: number of threads, processor,
+    GPU and CUDA version."""
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     settings = [f"threads={torch.get_num_threads()}", f"cpu={processor}"]
     if device.type == "cuda":
@@ -191,8 +196,8 @@ def selftest_conditions(device: torch.device) -> str:
 
 
 def _ramp(numel: int, device: torch.device) -> Tensor:
-    """Numbers of many magnitudes and both signs, bitwise equal on every machine: they are computed
-    without a random generator and without functions that may round.
+    """Returns test numbers of many magnitudes and both signs. They are bitwise equal on every
+    machine, because no random generator and no operation with rounding errors computes them.
     """
     prime = 1048573
     mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % prime

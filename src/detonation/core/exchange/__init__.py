@@ -1,8 +1,8 @@
 """Exchange: the collectives through which all replicas receive the same messages.
 
-An exchange encodes and seals the message of a step, sends it over a link, and opens the received
-messages. The channel calls it. A bucket of gradients is a piece of a message, so a step needs only
-one header and one decision.
+An exchange adds a header and a checksum to the message of a step, sends the message over a link,
+and validates the received messages. The channel calls the exchange. A bucket of gradients is only a
+piece of a message, so a step needs one header, and one decision whether to use the message.
 """
 
 from detonation.core.exchange.chosen import exchange_for, room_of

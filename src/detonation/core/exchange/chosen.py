@@ -1,4 +1,6 @@
-"""Chooses the exchange that a scheme needs on a link, and the memory of its blocks."""
+"""Chooses the exchange (all-reduce, all-gather, or two-stage all-reduce) of a scheme on a link, and
+how much memory its temporary tensors may use.
+"""
 
 import torch
 
@@ -13,8 +15,8 @@ from detonation.core.schemes import Scheme, collective_for, rows_of_a_turn
 
 
 def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
-    """Memory budget for the temporaries of a step: a quarter of the flat, or an eighth at the end
-    of a round, when the movement is also in memory.
+    """Returns the memory budget for the temporary tensors of a step, as a number of rows: a quarter
+    of all rows, or an eighth at the end of a round, when the movement also needs memory.
     """
     is_round = scheme.signal == "parameters"
     is_vote = scheme.codec.selection.shared and not scheme.codec.summable
@@ -31,7 +33,7 @@ def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> 
 def exchange_for(
     scheme: Scheme, link: Link, layout: Layout, engine: ReferenceEngine, guard: Guard, room: Room
 ) -> Exchange:
-    """The exchange for the collective that `collective_for` chooses."""
+    """Creates the exchange for the collective that `collective_for` chooses."""
     chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
     if chosen == "all-reduce":
         return AllReduce(scheme, link, guard, layout.rows)

@@ -29,14 +29,15 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
 class Exchange(ABC):
-    """Sends messages of at most `rows` rows through one or two collectives, in the scheme's codec.
+    """Sends messages of at most `rows` rows, encoded by the scheme's codec, through one or two
+    collectives, and receives the messages of all replicas.
 
-    All replicas call its methods in the same order.
+    All replicas must call its methods in the same order.
     """
 
     secluded = False
-    """True if a replica receives messages that others do not see, and replies in a second
-    collective.
+    """True if a replica receives messages that no other replica receives, and answers them in a
+    second collective.
     """
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
@@ -45,28 +46,28 @@ class Exchange(ABC):
         self._link = link
         self._guard = guard
         self._rows = rows
-        # Gradients are sent at every step, so their buffers are kept.
-        # Rounds are rare, so their messages occupy memory only during the exchange.
-        # An elastic communicator may resend a message long after it was received.
-        # A simulated communicator on a CPU gives other replicas the message itself, not a copy.
+        # Gradients are sent at every step, so their message buffers are kept for reuse.
+        # Rounds end rarely, so the message buffers of rounds are freed after each exchange.
+        # An elastic communicator may resend a message later, so its buffer must not be reused.
+        # A simulated communicator on a CPU shares the message itself, so it is not reused, either.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # returns receive buffers for reuse; on an accelerator torch's allocator reuses them
+        # gives receive buffers back for reuse; without kernels, the device allocator does so
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
 
     @abstractmethod
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        """Returns the run for the `rows` rows from row `first` on: engines write it, and the next
-        collective sends it.
+        """Returns the buffer (run) for `rows` rows of the message, from row `first` on. The engine
+        writes encoded values into this buffer, and the next collective sends it.
 
-        The run from row 0 is sent last, with the header.
+        The buffer that begins at row 0 is sent last, together with the header.
         """
 
     @abstractmethod
     def send(self, message: Message, status: int | Tensor | None) -> None:
-        """Starts a collective that sends the prepared run.
+        """Starts a collective that sends the buffer that `run` returned last.
 
         Args:
             status: See `Header`; None if more of this message follows.
@@ -75,8 +76,8 @@ class Exchange(ABC):
         """
 
     def forward(self, message: Message) -> None:
-        """Starts the second collective, if this exchange has one. Called for all messages before
-        the first `receive`.
+        """Starts the second collective of this exchange, if it has a second one. Must be called for
+        all messages in flight before the first call of `receive`.
         """
         return
 
@@ -86,25 +87,26 @@ class Exchange(ABC):
 
     @abstractmethod
     def play(self, message: Message, playback: PlayedMessages) -> None:
-        """Reads this message from the playback instead of the collectives."""
+        """Makes `receive` read the messages of all replicas from the recorded run `playback`
+        instead of collectives."""
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
-        """The exchange of a bucket of `rows` rows from row `first` on, which shares the state of
-        this exchange.
+        """Creates the exchange for messages of one bucket, which has `rows` rows from row `first`
+        on. The new exchange shares the state of this exchange.
         """
         return type(self)(self._scheme, self._link, guard, rows)
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """The tensors that persist between steps, by name."""
+        """Returns the tensors of this exchange that persist between steps, by name."""
 
 
 def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
-    """Result of `zeros_are_negative` for the message of a replica, or of an owner of rows, at
-    `step`.
+    """True if the message of a replica at `step` sends zeros as negative numbers. Calls
+    `zeros_are_negative` with the number of earlier messages that contained the same coordinates.
     """
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
-    # True for an outer SGD; False for gradients, whose signs the base optimizer may use
+    # True for an outer SGD, which uses magnitudes; a base optimizer may use only signs
     proportional = scheme.signal == "parameters"
     return zeros_are_negative(
         sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote)
@@ -114,13 +116,14 @@ def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 
 def zeros_are_negative(
     sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True
 ) -> bool:
-    """True if a replica sends zeros as negative numbers: over all replicas and sendings the signs
-    cancel.
+    """True if a replica sends zeros as negative numbers. The signs are chosen such that they cancel
+    over all replicas and all messages.
 
-    One bit cannot encode zero: a coordinate without a signal decodes to plus or minus one
-    magnitude, and would drift if the sign were always the same. Sendings 2 n and 2 n + 1 have
-    opposite signs. Multiples of the golden ratio decide the order within a pair, so that
-    coordinates that are zero only at every second or third sending are balanced, too.
+    One bit cannot encode zero: a coordinate that is zero decodes to plus or minus one magnitude,
+    and would drift if the sign were always the same. Messages 2 n and 2 n + 1 with this coordinate
+    have opposite signs. Multiples of the golden ratio choose which message of such a pair is
+    negative, so that coordinates that are zero only in every second or third message are balanced,
+    too.
 
     Args:
         sending: How often the coordinate was sent before, as far as that is independent of the
@@ -148,14 +151,17 @@ def zeros_are_negative(
 def played(
     playback: PlayedMessages, guard: Guard, step: int, replicas: int
 ) -> Callable[[], Tensor]:
-    """Reads the messages of `step` from `playback` to the device of `guard`."""
+    """Returns a function that reads the messages of `step` from the recorded run `playback`, onto
+    the device of `guard`."""
     return lambda: (
         playback.take(guard.place, step).to(guard.usual.device).view(replicas, -1)
     )  # [replicas, 64 + nbytes]
 
 
 class AllReduce(Exchange):
-    """The network adds messages that contain the same coordinates, in a dtype that it can add."""
+    """An exchange by all-reduce: the network adds the messages of all replicas. All messages
+    contain the same coordinates, in a dtype that the network can add.
+    """
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         super().__init__(scheme, link, guard, rows)
@@ -165,7 +171,7 @@ class AllReduce(Exchange):
         self._digits = DIGITS * link.replicas
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        # the first rows are sent with the status digits of all replicas
+        # the buffer that begins at row 0 also carries the status of each replica (status digits)
         nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
         memory = partial(
             self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device
@@ -190,15 +196,15 @@ class AllReduce(Exchange):
         for at, count in message.rows or [(0, self._rows)]:
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
-                # Absent replicas count as if they had sent the mean.
-                # The sum is copied, because another simulated replica may still read it.
+                # Scale the sum as if each absent replica had sent the mean of the present ones.
+                # Copy the sum first, because another simulated replica may still read it.
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
             runs.append((at, total[: count * self._k].view(count, self._k)))
-        digits = total[count * self._k :]  # which leave last
+        digits = total[count * self._k :]  # the last collective carries the status digits
         runs.sort(key=itemgetter(0))
         if message.played:
-            # the log does not record which replicas were absent
+            # The log does not record which replicas were absent, so all count as absent.
             absent = {*range(link.replicas)}
         elif link.observer:
             if len(runs) > 1:
@@ -236,12 +242,12 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # a sum has no norm per replica to store
+    def state(self) -> dict[str, Tensor]:  # empty: a sum shows no norm of a single replica
         return {}
 
 
 class AllGather(Exchange):
-    """Every replica receives every message."""
+    """An exchange by all-gather: every replica receives the messages of all replicas."""
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         super().__init__(scheme, link, guard, rows)
@@ -255,7 +261,7 @@ class AllGather(Exchange):
             room = 0
         else:
             room = HEADER_BYTES
-        # a whole message is sealed in its own buffer
+        # the buffer of a whole message is padded for the checksum, so it is sealed without a copy
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
         zeros = self._has_codes and negative_zeros(

@@ -1,4 +1,6 @@
-"""The exchange with two collectives through owners of rows."""
+"""The two-stage exchange: each replica is the owner of some rows. An owner aggregates its rows for
+all replicas and sends them the result.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -27,12 +29,12 @@ from detonation.core.schemes import Scheme
 
 
 class TwoStage(Exchange):
-    """A two-stage all-reduce: each replica owns a part of the rows, receives them from all
-    replicas, aggregates them, and sends the result to all.
+    """A two-stage all-reduce: each replica owns a part of the rows, receives these rows from all
+    replicas, aggregates them, and sends the result to all replicas.
 
-    The bytes sent by a replica do not grow with the number of replicas. The reply codec selects and
-    encodes the result again. The remainder stays in the owner's server residual and is sent later,
-    so nothing is lost (law 1) between the stages.
+    The bytes that a replica sends do not grow with the number of replicas. The owner encodes the
+    result again and sends only a part of it. The rest stays in the owner's residual and is sent
+    later, so the second encoding loses nothing.
 
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
@@ -61,7 +63,7 @@ class TwoStage(Exchange):
         self.residual = residual
         self.replica = (
             link.replica
-        )  # the number of this replica among the owners, until replicas are renumbered
+        )  # this replica's number among the owners; later changes of replicas do not update it
         answer = replace(
             self._answer, selection=self._answer.selection.for_rows(first, owners.rows)
         )
@@ -82,7 +84,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # messages and replies can be cut at multiples of this many rows
+        )  # rows per block, because messages and replies can be cut only at multiples of a run
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows
@@ -91,7 +93,7 @@ class TwoStage(Exchange):
             owners = self.owners
         else:
             owners = self.owners.of_bucket(rows)
-        # without kernels a whole message is sealed in its own buffer
+        # Without kernels, a whole message is padded for its checksum, and sealed without a copy.
         aligned = whole and not self._guard.on_kernels
         shape = (
             owners.replicas,
@@ -142,8 +144,8 @@ class TwoStage(Exchange):
         reply.arriving.append(self._link.all_gather(sent[0]))
 
     def _reply(self, block: Coefficients, run: MessageRows) -> None:
-        """Writes the coefficients of the mean of a block of rows into `run`; the remainder stays in
-        the server residual.
+        """Aggregates a block of owned rows, and writes the coefficients of the answer into the
+        buffer `run`. The part that the answer does not hold stays in the owner's residual.
         """
         residual = self.residual[run.first : run.first + run.rows]
         residual += aggregate(block, self._scheme.aggregation, self._codec.selection.chunk)
@@ -153,7 +155,7 @@ class TwoStage(Exchange):
         self._answer.write(selected, run)
         sent = self._answer.written(run)
         indices = selected.indices
-        if isinstance(indices, Tensor):  # the indices within a row are distinct
+        if isinstance(indices, Tensor):  # indices in a row are distinct: additions do not collide
             residual.scatter_add_(1, indices, sent.neg())
         else:
             residual -= sent
@@ -166,7 +168,8 @@ class TwoStage(Exchange):
         return Collected(opened, self.owners)
 
     def _reply_to(self, message: Message) -> Message:
-        """The reply and its shared indices, if any: of all rows, or of the rows of each owner."""
+        """Creates the owner's reply to `message`. If all replicas know the sent indices, the reply
+        gets the indices of each owner's rows."""
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         reply.missing = message.missing
         if message.shared:

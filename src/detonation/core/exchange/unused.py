@@ -1,4 +1,6 @@
-"""Unused parameters: parameters for which no replica had a gradient in a step."""
+"""Finds the unused parameters of a step, which are the parameters for which no replica had a
+gradient.
+"""
 
 from collections.abc import Sequence
 from zlib import crc32
@@ -25,17 +27,17 @@ from detonation.core.memory import Memory
 
 
 class Unused:
-    """Agreement of a channel's replicas on the parameters that none of them used.
+    """Lets the replicas of a channel agree on the unused parameters of a step, for which no replica
+    had a gradient.
 
-    A replica with all gradients knows that every parameter was used, and sends nothing more.
-    Messages report whether a gradient is missing, so a replica that lacks a gradient learns in the
-    same step whether all replicas lack one. Only then each replica sends its set of missing
-    gradients, one bit per parameter. All replicas remember the exchanged sets: later messages name
-    the sender's set by the number of that exchange. If all messages name a remembered set, nothing
-    more is sent.
+    Each message reports whether its sender lacks any gradient. If one replica has all gradients, no
+    parameter is unused, and nothing more is sent. If every replica lacks a gradient, each replica
+    sends the set of its missing gradients, with one bit per parameter. All replicas remember the
+    exchanged sets, so that a later message can name its sender's set by the number of that
+    exchange. If all messages name remembered sets, nothing more is sent.
 
-    The step is undone for a parameter that nobody used: its rows of the memory are restored, and
-    the base optimizer gets no gradient.
+    For an unused parameter the step is undone: its rows in the memory of unsent values are
+    restored, and the base optimizer gets no gradient.
 
     Args:
         guard: Of the channel's messages.
@@ -55,12 +57,14 @@ class Unused:
         self._next = 0
 
     def forget(self) -> None:
-        """Forgets all exchanges on all replicas, because the state was replaced."""
+        """Forgets the remembered sets of missing gradients. All replicas call it when a new state
+        was loaded."""
         self._known = []
         self._next = 0
 
     def miss(self, message: Message, numbers: Sequence[int]) -> None:
-        """Records missing gradients before their rows are encoded and the message is sealed."""
+        """Records in `message` that this replica has no gradients for the parameters `numbers`.
+        Must be called before their rows are encoded and the message gets its header."""
         octets = packed(numbers, len(self._layout.slots))
         own = [sets[self._link.replica] for sets in self._known]
         if octets in own:
@@ -74,21 +78,23 @@ class Unused:
         message.missing = missing
 
     def agreed(self, unused: Sequence[int]) -> Missing:
-        """The missing gradients of a step, after all replicas agreed that none of them used
-        `unused`.
+        """Returns a record of missing gradients for a loaded step, in which the replicas have
+        already agreed that no replica used the parameters `unused`.
         """
         octets = packed(unused, len(self._layout.slots))
         rows = self._layout.row_numbers(unused)
         return Missing(-1, octets, NEW_SET, (), rows, unused=frozenset(unused))
 
     def sent(self, message: Message) -> None:
-        """Records that the content of the message was subtracted from memory."""
+        """Records that the sent values of `message` were subtracted from the memory of unsent
+        values."""
         if self._late and message.missing:
             for kept in message.missing.kept:
                 kept.become_change()
 
     def settle(self, missing: Missing | None, step: int) -> frozenset[int]:
-        """The parameters that no replica used at `step`; called after its messages were received.
+        """Returns the numbers of the parameters that no replica used at `step`, and undoes the step
+        in their rows of memory. Called after the messages of `step` were received.
 
         Collective if every replica lacks a gradient.
 
@@ -127,12 +133,13 @@ class Unused:
         return in_all(missing.known[says - FIRST_KNOWN][sender] for sender, says in said.items())
 
     def _exchanged(self, missing: Missing) -> MissingSets:
-        """The sets of all replicas except lost replicas."""
+        """Exchanges the sets of missing gradients, and returns the sets of all replicas except lost
+        replicas. Collective."""
         mine = torch.frombuffer(bytearray(missing.octets), dtype=torch.uint8)
         arriving = self._link.all_gather(mine.to(self._guard.usual.device))
         (arrived,), absent = self._link.wait([arriving])
         sets = [bytes(row) for row in arrived.tolist()]
-        # digests in later messages reveal whether all replicas received the same sets
+        # Later messages carry a digest of these sets, so a replica with other sets is detected.
         self._guard.noted = crc32(b"".join(sets), self._guard.noted) >> 1
         self._known[self._next : self._next + 1] = [sets]
         self._next = (self._next + 1) % self._most_known

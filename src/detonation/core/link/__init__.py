@@ -1,7 +1,7 @@
-"""Links: communicators send bytes, and a link counts them.
+"""Links: a communicator sends bytes between replicas, and a link counts these bytes.
 
-In a step, only this package knows the network. Replicators, agreement, the planner and the trainer
-call it.
+During a step, no other package uses the network. Replicators, `core.agreement`, the planner and the
+trainer call this package.
 """
 
 from detonation.core.link.communicator import (

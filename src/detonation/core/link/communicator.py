@@ -1,5 +1,5 @@
-"""Communicators send bytes between the replicas of one axis, over a process group or an
-emulation.
+"""Communicators send bytes between the replicas of one axis, over a process group or an emulated
+network.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from detonation.core.schemes import Scheme, is_sent_at_once
 from detonation.plugins import plugin
 
 AxisPart = tuple[int, "Axis", Mapping[str, Tensor]]
-"""A part of the parameters that replicates separately: its number, its axis, its tensors."""
+"""A part of the parameters that is exchanged separately: its number, its axis of replicas, and its
+tensors by name."""
 
 
 class HostStaging:
-    """Copies messages to the host and back, on the current stream.
+    """Copies messages from a device to host memory and back, on the current stream. Gloo needs
+    this, because it reads host memory only.
 
     On an accelerator, copies from and to pinned memory are asynchronous. torch reuses a freed
     pinned block only after its copies have ended, so this class keeps no reference to buffers.
@@ -44,8 +46,8 @@ class HostStaging:
         return tensor.device.type != "cpu"
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A host buffer for a message with the dtype of `like`, pinned if `like` is on an
-        accelerator.
+        """Allocates a host buffer for a message with the dtype of `like`. The buffer is pinned if
+        `like` is on an accelerator.
 
         Shapes: -> `shape`.
         """
@@ -54,8 +56,8 @@ class HostStaging:
         )
 
     def to_host(self, message: Tensor) -> tuple[Tensor, Any]:
-        """A copy of `message` in host memory, and the event after which the copy is complete; None
-        if `message` is already in host memory.
+        """Starts to copy `message` to host memory. Returns the copy, and an event after which the
+        copy is complete. If `message` is already in host memory, returns `message` and None.
         """
         if not self.needed(message):
             return message, None
@@ -65,7 +67,8 @@ class HostStaging:
     def start(
         self, collective: Callable[[], Any], copied: Any, later: bool
     ) -> Callable[[], object]:
-        """Starts `collective` after the event `copied`; returns a function that waits for it.
+        """Starts `collective` after the event `copied`. Returns a function that waits for the
+        collective.
 
         Args:
             later: True if a thread starts it, in the order of calls. Backward can then queue more
@@ -91,12 +94,13 @@ class HostStaging:
         return message.copy_(host, non_blocking=True)
 
 
-# torch renamed all_gather_into_tensor; the old name warns in versions that have the new name
+# torch renamed all_gather_into_tensor to all_gather_single; the old name then logs a warning
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class AxisRules:
-    """Questions that core asks an axis, besides collectives. The default answers suit a plain axis.
+    """The properties of an axis of replicas besides its collectives. The methods of this class
+    return the defaults, which are right for an axis of a device mesh.
 
     absent: Replicas that did not contribute to the collective that was last waited for.
     """
@@ -105,8 +109,8 @@ class AxisRules:
 
     @property
     def shared(self) -> bool:
-        """True if gradients may be sent only inside `step`, as when several optimizers share the
-        axis in one order.
+        """True if gradients may be sent only inside `step` and not during backward. This is so if
+        several optimizers share the axis, because all ranks must send in the same order.
         """
         return False
 
@@ -120,35 +124,38 @@ class AxisRules:
         """Raises `ValueError` if the axis does not support the arguments of `replicate`."""
 
     def refuse_log(self) -> None:
-        """Raises `ValueError` if no rank receives all messages, so that no rank can write a log."""
+        """Raises `ValueError` if no rank receives the messages of all replicas on this axis, so
+        that no rank can write a log of them."""
 
     def divide(self, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart] | None:
-        """The parts of `parameters` that replicate separately, in the order in which all ranks
-        exchange them; None if there is only one part. Collective.
+        """Divides `parameters` into parts that are exchanged separately, in the order in which all
+        ranks exchange the parts. Returns None if there is only one part. Collective.
         """
         return None
 
     def norms(
         self, parameters: Mapping[str, Tensor]
     ) -> list[tuple[list[Communicator], dict[str, Tensor]]] | None:
-        """For clipping: the tensors that together are the whole model, and the axes over which they
-        are split; None if the mesh of each parameter is sufficient.
+        """Returns what clipping needs for the global norm: the tensors that together form the whole
+        model, and the axes over which these tensors are split. Returns None if the mesh of each
+        parameter gives the axes.
         """
         return None
 
     def recycle(self, received: Tensor) -> None:
-        """Takes back a buffer that a collective returned, once no code reads it.
+        """Takes back a buffer that a collective returned, for reuse. The caller must no longer read
+        it.
 
         Shapes: `[replicas, bytes]` uint8.
         """
 
 
 class Communicator(AxisRules, ABC):
-    """One replica's end of an axis, with three collectives, which all replicas start in the same
-    order.
+    """The connection of one replica to all replicas of an axis, with three collectives. All
+    replicas must start their collectives in the same order.
 
-    The caller must not use a tensor after passing it. Each collective returns a function that waits
-    for the result. Tensors have equal sizes on all replicas.
+    Each collective returns a function that waits for the result. After a tensor was passed to a
+    collective, the caller must not use it. Tensors must have equal sizes on all replicas.
 
     Attributes:
         replica: Number of this replica on the axis.
@@ -162,19 +169,20 @@ class Communicator(AxisRules, ABC):
 
     @abstractmethod
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """The sum over all replicas, bitwise equal on each."""
+        """Starts to add `values` over all replicas. The sum is bitwise equal on all replicas."""
 
     @abstractmethod
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        """The bytes of every replica, in replica order.
+        """Starts to send `mine` to all replicas, and to receive the bytes of every replica, in
+        replica order.
 
         Shapes: `[bytes]` -> `[replicas, bytes]` uint8.
         """
 
     @abstractmethod
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Sends slice r of `mine` to replica r, and receives the slice that each replica has for
-        this one.
+        """Starts to send slice number r of `mine` to replica r, for all r, and to receive the slice
+        that each replica has for this replica.
 
         Shapes: `[replicas * bytes]` -> `[replicas, bytes]` uint8.
         """
@@ -186,12 +194,13 @@ _OF_A_MESH = AxisRules()
 
 
 def rules_of(axis: Axis) -> AxisRules:
-    """The rules of `axis`; an axis of a device mesh has the default rules."""
+    """Returns the `AxisRules` of `axis`. An axis of a device mesh has the default rules."""
     return _OF_A_MESH if isinstance(axis, DeviceMesh) else axis
 
 
 def axis_named(name: str, arguments: Mapping[str, Any] | None = None) -> Communicator:
-    """Makes the axis that an installed package provides under an entry point in `detonation.axes`.
+    """Creates an axis of replicas by the function that an installed package registered as the entry
+    point `name` in the group `detonation.axes`.
 
     Args:
         name: Of the entry point.
@@ -208,7 +217,8 @@ def axis_named(name: str, arguments: Mapping[str, Any] | None = None) -> Communi
 
 
 def divided(axis: Axis, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart]:
-    """The parts of `parameters` that `AxisRules.divide` returns; one part for a plain axis."""
+    """Returns the parts of `parameters` that are exchanged separately along `axis`. An axis of a
+    device mesh has one part, with all parameters."""
     parts = rules_of(axis).divide(parameters)
     return [(0, axis, parameters)] if parts is None else parts
 
@@ -235,11 +245,11 @@ def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 MOST_FREE = 16
-"""Largest number of receive buffers that are kept for reuse."""
+"""The largest number of receive buffers that a communicator keeps for reuse."""
 
 
 class ProcessGroupCommunicator(Communicator):
-    """The process group of one mesh axis.
+    """A communicator over the process group of one mesh axis.
 
     Args:
         own: True if this communicator gets a process group of its own, so that others may use the
@@ -278,7 +288,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._of_axis
         group = _group_beside(self._of_axis)
         if self._is_gloo:
-            # no finalizer at exit, because NCCL must end a communicator on all ranks at once
+            # gloo only, because NCCL must end a communicator on all ranks at once; not at exit
             weakref.finalize(self, _end, group).atexit = False
         return group
 
@@ -314,7 +324,8 @@ class ProcessGroupCommunicator(Communicator):
     def _received(
         self, collective: Any, shape: tuple[int, int], mine: Tensor
     ) -> Callable[[], Tensor]:
-        """Starts `collective`, which receives a tensor of `shape`."""
+        """Starts `collective` with the message `mine` and a receive buffer of `shape`. Returns a
+        function that waits for the received tensor."""
         sent = mine
         copied = None
         if self._staging:
@@ -343,10 +354,10 @@ class ProcessGroupCommunicator(Communicator):
         return wait
 
     def recycle(self, received: Tensor) -> None:
-        """Keeps the buffer for a later collective of its size.
+        """Keeps the buffer `received` for a later collective with a result of the same size.
 
-        On a CPU one buffer is kept, because allocating memory for a large message takes longer than
-        sending it.
+        On a CPU, one buffer is kept: allocating memory for a large message would take longer than
+        sending the message.
 
         Shapes: `[replicas, bytes]` uint8.
         """
@@ -358,17 +369,20 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def communicator_of(axis: Axis, own: bool = False) -> Communicator:
-    """`axis` itself, or the communicator of a mesh axis; see `ProcessGroupCommunicator`."""
+    """Returns `axis` itself if it is a communicator, or a new `ProcessGroupCommunicator` for an
+    axis of a device mesh."""
     if isinstance(axis, DeviceMesh):
         return ProcessGroupCommunicator(axis, own)
     return axis
 
 
 def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new process group like `group`. Collective over its ranks only, unlike `dist.new_group`.
+    """Creates a new process group with the ranks and the backend of `group`. Collective over these
+    ranks only, unlike `dist.new_group`, which all ranks of the world must call.
 
-    `new_group` names local groups by a per-rank count of groups, which may differ between ranks.
-    Here a counter in the store of `group` numbers new groups.
+    `dist.new_group` can be limited to some ranks, too. It then names a group by the number of
+    groups that each rank has created, which may differ between ranks. This function counts only the
+    groups that were created beside `group`, in the store of `group`.
     """
     world = distributed_c10d._world
     everyone = distributed_c10d._get_default_group()
@@ -388,11 +402,11 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if options is not None:
         options._timeout = timeout
     bound = everyone.bound_device_id
-    # without this, NCCL would split the world group on all of its ranks
+    # otherwise torch would split the world's NCCL communicator, which needs all ranks of the world
     everyone.bound_device_id = None
     try:
         make: Any = distributed_c10d._new_process_group_helper
-        # in the store of the default group, as torch's other groups
+        # the new group's ranks meet in the store of the default group, as in torch's own groups
         meeting = world.pg_map[everyone][1]
         of_group = group.size(), group.rank(), ranks, backend, meeting, name
         made: dist.ProcessGroup = make(*of_group, backend_options=options, timeout=timeout)[0]
@@ -403,6 +417,7 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Destroys an unused group, unless all groups have been destroyed already."""
+    """Destroys a process group that is no longer used, unless torch has destroyed all groups
+    already."""
     if group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

@@ -12,12 +12,13 @@ from detonation.core.link.communicator import Axis
 from detonation.core.schemes import Scheme
 
 Level = tuple[Axis, Scheme]
-"""A level of replication: an axis, and the scheme along it."""
+"""A level of replication: an axis of replicas, and the scheme by which they exchange messages."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Shard `shard` of replica `replica`, both counted from 0."""
+    """The place of a rank: it holds shard number `shard` of replica number `replica`. Both numbers
+    start at 0."""
 
     replica: int
     replicas: int
@@ -26,7 +27,7 @@ class Coordinates:
 
     @property
     def name(self) -> str:
-        """The name of the rank in saved states."""
+        """The name of this rank in saved states, such as "replica0-shard1"."""
         return f"replica{self.replica}-shard{self.shard}"
 
 
@@ -35,11 +36,12 @@ def coordinates_of(
     parameters: Iterable[Tensor],
     intra_node: DeviceMesh | None,
 ) -> Coordinates:
-    """This rank's coordinates: its replica from the axes of `levels`, its shard from the mesh of
-    the parameters.
+    """Returns this rank's coordinates. The axes of `levels` give the number of its replica, and the
+    mesh of the parameters gives the number of its shard.
 
-    Replica numbers grow fastest along the innermost level. Without DTensors a replica is one shard.
-    With `intra_node` each rank of the node counts as a shard, although it has the whole model.
+    Replicas that are neighbours on the innermost level have consecutive numbers. Without DTensors a
+    replica has one shard. With `intra_node` each rank of the node counts as a shard, although it
+    holds the whole model.
     """
     replica = 0
     replicas = 1
@@ -57,7 +59,8 @@ def coordinates_of(
 
 
 def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
-    """The identity of an axis, this rank's position on it, and the size of the axis."""
+    """Returns a key that is equal for equal axes, this rank's position on the axis, and the size of
+    the axis."""
     if not isinstance(axis, DeviceMesh):
         return id(axis), (axis.replica, axis.size())
     ranks = tuple(axis.mesh.flatten().tolist())
@@ -65,7 +68,7 @@ def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
 
 
 def alike(levels: Sequence[Level]) -> bool:
-    """True if replicas have equal weights and base optimizer state between any two steps, because
-    all levels exchange gradients.
+    """True if all levels exchange gradients. The replicas then have equal weights and equal base
+    optimizer states after every step.
     """
     return bool(levels) and all(scheme.signal == "gradients" for _, scheme in levels)

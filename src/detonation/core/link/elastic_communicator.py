@@ -1,4 +1,4 @@
-"""The interface of a communicator whose replicas may be lost during use."""
+"""The interfaces of communicators whose replicas may be lost, leave or join during training."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -11,11 +11,13 @@ from detonation.core.base_error import DetonationError
 from detonation.core.link.communicator import Communicator
 
 HandOver: TypeAlias = Callable[[], None]
-"""Sends the unsent momentum of leaving replicas to another replica. Collective."""
+"""A function that sends the unsent momentum of leaving replicas to a remaining replica. Collective.
+"""
 
 
 class PeerLost(DetonationError, ConnectionError):
-    """A replica was lost before all ranks had received its text. Raised on all remaining ranks."""
+    """Raised on all remaining ranks if a replica was lost while ranks exchanged texts, before all
+    ranks had received its text."""
 
 
 class TextExchange(Protocol):
@@ -28,25 +30,25 @@ class TextExchange(Protocol):
     def world_size(self) -> int: ...
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
+        """Sends `text` to all ranks, and returns the texts of all ranks, in rank order."""
 
     def broadcast(self, text: str) -> str:
-        """The text of the first rank, on all ranks."""
+        """Returns the `text` of the first rank, on all ranks."""
 
 
 class RenumberedCommunicator(Communicator):
     """A `Communicator` whose replicas may change between steps.
 
-    Remaining replicas are numbered 0, 1, ... in their old order. New replicas get the next numbers.
-
-    `size` includes the `absent` replicas.
+    After a change, the remaining replicas get the numbers 0, 1, ... in their old order, and new
+    replicas get the next numbers. `size` also counts the `absent` replicas, which were lost since
+    the last change of numbers.
     """
 
     def for_one(self, hand_over: HandOver | None = None) -> "RenumberedCommunicator":
-        """Returns a communicator on this axis for another optimizer, which calls `adopt` before its
-        steps.
+        """Returns a communicator on this axis for one of several optimizers. Before its steps, the
+        optimizer calls `adopt` of its communicator.
 
-        `hand_over` is a method of this optimizer. It is called if a replica leaves in a step of
+        `hand_over` is a method of that optimizer. It is called if a replica leaves in a step of
         another optimizer on the axis.
         """
         return self
@@ -56,39 +58,40 @@ class RenumberedCommunicator(Communicator):
         return
 
     def resume_at(self, step: int) -> None:
-        """Records that `step` is the next step of this optimizer, because a state was loaded."""
+        """Records that `step` is this optimizer's next step, after a saved state was loaded."""
         return
 
     @abstractmethod
     def enter_step(self, step: int) -> bool:
-        """Records that this rank begins `step` or is still in it. If `adopt` must be called first,
-        records nothing and returns True.
+        """Records that this rank begins `step`, or is still in it. If replicas have changed and
+        `adopt` must be called first, records nothing and returns True.
         """
 
     def leaving(self, step: int) -> list[int]:
-        """Numbers of the replicas that leave before `step`, as all ranks agreed. These replicas
-        still participate in collectives.
+        """Returns the numbers of the replicas that leave before `step`. The result is equal on all
+        ranks. These replicas still take part in collectives.
         """
         return []
 
     def handing_over(self) -> list[int]:
-        """Numbers of the replicas that leave in a step of another optimizer."""
+        """Returns the numbers of the replicas that leave in a step of another optimizer."""
         return []
 
     @abstractmethod
     def adopt(self, step: int) -> list[int]:
-        """Renumbers the replicas, on all of them before the same step, and begins the step. Returns
-        the old numbers of the remaining replicas.
-
-        No message may be in flight.
+        """Gives the remaining and joining replicas new numbers, and begins `step`. All replicas
+        must call it before the same step, and no message may be in flight. Returns the old numbers
+        of the remaining replicas.
         """
 
 
 class ElasticCommunicator(RenumberedCommunicator):
-    """A communicator that completes its collectives with the remaining replicas.
+    """A communicator that completes its collectives with the remaining replicas if a replica is
+    lost.
 
-    A replica that is lost during a step keeps its number until the next agreed step. Until then it
-    is *absent*: an all-gather or all-to-all returns zeros for it, and a sum omits it.
+    A replica that is lost during a step keeps its number until the ranks call `adopt`. Until then
+    this replica is *absent*: an all-gather or all-to-all returns zeros for it, and a sum leaves it
+    out.
     """
 
     @abstractmethod
@@ -97,19 +100,19 @@ class ElasticCommunicator(RenumberedCommunicator):
 
     @abstractmethod
     def texts(self) -> TextExchange:
-        """Exchanges texts between the present ranks, independent of other collectives and from any
-        thread.
+        """Returns an object that exchanges texts between the present ranks. Its messages do not mix
+        with other collectives, so any thread may use it.
 
         All ranks must call it in the same order, between the same steps.
         """
 
 
 class AgreedCommunicator(Communicator):
-    """An axis of replicas for ranks of one replica that must stay equal: they agree on which
-    replicas are absent.
+    """A communicator between replicas for ranks that belong to one replica and must stay equal. It
+    makes these ranks agree on which replicas are absent.
 
-    A lost replica's message may have reached only a part of these ranks. The replica then becomes
-    absent on all of them, and a sum is repeated without it.
+    The last message of a lost replica may have reached only some of these ranks. All of them then
+    treat the lost replica as absent, and a sum is repeated without it.
 
     Args:
         between: The axis of replicas.
@@ -123,11 +126,11 @@ class AgreedCommunicator(Communicator):
         self._equal_ranks = equal_ranks
 
     @property
-    def replica(self) -> int:  # type: ignore[override]  # as it is now
+    def replica(self) -> int:  # type: ignore[override]  # replicas may get new numbers
         return self._between.replica
 
     @property
-    def absent(self) -> Collection[int]:  # type: ignore[override]  # as they are now
+    def absent(self) -> Collection[int]:  # type: ignore[override]  # more replicas may be lost
         return self._between.absent
 
     def size(self) -> int:
@@ -137,7 +140,7 @@ class AgreedCommunicator(Communicator):
         return self._rows(self._between.all_gather, mine)
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        # ranks of this replica may have received different rows
+        # the ranks of this replica may have received the rows of different replicas
         return self._rows(self._between.all_to_all, mine)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
@@ -161,14 +164,15 @@ class AgreedCommunicator(Communicator):
             if self._alike(rows.device):
                 return rows
             absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
-            # copied, because simulated replicas share the rows
+            # copied before zeros are written, because simulated replicas share the same rows
             return rows.index_fill(0, absent, 0)
 
         return wait
 
     def _alike(self, device: torch.device) -> bool:
-        """Makes a replica that is absent on any of the ranks absent on all ranks. Returns True if
-        all ranks had the same absent replicas.
+        """Compares the absent replicas between the ranks that must stay equal. A replica that is
+        absent on any of these ranks becomes absent on all of them. Returns True if the absent
+        replicas were already equal on all ranks.
         """
         absent = [each in self.absent for each in range(self.size())]
         present = [not each for each in absent]
@@ -183,10 +187,10 @@ class AgreedCommunicator(Communicator):
 
 
 def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
-    """The `rows` of an all-gather, in which the row of the first present replica replaces the row
-    of each absent replica.
+    """Returns the `rows` of an all-gather, with the row of each absent replica replaced by the row
+    of the first present replica.
 
-    Only used for values that replicas compare.
+    Use it only for values that replicas compare: an absent replica then differs from no replica.
 
     Shapes: `[replicas, n]` -> the same.
     """

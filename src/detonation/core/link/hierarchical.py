@@ -1,5 +1,5 @@
-"""Hierarchical collectives: a message that all ranks of a node hold crosses the slow link once per
-node.
+"""Hierarchical collectives: if all ranks of a node hold the same message, it crosses the slow link
+between nodes only once.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,12 +14,12 @@ from detonation.core.link.communicator import Communicator
 
 
 class HierarchicalCommunicator(Communicator):
-    """Sends one message per node. Each rank of the node sends a part over the slow link, then the
-    ranks exchange the parts.
+    """Sends one message per node over the slow link. Each rank of the node sends and receives only
+    a part of the message; then the ranks of the node exchange the received parts.
 
     All ranks of the node must pass the same message. The result equals the result of `inter_node`
-    alone, bit for bit if only two numbers are added. (An all-reduce among more replicas may add in
-    another order.)
+    alone. A sum is equal bit for bit with two replicas; with more replicas an all-reduce may add in
+    another order.
 
     Args:
         inter_node: Between the nodes.
@@ -55,14 +55,16 @@ class HierarchicalCommunicator(Communicator):
         return self._joined(self._slow.all_to_all(parts), slices.shape[1])
 
     def _own_part(self, lines: Tensor) -> Tensor:
-        """The part of every line that this rank sends: an equal share, padded with zeros."""
+        """Returns the part of every row of `lines` that this rank sends. The parts of all ranks
+        have the same size; zeros pad the last part."""
         # [lines, n] -> [lines, share]
         share = -(-lines.shape[1] // self._fast.size())
         padded = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
         return padded[:, self._fast.replica * share : (self._fast.replica + 1) * share]
 
     def _joined(self, arriving: Callable[[], Tensor], nbytes: int) -> Callable[[], Tensor]:
-        """Waits for this rank's part of every replica's message, and returns the whole messages."""
+        """Returns a function that waits for this rank's part of every replica's message, gathers
+        the parts of all ranks of the node, and returns the whole messages."""
         # -> [replicas, nbytes]
 
         def wait() -> Tensor:
@@ -77,11 +79,11 @@ class HierarchicalCommunicator(Communicator):
 def split_by_sharding(
     parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> list[tuple[dict[str, Tensor], int]]:
-    """Splits `parameters` into parameters that are sharded over the ranks of the node, and all
-    others.
+    """Splits `parameters` into two parts: parameters that are sharded over the ranks of the node,
+    and parameters that each rank of the node holds whole.
 
-    Also returns the number of local ranks that share one message of each part: 1, or the size of
-    `intra_node`.
+    For each part it also returns the number of ranks of the node that have the same message: 1 for
+    sharded parameters, and the size of `intra_node` for whole parameters.
     """
     if intra_node is None:
         return [(dict(parameters), 1)]
@@ -93,14 +95,15 @@ def split_by_sharding(
 
 
 def is_sharded_over(parameter: Tensor, others: set[int]) -> bool:
-    """True if `parameter` is sharded over any of the ranks `others`."""
+    """True if any of the ranks `others` holds another shard of `parameter`."""
     if not isinstance(parameter, DTensor):
         return False
     return any(others & ranks for ranks in sharding_ranks(parameter))
 
 
 def sharding_ranks(parameter: DTensor) -> list[set[int]]:
-    """For each mesh dimension over which `parameter` is sharded, the ranks in this rank's group."""
+    """Returns, for each mesh dimension over which `parameter` is sharded, the ranks of this rank's
+    group in this dimension."""
     mesh = parameter.device_mesh
     found = []
     for dim, placement in enumerate(parameter.placements):

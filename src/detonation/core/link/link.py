@@ -1,6 +1,7 @@
-"""A link is one axis of the cluster: it starts collectives and counts their bytes.
+"""A link is the connection of one replica to the other replicas on one axis: it starts collectives
+and counts their bytes.
 
-A link knows no algorithm.
+A link does not know what the bytes mean.
 """
 
 import json
@@ -39,13 +40,15 @@ SAME_START = (
 
 
 class Mismatch(DetonationError, ValueError):
-    """Replicas were started with different settings, versions or weights."""
+    """Raised if replicas were started with different settings, versions or weights."""
 
 
 def send_to_all(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
-    """The `value` of every replica (as JSON), in replica order. Collective.
+    """Sends `value` to all replicas as JSON, and returns the values of all replicas, in replica
+    order. Collective.
 
-    Replicas first exchange the largest size, so the size of all messages is known.
+    The replicas first exchange the sizes of their values, so that all can send messages of the
+    largest size.
     """
 
     def gathered(content: bytes) -> list[bytes]:
@@ -68,10 +71,12 @@ def require_same(
     remedy: str = SAME_START,
     free: Collection[str] = (),
 ) -> dict[str, str]:
-    """Raises `Mismatch` on every rank if descriptions differ, and names the difference. Collective.
+    """Compares the `description` of all ranks. If entries differ, raises `Mismatch` on every rank,
+    which names the difference. Collective.
 
-    All ranks of a node must also have the same description. It runs before the first message,
-    because messages of different sizes would crash the receiver inside the network library.
+    The ranks of a node must have the same description, too. The comparison must run before the
+    first message, because messages of different sizes would crash the receiver inside the network
+    library.
 
     Args:
         description: Compared entry by entry.
@@ -106,7 +111,7 @@ def require_same(
 
 
 _Rank = tuple[str, Sequence[Mapping[str, str]]]
-"""A rank's name, description and notes."""
+"""The name of a rank, and its description and notes for `require_same`."""
 
 
 def _differences(one: _Rank, other: _Rank) -> list[tuple[str, str]]:
@@ -125,7 +130,8 @@ def _entry(rank: _Rank, key: str) -> str:
 
 
 class Link:
-    """The replicas along one mesh axis, as seen by one replica.
+    """The connection of this replica to the other replicas along one axis. It starts collectives,
+    and counts bytes and waiting time.
 
     Attributes:
         bytes_sent: Bytes that this rank has sent to other replicas over the axis, by the formulas
@@ -172,7 +178,7 @@ class Link:
         self.replicas = self._inter_node.size()
         self.replica = self._inter_node.replica
         self.recycle = self._communicator.recycle
-        # bytes that these two functions send are not counted
+        # the bytes that these two functions send are not added to `bytes_sent`
         self.send_to_all = partial(send_to_all, self._inter_node)
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
@@ -181,21 +187,22 @@ class Link:
         self.playback: PlayedMessages | None = None
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Attaches an observer of all later messages; `PlayedMessages` also supplies them."""
+        """Attaches `observer`, which sees all later messages. A `PlayedMessages` also supplies the
+        messages, from a recorded run, in place of collectives."""
         self.observer = observer
         self.playback = observer if isinstance(observer, PlayedMessages) else None
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """Starts the sum of `values` over all replicas; the result is bitwise equal on each.
+        """Starts to add `values` over all replicas. The sum is bitwise equal on all replicas.
 
-        The link owns `values` from here on.
+        The caller must not use `values` afterwards.
         """
         nbytes = bytes_per_rank(values.nbytes, self.local_ranks, values.itemsize)
         self.bytes_sent += ring_bytes("all-reduce", nbytes, self.replicas)
         return self._communicator.all_reduce(values)
 
     def all_gather(self, message: Tensor) -> Callable[[], Tensor]:
-        """Starts sending `message` to all replicas.
+        """Starts to send `message` to all replicas, and to receive the message of each replica.
 
         Shapes: `[nbytes]` uint8, the same on all replicas -> `[replicas, nbytes]`.
         """
@@ -204,7 +211,8 @@ class Link:
         return self._communicator.all_gather(message)
 
     def all_to_all(self, messages: Tensor) -> Callable[[], Tensor]:
-        """Starts sending message r to replica r, and receiving each replica's message for this one.
+        """Starts to send message number r to replica r, for all r, and to receive the message that
+        each replica has for this replica.
 
         Shapes: `[replicas, nbytes]` uint8, the same on all replicas -> the same.
         """
@@ -212,10 +220,10 @@ class Link:
         return self._communicator.all_to_all(messages.view(-1))
 
     def wait(self, arriving: list[Callable[[], Tensor]]) -> tuple[list[Tensor], set[int]]:
-        """Waits for collectives. Returns the received tensors, and the replicas that were absent in
-        any collective.
+        """Waits for the collectives `arriving`. Returns the received tensors, and the replicas that
+        were absent in any of these collectives.
 
-        Empties `arriving`, because it would keep the received tensors alive.
+        Empties the list `arriving`, because its functions would keep the received tensors alive.
         """
         began = time.perf_counter()
         arrived = []
@@ -228,17 +236,19 @@ class Link:
         return arrived, absent
 
     def renumber(self) -> None:
-        """Updates the number of replicas and this replica's number after a change of replicas."""
+        """Updates the number of replicas, and the number of this replica, after replicas left or
+        joined."""
         self.replicas = self._inter_node.size()
         self.replica = self._inter_node.replica
 
     def collect(self, words: Tensor, apart: bool = False) -> Tensor:
-        """The `words` of every replica, equally many of each, in replica order. They are not
-        counted as sent.
+        """Sends the integers `words` to all replicas, and returns the words of every replica, in
+        replica order. All replicas must send equally many words. Their bytes are not counted as
+        sent.
 
-        Unlike messages, words may differ between the ranks of a node. A weighted sum combines them,
-        so that all ranks notice a difference. With `apart` the words of each rank are returned, in
-        rank order.
+        Unlike messages, words may differ between the ranks of a node. The words of a node's ranks
+        are combined by a weighted sum, so that all ranks notice a difference. With `apart`, the
+        words of each rank are returned instead, in rank order.
 
         Shapes: `[n]` int64 -> `[replicas, n]` int64; apart `[replicas, local ranks * n]`.
         """
@@ -256,8 +266,8 @@ class Link:
 
 
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
-    """The links to the other shards of this replica: one per mesh axis of `parameters` that has
-    several ranks."""
+    """Returns the links to the other shards of this replica: one link for each mesh axis over which
+    `parameters` are distributed and that has several ranks."""
     sharded = [p for p in map(whole_of, parameters) if isinstance(p, DTensor)]
     axes = []
     for mesh in dict.fromkeys(p.device_mesh for p in sharded):
@@ -270,7 +280,8 @@ def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
 
 @contextmanager
 def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[None]:
-    """Raises the `Mismatch` of one shard on all shards of the replica. Collective over `shards`."""
+    """Context manager: if its body raises `Mismatch` on one shard of this replica, the error is
+    raised on all shards. Collective over the links `shards`."""
     found = ""
     try:
         yield
@@ -281,9 +292,8 @@ def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[No
 
 
 def first_text(links: Iterable[Link], text: str, device: torch.device) -> str:
-    """The first nonempty text among all ranks along `links`; equal on all of them.
-
-    Collective.
+    """Returns the first nonempty text of any rank along `links`. All these ranks get the same
+    result. Collective.
     """
     for link in links:
         text = next(filter(None, link.send_to_all(text, device)), "")

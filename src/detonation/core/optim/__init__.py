@@ -1,7 +1,7 @@
-"""The step of a base optimizer, and SignSGD as in DeMo's papers.
+"""The step of a base optimizer, and the optimizer SignSGD of the DeMo papers.
 
-Users call SignSGD through `detonation`. Inside the package only `core.replicator` and `Replicated`
-call them.
+Users of the library call only SignSGD, as `detonation.SignSGD`. Inside the library only
+`core.replicator` and `Replicated` call this package.
 """
 
 from detonation.core.optim.base_step import BaseStep, hooks_after, hooks_before, hooks_of, unheard

@@ -1,4 +1,4 @@
-"""The step of the base optimizer: either all replicas make it, or none does."""
+"""The step of the base optimizer. All replicas make this step together, or no replica makes it."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +18,7 @@ from detonation.plugins import plugin
 
 
 class Clipping(Protocol):
-    """Scales the gradients before a step."""
+    """A function that scales the gradients before a step, and stores their norm."""
 
     norm: Tensor | None
 
@@ -26,10 +26,11 @@ class Clipping(Protocol):
 
 
 def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `step`, the step of a class of optimizers, so that it computes no gradients.
+    """Wraps `step`, the step method of an optimizer class, so that it runs without gradients and
+    calls the hooks after steps.
 
-    torch's own wrapper calls its profiler and all hooks, with 30 calls of Python. It is used only
-    while a profiler runs, or if there are hooks that may change the arguments.
+    torch's own wrapper also calls the profiler and the hooks before steps, which costs 30 Python
+    calls per step. It is used only while a profiler runs, or if hooks before steps are registered.
     """
     heard = Optimizer.profile_hook_step(torch.no_grad()(step))
 
@@ -51,12 +52,13 @@ def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
                 hook(self, (self, closure), {})
         return out
 
-    stepped.hooked = True  # type: ignore[attr-defined]  # torch then wraps it no further
+    stepped.hooked = True  # type: ignore[attr-defined]  # so torch does not wrap it again
     return stepped
 
 
 class BaseStep:
-    """Steps a base optimizer on the agreed gradients. Raises if other code steps it.
+    """Steps a base optimizer on the agreed gradients. A step of this optimizer by other code raises
+    an error.
 
     Attributes:
         clip: Called before each step, if set; see `Clip`.
@@ -79,12 +81,13 @@ class BaseStep:
         self.rounding: AbstractContextManager[object] = nullcontext()
         self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._hook: Callable[[], object] | None = None  # removes the hook that holds rows
+        self._hook: Callable[[], object] | None = None  # removes the hook that keeps rows unchanged
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
     def __call__(self, clips: bool = True) -> None:
-        """Clips, if `clips` is True and a clip is set, and steps."""
+        """Clips the gradients, if `clips` is True and `clip` is set, and steps the optimizer. Does
+        neither if a GradScaler found an overflow (`overflow`)."""
         if self.overflow is not None and bool(self.overflow):
             return
         if self.clip and clips:
@@ -98,25 +101,25 @@ class BaseStep:
 
     @property
     def overflows(self) -> bool:
-        """True if `overflow` is not 0. Waits for the device."""
+        """True if a GradScaler found an overflow in the gradients. Waits for the device."""
         return self.overflow is not None and bool(self.overflow)
 
     @property
     def rounds_singly(self) -> bool:
-        """True if steps have the same bits on all kinds of processors, at lower speed."""
+        """True if steps give the same bits on all kinds of processors, but run slower."""
         return not isinstance(self.rounding, nullcontext)
 
     def round_singly(self, on: bool = True) -> None:
-        """With `on`, rounds every operation of a step separately from now on; without it, steps as
-        torch does.
+        """Chooses how later steps round. If `on` is True, every operation of a step is rounded
+        separately, so that all processors get the same bits. Otherwise torch's own steps are used.
         """
         self.rounding = nullcontext()
         if on:
             self.rounding = plugin("gates", "single rounding")()
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
-        """Keeps the padding rows of `parameters` unchanged from now on, by setting their updates to
-        zero.
+        """Keeps the padding rows of the embeddings among `parameters` unchanged from now on, by
+        setting their gradients to zero before each step.
         """
         found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
         if found and self._hook is None:
@@ -124,24 +127,24 @@ class BaseStep:
         self._held |= found
 
     def release(self, parameter: Tensor) -> None:
-        """Updates every row of `parameter` from now on."""
+        """Lets later steps move every row of `parameter`, also its padding row."""
         self._held.pop(id(parameter), None)
         if self._hook is not None and not self._held:
             self._hook()
             self._hook = None
 
     def zero_held_rows(self) -> None:
-        """Sets the updates of the held rows to zero."""
+        """Sets the gradients of the padding rows that must stay unchanged to zero."""
         for parameter, row in self._held.values():
             if parameter.grad is not None:
                 local(parameter.grad)[row].zero_()
 
 
 def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
-    """Lets `step` zero held rows before each step of `optimizer`; returns a function that removes
-    the hook.
+    """Registers a hook that calls `step.zero_held_rows` before each step of `optimizer`. Returns a
+    function that removes the hook.
 
-    The hook does not keep `step` alive, and is removed with it.
+    The hook holds only a weak reference to `step`. It is removed when `step` is freed.
     """
     reference = ref(step)
 
@@ -153,18 +156,21 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
 
 
 def hooks_of(optimizer: Optimizer) -> list[str]:
-    """Names of the step hooks that other code registered on `optimizer`."""
+    """Returns the names of the hooks before and after steps of `optimizer` that code outside of
+    this library registered."""
     return [*hooks_before(optimizer), *hooks_after(optimizer)]
 
 
 def hooks_before(optimizer: Optimizer) -> list[str]:
-    """Names of the hooks before steps of `optimizer` that other code registered."""
+    """Returns the names of the hooks before steps of `optimizer` that code outside of this library
+    registered."""
     own = optimizer._optimizer_step_pre_hooks.values()
     return _of_others([*_global_optimizer_pre_hooks.values(), *own])
 
 
 def hooks_after(optimizer: Optimizer) -> list[str]:
-    """Names of the hooks after steps of `optimizer` that other code registered."""
+    """Returns the names of the hooks after steps of `optimizer` that code outside of this library
+    registered."""
     own = optimizer._optimizer_step_post_hooks.values()
     return _of_others([*own, *_global_optimizer_post_hooks.values()])
 
@@ -175,11 +181,11 @@ def _of_others(hooks: Iterable[Callable[..., object]]) -> list[str]:
 
 
 class _Lookout:
-    """The first hook that runs after each step of an optimizer. It raises an error for a step
-    outside of a `BaseStep`, which would change only this replica.
+    """A hook that runs after each step of an optimizer, before other hooks. It raises an error if
+    the step was not made by a `BaseStep`, because such a step changes only this replica.
 
-    It is not a pre-step hook, because `Update.apply` can skip writing gradients only without
-    pre-step hooks.
+    The hook does not run before steps, because hooks before steps may read gradients:
+    `Update.apply` would then have to write the gradients.
 
     Attributes:
         stepping: The `BaseStep` that takes a step now.
@@ -190,7 +196,7 @@ class _Lookout:
         self.stepping: BaseStep | None = None
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # torch's state-dict helpers step with lr 0 to create state
+        # a step with lr 0 is allowed: torch's state-dict helpers make it to create state
         stepping = self.stepping
         if stepping is not None:
             if stepping.look:
@@ -205,12 +211,12 @@ class _Lookout:
 
 
 def _lookout_of(optimizer: Optimizer) -> _Lookout:
-    """The hook of `optimizer`, created once."""
+    """Returns the `_Lookout` hook of `optimizer`. The first call registers the hook."""
     for hook in optimizer._optimizer_step_post_hooks.values():
         if isinstance(hook, _Lookout):
             return hook
     lookout = _Lookout()
     handle = optimizer.register_step_post_hook(lookout)
-    hooks: Any = optimizer._optimizer_step_post_hooks  # an ordered dict, typed as a dict
+    hooks: Any = optimizer._optimizer_step_post_hooks  # torch types this OrderedDict as a dict
     hooks.move_to_end(handle.id, last=False)
     return lookout

@@ -1,4 +1,4 @@
-"""SignSGD: every weight moves by lr against the sign of its update."""
+"""SignSGD: moves every weight by lr, in the direction opposite to the sign of its update."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,17 +15,20 @@ from detonation.core.optim.base_step import unheard
 from detonation.core.optim.wrapper import evaluated
 
 GROUPS = 4
-"""The number of groups of coordinates; only the signs of one group are in memory at a time."""
+"""The number of groups into which the coordinates are divided. Only the signs of one group are in
+memory at a time."""
 SMALLEST_GROUP = 2**18
-"""Smallest number of coordinates of a group."""
+"""The smallest number of coordinates in a group."""
 
 
 class Deferred(NamedTuple):
-    """A movement of parameters that the next step applies instead of their gradients.
+    """A movement of parameters by signs that the next step of SignSGD makes instead of reading the
+    gradients of these parameters.
 
-    It needs an optimizer without momentum and without step hooks.
+    It is used only if SignSGD has no momentum and no hooks around its steps.
 
-    move: Called with the rate of each parameter. done: Called afterwards, if it is set.
+    move: Called with the weight decay factor and lr of each parameter. done: Called after `move`,
+    if it is set.
     """
 
     parameters: Sequence[Tensor]
@@ -37,7 +40,7 @@ class SignSGD(Optimizer):
     """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`: the
     optimizer of DeMo.
 
-    Under DeMo the scheme accumulates the momentum: leave `momentum` at 0.
+    Under the scheme DeMo leave `momentum` at 0, because the scheme already accumulates a momentum.
 
     Args:
         params: Parameters or groups of them, as in torch.
@@ -68,10 +71,12 @@ class SignSGD(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.deferred: dict[int, Deferred] = {}
-        """By the id of the first parameter; a later one replaces an earlier one."""
+        """Movements that the next step makes, by the id of their first parameter. A later movement
+        replaces an earlier movement of the same parameters."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in torch. Raises `ValueError` if a value is out of range."""
+        """Adds a parameter group, as in torch. Raises `ValueError` if lr, momentum or weight_decay
+        is out of range."""
         settings = {**self.defaults, **param_group}
         require_range("lr", settings["lr"])
         require_range("momentum", settings["momentum"], below=1)
@@ -84,12 +89,13 @@ class SignSGD(Optimizer):
 
     @property
     def moves_by_signs_alone(self) -> bool:
-        """True if only signs of gradients matter, because there is no momentum."""
+        """True if a step reads only the signs of gradients, because no group has a momentum."""
         return not any(group["momentum"] for group in self.param_groups)
 
     @unheard
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters that have a gradient; returns the value of `closure`."""
+        """Moves all parameters that have a gradient or a deferred movement, and returns the value
+        of `closure`."""
         loss = None
         if closure:
             loss = evaluated(closure)
@@ -118,7 +124,8 @@ class SignSGD(Optimizer):
         return loss
 
     def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Moves `parameters` by the signs of their gradients, or of their momentum."""
+        """Moves `parameters` by the signs of their gradients, or of their momentum if the group has
+        one."""
         directions = [local(p.grad) for p in parameters if p.grad is not None]
         if group["momentum"]:
             directions = self._momentum(parameters, directions, group["momentum"])
@@ -128,7 +135,7 @@ class SignSGD(Optimizer):
     def _momentum(
         self, parameters: list[Tensor], gradients: list[Tensor], momentum: float
     ) -> list[Tensor]:
-        """Adds `gradients` to the momentum of `parameters`, and returns it."""
+        """Updates the momentum of `parameters` by `gradients`, and returns the momentum."""
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -149,7 +156,7 @@ def _sign_step(
     kernel = kernel_library.library_for(*weights, *directions)
     if kernel and all(tensor.dtype == torch.float32 for tensor in (*weights, *directions)):
         for weight, direction in zip(weights, directions, strict=True):
-            # one pass, without a temporary as large as the model
+            # the kernel needs one pass and no temporary tensor as large as the weights
             kernel.sign_step(weight, direction, shrink, lr)
         return
     if weight_decay:
@@ -162,8 +169,8 @@ def _sign_step(
 def _groups(
     weights: list[Tensor], directions: list[Tensor], most: int
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Weights and directions in groups of up to `most` coordinates. Larger contiguous tensors are
-    cut.
+    """Divides the weights and their directions into groups of up to `most` coordinates, and yields
+    the groups. Contiguous tensors that are larger than a group are cut.
     """
     moved: list[Tensor] = []
     against: list[Tensor] = []

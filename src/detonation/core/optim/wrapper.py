@@ -1,4 +1,4 @@
-"""OptimizerWrapper: wraps another optimizer, and shares its groups and state."""
+"""OptimizerWrapper: wraps another optimizer, and shares its parameter groups and state."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,19 +11,19 @@ from detonation.core.flat.tensors import local
 
 
 class OptimizerWrapper(Optimizer):
-    """Forwards to `base` everything that schedulers and tools ask of an optimizer. Subclasses
-    implement the step.
+    """An optimizer that forwards to the optimizer `base` what schedulers and tools read or call.
+    Subclasses implement `step`.
     """
 
     # With this flag torch's GradScaler always calls `step`, and sets `grad_scale` and `found_inf`.
-    # Without it a replica with an overflow would skip `step` while the others wait for it.
+    # Without the flag a replica with an overflow would skip `step`, and other replicas would wait.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
-        super().__setstate__({})  # sets up hooks and profiling, without a second list of parameters
+        super().__setstate__({})  # sets up hooks and profiling, but no second parameter groups
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -37,7 +37,8 @@ class OptimizerWrapper(Optimizer):
         )
 
     def unscale(self) -> Tensor | None:
-        """Divides the gradients by the scale of the GradScaler that calls this step, if one does.
+        """Divides the gradients by the scale of the GradScaler, if a GradScaler calls this step.
+        Returns whether the GradScaler found an overflow.
 
         Shapes: -> `[]` fp32 of a GradScaler's finding, nonzero if a gradient overflowed; None
         without a GradScaler.
@@ -54,7 +55,7 @@ class OptimizerWrapper(Optimizer):
                 torch._foreach_mul_(gradients, inverse)
         return vars(self).get("found_inf")
 
-    # properties return the base optimizer's objects, even after load_state_dict replaced them
+    # properties, because load_state_dict may replace these objects of the base optimizer
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.base.param_groups
@@ -68,7 +69,8 @@ class OptimizerWrapper(Optimizer):
         return self.base.defaults
 
     def with_saving_hooks(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of `made`, which is called between the hooks registered for `state_dict`."""
+        """Calls `made`, which makes a state dict, between the hooks that are registered for
+        `state_dict`, and returns the state dict."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         found = made()
@@ -81,7 +83,8 @@ class OptimizerWrapper(Optimizer):
     def with_loading_hooks(
         self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Calls `load` between the hooks registered for `load_state_dict`."""
+        """Calls `load` with a state dict, between the hooks that are registered for
+        `load_state_dict`."""
         given = dict(state_dict)  # copied, because a hook may modify the state dict in place
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
@@ -92,9 +95,10 @@ class OptimizerWrapper(Optimizer):
             after(self)
 
     def call_before_saving(self) -> None:
-        """Calls the hooks of this optimizer and of `base` for a save that makes no state dict.
+        """Calls the hooks before `state_dict` of this optimizer and of `base`, before a checkpoint
+        is saved without a state dict.
 
-        Raises `ValueError` for hooks that change state dicts.
+        Raises `ValueError` if there are hooks that change state dicts, which could have no effect.
         """
         for each in (self, self.base):
             _refuse_hooks(each._optimizer_state_dict_post_hooks.values(), "saves")
@@ -103,12 +107,14 @@ class OptimizerWrapper(Optimizer):
                 hook(each)
 
     def refuse_loading_hooks(self) -> None:
-        """Raises `ValueError` for hooks that change state dicts, before a load that reads none."""
+        """Raises `ValueError` if there are hooks that change state dicts before loading. They could
+        have no effect on a checkpoint without a state dict."""
         for each in (self, self.base):
             _refuse_hooks(each._optimizer_load_state_dict_pre_hooks.values(), "loads")
 
     def call_after_loading(self) -> None:
-        """Calls the hooks of `base` and of this optimizer after a load that read no state dict."""
+        """Calls the hooks after `load_state_dict` of `base` and of this optimizer, after a
+        checkpoint without a state dict was loaded."""
         for each in (self.base, self):
             for hook in each._optimizer_load_state_dict_post_hooks.values():
                 hook(each)
@@ -134,8 +140,8 @@ def _refuse_hooks(hooks: Iterable[Callable[..., object]], does: str) -> None:
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Calls `closure` with gradients enabled, as torch's optimizers do in a step; None without a
-    closure.
+    """Calls `closure` with gradients enabled, as torch's optimizers do in a step, and returns its
+    value. Returns None if `closure` is None.
     """
     if closure is None:
         return None

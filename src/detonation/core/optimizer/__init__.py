@@ -1,7 +1,8 @@
-"""`replicate` and the optimizer that it returns: its levels, state, statistics and reconfiguration.
+"""`replicate`, and the optimizer that it returns: levels of replication, state, statistics, and
+changes of settings during a run.
 
-This is the top layer of core. Users call it through `detonation`; checkpoint, plan and train import
-it directly.
+This package is the top layer of core. Users call it through `detonation`; the packages checkpoint,
+plan and train import it directly.
 """
 
 from detonation.core.optimizer.build import Settings

@@ -1,4 +1,6 @@
-"""Builds replicators from levels, and compares replicas before their first message."""
+"""Builds the replicators of each level of replication, and compares settings and weights of the
+replicas before their first message.
+"""
 
 import sys
 from collections import Counter
@@ -64,8 +66,8 @@ from detonation.plugins import plugin
 from detonation.version import __version__
 
 Route = tuple[Link, FaultCounts]
-"""A level's link, and the counts of its faults. A level has two routes if the ranks of a node shard
-a part of the parameters and hold the others whole.
+"""The link of a level of replication, and the fault counts of this link. A level has two routes if
+the ranks of a node shard some parameters and hold the remaining parameters whole.
 """
 
 
@@ -74,10 +76,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `replicate` that all levels share.
+    """The arguments of `replicate` that all levels of replication share.
 
-    products: how fp32 matrix products round outside of steps. Inside a step they are exact
-    (`Runtime.exact_arithmetic`).
+    products: how fp32 matrix products are rounded outside of steps. Inside a step their inputs are
+    never rounded to TF32 or bf16 (`Runtime.exact_arithmetic`).
     """
 
     intra_node: DeviceMesh | None
@@ -97,11 +99,11 @@ def build_levels(
     settings: Settings,
     routes: dict[tuple[int, int], Route],
 ) -> tuple[list[list[Replicator]], StopConsensus]:
-    """Builds the replicators of each level over the local shards of `parameters`: one replicator,
-    one per fragment, or none.
+    """Builds the replicators of each level of replication over the local shards of `parameters`. A
+    level has one replicator, one per fragment of the model, or none.
 
-    With `intra_node` there may be two of each: one for parameters sharded over the node's ranks,
-    and one for parameters that each rank holds whole.
+    With `intra_node` a level may have two sets of replicators: one set for parameters sharded over
+    the node's ranks, and one set for parameters that each rank holds whole.
 
     Raises `LargerThanDense` if a scheme would send more than full synchronisation.
 
@@ -139,8 +141,8 @@ def build_levels(
 
 
 def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
-    """The common device of `parameters`; raises `ValueError` for parameters that cannot be
-    replicated.
+    """Returns the common device of `parameters`. Raises `ValueError` if there are no parameters,
+    several devices, or a dtype that cannot be replicated.
     """
     if not parameters:
         raise ValueError(
@@ -163,10 +165,11 @@ def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
 
 @dataclass
 class _Builder:
-    """Builds the replicators of one level after the other.
+    """Builds the replicators of all levels, one level after the other.
 
     routes: see `build_levels`. faults: parameter names for fault counts. late: see
-    `late_parameters`. channels: number of channels built so far, by part; it numbers the next one.
+    `late_parameters`. channels: for each part of the parameters, the number of channels built so
+    far; this number identifies the next channel.
     """
 
     base: BaseStep
@@ -180,7 +183,7 @@ class _Builder:
     channels: Counter[int] = field(default_factory=Counter)
 
     def level(self, index: int, parameters: Mapping[str, Tensor]) -> list[Replicator]:
-        """Builds the replicators of level `index`."""
+        """Builds the replicators of the level of replication with number `index`."""
         axis, scheme = self.levels[index]
         made: list[Replicator] = []
         for part, on, group, local_ranks in _ways(
@@ -190,13 +193,15 @@ class _Builder:
             largest = scheme.codec.layout(
                 {name: largest_local_shape(p) for name, p in group.items()}
             )
-            # all shards compare the largest shape, so all raise the same error
+            # all shards check the size of the largest shard, so that all raise the same error
             require_below_dense(scheme, largest, link.replicas, link.local_ranks)
             made += self._fragments(index, part, group, link, counts)
         return made
 
     def _route(self, index: int, part: int, on: Axis, local_ranks: int) -> Route:
-        """The link and the fault counts of one part of level `index`, created at the first call."""
+        """Returns the link and the fault counts for one part of the parameters in level `index`.
+        The first call creates both.
+        """
         key = index, part + local_ranks
         if key not in self.routes:
             inside = [axis for axis, _ in self.levels[:index]]
@@ -217,8 +222,8 @@ class _Builder:
         link: Link,
         counts: FaultCounts,
     ) -> Iterator[Replicator]:
-        """One replicator for each fragment into which the scheme of level `index` divides
-        `group`.
+        """Yields one replicator for each fragment into which the scheme of level `index` divides
+        the parameters `group`.
         """
         scheme = self.levels[index][1]
         last = all(later.signal != "gradients" for _, later in self.levels[index + 1 :])
@@ -236,8 +241,9 @@ class _Builder:
 def _ways(
     axis: Axis, scheme: Scheme, parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> Iterator[tuple[int, Axis, dict[str, Tensor], int]]:
-    """The groups of parameters that replicate together, each with the number of the part, its axis,
-    and the result of `split_by_sharding`.
+    """Yields the groups of parameters that are exchanged together. Each group comes with the number
+    and the axis of its part of the parameters, and with the number of local ranks that share its
+    messages.
     """
     for part, on, mine in divided(axis, parameters) if scheme.signal != "nothing" else []:
         for group, local_ranks in split_by_sharding(mine, intra_node):
@@ -247,16 +253,16 @@ def _ways(
 def replicator_of(
     parameters: Mapping[str, Tensor], channel: Channel, base: BaseStep, fragment: int, last: bool
 ) -> Replicator:
-    """The replicator of one fragment of a level.
+    """Builds the replicator of one fragment of a level of replication.
 
-    last: True if no later level exchanges gradients.
+    last: True if no level after this level exchanges gradients.
     """
     scheme = channel.scheme
-    # True if an update may be nonzero although all signals are zeros
+    # True if an update may be nonzero although all signals (gradients or movements) are zeros
     leaks = not scheme.codec.keeps_zeros or channel.exchange.secluded
     held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
     if isinstance(scheme, GradientScheme):
-        # the base optimizer holds whole parameters, so signs cannot move their pieces
+        # SignSGD holds whole parameters, so it cannot move pieces of parameters by signs
         last = last and not any(isinstance(each, Piece) for each in parameters.values())
         base.hold(parameters.values() if leaks else ())
         made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
@@ -280,8 +286,8 @@ def compare_replicas(
     close: bool = False,
     again: bool = False,
 ) -> str:
-    """Raises `Mismatch` on all replicas if a setting that must be equal differs on some replica.
-    Collective.
+    """Compares the settings and weights that must be equal on all replicas, and raises `Mismatch`
+    on all replicas if they differ. Collective.
 
     Args:
         optimizer: The base optimizer, for the options of its parameter groups.
@@ -312,7 +318,7 @@ def compare_replicas(
     with mismatch_on_all(shards, comparison.device):
         comparison.run(replicators)
     links = dict.fromkeys(replicator.link for replicator in replicators)
-    # a single link has already sent its result to all ranks
+    # if there is only one link, its comparison has already sent the result to all ranks
     if shards or len(links) > 1:
         others = [*shards, *links]
     else:
@@ -332,13 +338,14 @@ def compare_replicas(
 
 @dataclass
 class _FirstComparison:
-    """Compares replicas along one link after the other.
+    """Compares settings and weights of replicas along one link after the other.
 
     `compare_replicas` describes the arguments.
 
-    device: device of the trained parameters. free: self-tests that may differ. found: allowed
-    differences, by setting, as text. tested: self-tests of each scheme, shared by its fragments,
-    which decode alike. compared: links along which replicas have been compared.
+    device: device of the trained parameters. free: self-tests whose results may differ between
+    replicas. found: the allowed differences as text, by setting. tested: the self-test results of
+    each scheme, which all fragments of the scheme share. compared: the links along which replicas
+    have already been compared.
     """
 
     settings: Settings
@@ -354,9 +361,10 @@ class _FirstComparison:
     compared: set[Link] = field(default_factory=set)
 
     def run(self, replicators: Sequence[Replicator]) -> None:
-        """Compares all of `replicators`, then raises the first `Mismatch`. Collective.
+        """Compares the replicas for each of `replicators`, and finally raises the first `Mismatch`
+        that was found. Collective.
 
-        The error is raised at the end, because other ranks wait for the remaining comparisons.
+        The error is raised only at the end, because other ranks wait for the later comparisons.
         """
         refused: list[Mismatch] = []
         for replicator in replicators:
@@ -378,8 +386,8 @@ class _FirstComparison:
             raise refused[0]
 
     def _describe(self, replicator: Replicator) -> dict[str, str]:
-        """All settings of `replicator` that must be equal on all replicas, by their names in an
-        error.
+        """Returns all settings, self-test results and weights of `replicator` that must be equal on
+        all replicas. Each key is the name that an error message shows.
         """
         scheme = replicator.scheme
         description = _description(replicator, self.settings, self.joining)
@@ -400,7 +408,9 @@ class _FirstComparison:
         return description
 
     def _frozen_weights(self, frozen: Mapping[str, Tensor]) -> dict[str, str]:
-        """A checksum of each weight in `frozen`. The host reads all checksums at once."""
+        """Returns a checksum of each weight in `frozen`. The host reads all checksums in one copy
+        from the device.
+        """
         if not frozen:
             return {}
         sums = torch.stack([checksum(tensor).to(self.device) for tensor in frozen.values()])
@@ -413,15 +423,17 @@ class _FirstComparison:
 def _description(
     replicator: Replicator, chosen: Settings, joining: Collection[str] | None
 ) -> dict[str, str]:
-    """All settings that must be equal on all replicas, by their names in an error."""
+    """Returns all settings and weights that must be equal on all replicas. Each key is the name
+    that an error message shows.
+    """
     scheme = replicator.scheme
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # replicas that decide on the device stop one step later
+    # replicas that check faults on the device stop one step later, so all replicas must do so
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
-    if channel.late:  # the number of buckets in `overlap` depends on these gradients
+    if channel.late:  # these gradients determine the number of buckets in `overlap`
         settings["gradients at the end of backward"] = ", ".join(sorted(channel.late))
     settings |= {
         name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()

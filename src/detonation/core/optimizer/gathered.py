@@ -1,8 +1,8 @@
-"""Gathered parameters: after a forward pass without a backward pass, FSDP2 shows copies of all
-shards instead of the shards.
+"""Handles gathered parameters: after a forward pass without a backward pass, the modules of an
+FSDP2 model hold gathered copies of the parameters instead of the shards.
 
-Then the next forward pass ignores writes to the shards, and shards ignore a `requires_grad` that is
-set on the copies.
+While the modules hold copies, the next forward pass ignores writes to the shards, and a
+`requires_grad` that is set on a copy does not reach its shard.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,15 +17,17 @@ from detonation.core.flat.tensors import bare_name
 
 _UNIT = "_detonation_shown"
 _Place = tuple[dict[str, nn.Parameter | None], str]
-"""A module's parameters by name, and one of these names."""
+"""The place of a parameter in a module: the module's dictionary of parameters, and the name in it.
+"""
 
 
 class ShownUnit:
-    """The parameters that one FSDP unit currently shows: its shards, or gathered copies.
+    """Tracks whether the modules of one FSDP unit currently hold shards or gathered copies.
 
-    place: the module and name of one sharded parameter. shard: its shard, which is shown unless the
-    unit is gathered; None if the unit has no sharded parameter. copies: the copies seen last, each
-    with its shard; FSDP2 refills the same copies.
+    place: the module and name of one sharded parameter. shard: the shard of this parameter, or None
+    if the unit has no sharded parameter. While the unit is not gathered, the module holds this
+    shard. copies: the gathered copies that were seen last, each with its shard; FSDP2 reuses the
+    same copies.
 
     Args:
         module: The unit; gets this as an attribute, and a hook before its forward pass.
@@ -52,8 +54,8 @@ class ShownUnit:
         self._hook_methods(hook)
 
     def _hook_methods(self, hook: Callable[[], None]) -> None:
-        """Also calls `hook` before methods of `register_fsdp_forward_method`, which run no module
-        hooks.
+        """Makes FSDP2 call `hook` before methods that were registered by
+        `register_fsdp_forward_method`, too: these methods run no forward hooks of the module.
         """
         state: Any = self._module._get_fsdp_state()  # type: ignore[operator]
         gather = state._pre_forward
@@ -66,15 +68,16 @@ class ShownUnit:
 
     @property
     def is_gathered(self) -> bool:
-        """True while copies are shown."""
+        """True while the unit's modules hold gathered copies instead of shards."""
         parameters, name = self.place
         return self.shard is not None and parameters.get(name) is not self.shard
 
     def settle(self) -> None:
-        """Gives shards and copies the `requires_grad` that user code set on either since both were
-        last equal.
+        """Makes `requires_grad` of each shard and its gathered copy equal. If they differ, user
+        code has changed one of the two, and the changed value is used.
 
-        FSDP2 itself copies `requires_grad` from shards to copies when it gathers, but never back.
+        FSDP2 itself copies `requires_grad` from shards to copies when it gathers, but never from
+        copies to shards.
         """
         self.copies = []
         for ((parameters, name), shard), before in zip(self._shards, self._required, strict=True):
@@ -87,7 +90,7 @@ class ShownUnit:
                 shard.requires_grad_(not before)
 
     def reshard(self) -> None:
-        """Shows the shards, after a call of `settle`."""
+        """Puts the shards back into the unit's modules. `settle` must be called first."""
         self._show()
         self._note()
 
@@ -103,19 +106,21 @@ class ShownUnit:
             self._shards = shown
 
     def _note(self) -> None:
-        """Records the common `requires_grad` of shards and of copies that may be shown next."""
+        """Records `requires_grad` of each shard, so that `settle` can detect later changes."""
         self._required = [shard.requires_grad for _, shard in self._shards]
 
     def before_forward(self, *_: object) -> None:
-        """Calls `settle`, then records the common `requires_grad`."""
+        """Calls `settle` if the unit is gathered, and then records `requires_grad` of each
+        shard.
+        """
         if self.is_gathered:
             self.settle()
         self._note()
 
 
 def shown_units(model: nn.Module) -> list[ShownUnit]:
-    """The FSDP units of `model` that have sharded parameters of their own. An unsharded model has
-    none.
+    """Returns the FSDP units of `model` that have sharded parameters of their own. For an unsharded
+    model the list is empty.
     """
     units = [
         vars(m).get(_UNIT) or ShownUnit(m) for m in model.modules() if isinstance(m, FSDPModule)
@@ -124,10 +129,11 @@ def shown_units(model: nn.Module) -> list[ShownUnit]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shows the shards, for code that reads or writes weights by their names in `model`, or writes
-    to shards.
+    """Makes the modules of `model` hold their FSDP2 shards instead of gathered copies. Code that
+    reads or writes weights by name, or writes to shards, must call it first.
 
-    A later backward pass gathers the copies again. On unsharded models it does nothing.
+    A later backward pass gathers the copies again. On an unsharded model this function does
+    nothing.
     """
     gathered = [unit for unit in shown_units(model) if unit.is_gathered]
     for unit in gathered:
@@ -137,21 +143,21 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `model` as shards, by their names without wrappers."""
+    """Returns the parameters of `model` as shards, by name without the prefixes of wrappers."""
     reshard(model)
     return {bare_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def late_parameters(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters whose gradients arrive only when backward ends.
+    """Returns the names of the late parameters, whose gradients arrive only when backward ends.
 
-    FSDP2 delivers the gradients of an outermost unit after the gradients of all units inside it. A
-    model without nested units has no late parameters.
+    FSDP2 delivers the gradients of an outermost unit after the gradients of all units inside this
+    unit. A model without nested FSDP units has no late parameters.
     """
     parameters = local_parameters(model)
     late = set[int]()
     inner = set[nn.Module]()
-    for unit in model.modules():  # `modules` yields a unit before the units inside it
+    for unit in model.modules():  # `modules` yields an outer unit before its inner units
         if isinstance(unit, FSDPModule) and unit not in inner:
             inside = {each for each in unit.modules() if isinstance(each, FSDPModule)} - {unit}
             inner |= inside
@@ -161,7 +167,7 @@ def late_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    """The module and name of each parameter of a unit, without nested units."""
+    """Yields the place of each parameter of an FSDP unit, without parameters of nested units."""
     for name in module._parameters:
         yield module._parameters, name
     for child in module.children():

@@ -1,4 +1,4 @@
-"""Reconfiguration: changes a scheme's settings, or the trained parameters, between two steps
+"""Changes the settings of a scheme, the trained parameters or the replicas between two steps,
 without losing state.
 """
 
@@ -30,10 +30,11 @@ from detonation.core.schemes import ParameterScheme, Scheme, require_below_dense
 def reconfigured(
     old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: BaseStep
 ) -> list[Replicator]:
-    """The replicators of a synchronized level under `scheme`; they get the links, fault counts and
-    memories of `old`.
+    """Builds the replicators of one level for the new settings `scheme`, after all open rounds were
+    completed. The new replicators get the links, fault counts and unsent values of `old`.
 
-    Raises `ValueError` if a memory would be lost, and `LargerThanDense`; nothing has changed then.
+    Raises `ValueError` if unsent values (the memory) would be lost, and `LargerThanDense` if
+    `scheme` would send more than full synchronisation. After an error, nothing has changed.
     """
     if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
         raise ValueError(
@@ -71,7 +72,7 @@ def reconfigured(
 
 
 def _division(scheme: Scheme) -> tuple[int, str]:
-    """The settings that determine how parameters are divided into fragments."""
+    """Returns the settings of a scheme that divide the parameters into fragments."""
     return scheme.fragments, scheme.unit if isinstance(scheme, ParameterScheme) else ""
 
 
@@ -83,8 +84,8 @@ def agree_on_parameters(
     step: int,
     in_buckets: bool,
 ) -> None:
-    """Raises on all ranks unless all train the parameters `now` from `step` on; then completes open
-    rounds. Collective.
+    """Checks that all ranks train the parameters `now` from `step` on, and raises an error on all
+    ranks if they do not. If they do, completes open rounds. Collective.
 
     Args:
         before: The parameters in the layouts of `replicators`.
@@ -111,9 +112,9 @@ def with_scheme(
     base: BaseStep,
     consensus: StopConsensus | None,
 ) -> tuple[tuple[Level, ...], list[list[Replicator]]]:
-    """The levels and their replicators, with another scheme for one level.
+    """Replaces the scheme of one level, and returns all levels with their replicators.
 
-    Raises as `reconfigured`.
+    Raises the errors of `reconfigured`.
     """
     number = range(len(levels))[level]
     axis, was = levels[number]
@@ -126,8 +127,8 @@ def with_scheme(
 
 
 def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, ...]:
-    """The levels with a separate end of each axis for one optimizer. Levels on one axis share an
-    end.
+    """Returns the levels for one optimizer: each axis whose replicas may change is replaced by a
+    communicator that only this optimizer uses. Levels on the same axis share one communicator.
     """
     ends = {
         id(axis): axis.for_one(hand_over) if isinstance(axis, RenumberedCommunicator) else axis
@@ -137,14 +138,14 @@ def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, .
 
 
 def lost_before(levels: Sequence[Level], step: int) -> bool:
-    """Begins `step`. If replicas were lost, `renumber` must run first: then it returns True without
-    beginning the step.
+    """Begins `step` on all axes whose replicas may change. If the replicas have changed, returns
+    True without beginning the step: the caller must first call `renumber`.
     """
     return any(axis.enter_step(step) for axis in renumbered_axes(levels))
 
 
 def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:
-    """The axes of `levels` whose replicas may change."""
+    """Returns the axes of `levels` whose replicas may change between steps."""
     return [axis for axis, _ in levels if isinstance(axis, RenumberedCommunicator)]
 
 
@@ -154,9 +155,8 @@ def complete(
     buffers: Callable[[Sequence[Replicator]], None],
     step: int,
 ) -> None:
-    """Completes open rounds and updates in flight before `step`, and lets `buffers` synchronise.
-
-    Collective.
+    """Completes open rounds and updates in flight before `step`, and calls `buffers`, which makes
+    the model's buffers equal on all replicas. Collective.
     """
     if consensus.decides_on_device:
         consensus.begin(step)
@@ -167,8 +167,9 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True if a replica joins or leaves while a round may be open. The mean of this round is over
-    all replicas that have moved in it, and a new replica would lack messages in flight.
+    """True if open rounds must be completed before `step`, because a replica joins or leaves. A
+    round must average all replicas that moved in it, and a joining replica would not receive
+    messages that are already in flight.
     """
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
     changes = any(axis.expects(step) or axis.leaving(step) for axis in axes)
@@ -181,12 +182,13 @@ def opens_rounds(levels: Sequence[Level]) -> bool:
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
-    """Sends the memories of the replicas `leaving`, of all levels, to the first remaining replica.
-    Collective.
+    """Sends the unsent values (memories) of the replicas `leaving`, of all levels, to the first
+    remaining replica. Collective.
 
-    The sum of all memories, divided by the number of replicas, is unchanged (law 1).
+    The sum of all memories, divided by the number of replicas, does not change, so no gradient is
+    lost.
     """
-    # empty if the outermost level sends nothing
+    # the links whose replicas may change; empty if the outermost level sends nothing
     between = [each.link for each in replicators if each.link.elastic]
     for channel in (each.channel for each in replicators if each.channel.memory and between):
         if channel.link.elastic:
@@ -194,19 +196,21 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
         else:
             link = between[-1]
         _hand_over_residual(channel, link, leaving)
-    # returns once all replicas have received the memory
+    # wait until all replicas have received the memory
     for link in dict.fromkeys(each.link for each in replicators):
         device = replicators[0].channel.runtime.device
         link.collect(torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) -> None:
-    """Sends one channel's memories of the replicas `leaving` along `link`. Collective."""
+    """Sends the unsent values (memories) of the replicas `leaving`, of one channel, along `link` to
+    the first remaining replica. Collective.
+    """
     memory = channel.memory
     assert memory is not None
     leaves = link.replica in leaving
-    # The server residual of owners inside a replica belonged to the mean of that replica.
-    # From now on it belongs to the mean of all replicas.
+    # Owners of rows inside a replica keep a residual, which was a part of the mean of this replica.
+    # This residual is added to the memory, because it is now a part of the mean over all replicas.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
     if leaves:
@@ -223,12 +227,12 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
 def renumber(
     levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int
 ) -> bool:
-    """Gives the remaining replicas the numbers 0, 1, ... in links and counts, on all of them before
-    `step`.
+    """Gives the remaining replicas the numbers 0, 1, ... in links and fault counts. All replicas
+    call it before the same `step`.
 
-    Messages in flight are first received under the old numbers. The caller must then rebuild the
-    replicators, whose owners, message layouts and means belong to the old replicas. Returns True if
-    a replica has joined, for `Replicated.welcome`.
+    Messages in flight are first received under the old numbers. Afterwards the caller must rebuild
+    the replicators, because their owners of rows, message layouts and means belong to the old
+    replicas. Returns True if a replica has joined, so that the caller calls `Replicated.welcome`.
     """
     grown = False
     for each in replicators:
@@ -248,8 +252,9 @@ def renumber(
 
 
 def _grow_memories(replicators: Sequence[Replicator], factor: float) -> None:
-    """Scales the memories of this replica by `factor`, because a new replica starts with an empty
-    memory: the mean over replicas is unchanged (law 1).
+    """Multiplies the unsent values (memories) of this replica by `factor`. A new replica starts
+    with an empty memory, so without this factor the mean of the memories over replicas would
+    shrink.
     """
     for each in replicators:
         if each.channel.memory:
@@ -259,7 +264,9 @@ def _grow_memories(replicators: Sequence[Replicator], factor: float) -> None:
 def take_options(
     replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool
 ) -> None:
-    """Copies the options of the first replica's parameter groups to a newcomer. Collective."""
+    """Copies the options of the first replica's parameter groups, such as lr, to a replica that has
+    just joined (`newcomer` is True on it). Collective.
+    """
     plain = [recorded_options(group) for group in groups]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():
@@ -271,13 +278,14 @@ def hand_over_by_name(
     new: Sequence[Sequence[Replicator]],
     joining: Collection[str] = (),
 ) -> None:
-    """Moves the portable state of each level into replicators for other parameters or other
-    replicas.
+    """Moves the state of each level, by parameter name, into new replicators for other parameters
+    or for a different number of replicas.
 
-    State of removed parameters is dropped. The parameters `joining` start with an empty memory and
-    with an anchor at their current values. The server residual is added to the memory, because rows
-    get other owners; without a memory it is dropped. State that belongs to no parameter, such as
-    the steps until a message arrives, moves to the same fragment.
+    State of removed parameters is dropped. The parameters `joining` start with an empty memory of
+    unsent values and with an anchor at their current values. The owners' residual (the part of the
+    aggregate that their answers do not hold) is added to the memory, because rows get other owners;
+    without a memory it is dropped. State that belongs to no parameter, such as the number of steps
+    until a message arrives, moves to the same fragment.
     """
     for before, after in zip(old, new, strict=True):
         if before:
@@ -287,7 +295,7 @@ def hand_over_by_name(
 def _hand_over_level(
     before: Sequence[Replicator], after: Sequence[Replicator], joining: Collection[str]
 ) -> None:
-    """`hand_over_by_name` for the replicators of one level."""
+    """Does the work of `hand_over_by_name` for the replicators of one level."""
     of_links: dict[Link, list[dict[str, Tensor]]] = {each.link: [] for each in after}
     for each in before:
         if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
@@ -306,8 +314,8 @@ def _hand_over_level(
 def _load_named(
     replicator: Replicator, state: Mapping[str, Tensor], joining: Collection[str]
 ) -> None:
-    """Loads tensors of `state` that match a tensor of `replicator` in name and shape, except server
-    residuals and the parameters `joining`.
+    """Loads those tensors of `state` that match a tensor of `replicator` in name and shape. Skips
+    the residuals of owners, and the parameters `joining`.
     """
     own = replicator.local_state()
     of_owners = replicator.channel.exchange.state()
@@ -331,8 +339,8 @@ def _require_room(old: Replicator, new: Replicator) -> None:
 
 
 def _hand_over(old: Replicator, new: Replicator) -> None:
-    """Moves the state of `old` into `new`; the server residual of rows that change owners is added
-    to the memory of `new`.
+    """Moves the state of `old` into `new`. If rows change owners, the owner's residual (the part of
+    the aggregate that its answer does not hold) is added to the memory of unsent values.
     """
     exchange = old.channel.exchange
     same_owners = _owners(old) == _owners(new)
@@ -353,10 +361,11 @@ def _owners(replicator: Replicator) -> RowOwners | None:
 
 
 def _return_residual(channel: Channel, exchange: TwoStage) -> None:
-    """Moves the server residual into this replica's memory, multiplied by the number of replicas.
+    """Adds the residual of the rows that this replica owns (the part of the aggregate that its
+    answers do not hold) to its memory of unsent values, multiplied by the number of replicas.
 
-    The next message of this replica will contain the residual. The mean over replicas divides that
-    message by their number.
+    The factor is needed because the residual is a part of a mean, and the mean over replicas
+    divides each later message of this replica by the number of replicas.
     """
     assert channel.memory is not None
     replicas = channel.link.replicas

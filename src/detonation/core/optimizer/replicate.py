@@ -38,11 +38,12 @@ def replicate(
     kernels: bool = True,
     safety: Safety | None = None,
 ) -> Replicated:
-    """Makes `optimizer` train `model` together with its replicas along `axis` by `scheme`.
+    """Makes `optimizer` train `model` together with the replicas of the model along the mesh axis
+    `axis`. `scheme` defines what the replicas exchange, and when.
 
-    The result also works as an optimizer for schedulers and state-dict helpers. Collectives run
-    only in `step()`, so all ranks must call it. At the first step the replicas compare settings,
-    shapes and weights.
+    The returned optimizer also works with schedulers and state-dict helpers. Its collectives run
+    only in `step()`, so all ranks must call `step()`. At the first step the replicas compare their
+    settings, shapes and weights.
 
     Args:
         optimizer: Any torch optimizer over parameters of `model`, sharded or not (FSDP2 on the mesh
@@ -127,7 +128,7 @@ def _given_levels(
     scheme: Scheme | str | None,
     levels: Sequence[tuple[Axis, Scheme | str]] | None,
 ) -> Sequence[tuple[Axis, Scheme | str]]:
-    """The levels that the caller passed, or one level made of an axis and a scheme."""
+    """Returns the `levels` that the caller passed, or one level made of `axis` and `scheme`."""
     if levels is None:
         if axis is None or scheme is None:
             raise ValueError(

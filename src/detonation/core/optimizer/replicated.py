@@ -1,4 +1,4 @@
-"""`Replicated`: a torch optimizer on whose step all replicas agree."""
+"""`Replicated`: a torch optimizer whose step exchanges gradients or parameters between replicas."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# torch's optimizers import it the same way; it does not import the compiler
+# this import does not load torch's compiler; torch's own optimizers import it the same way
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
@@ -34,12 +34,13 @@ _OVERLAPPING = attrgetter("overlapping")
 
 
 class Replicated(OptimizerWrapper):
-    """A torch optimizer on whose step all replicas agree. `replicate` creates it.
+    """A torch optimizer whose step exchanges gradients or parameters between replicas.
 
-    It shares `param_groups` and `state` with the base optimizer. All ranks may freeze, unfreeze or
-    add parameters (`add_param_group`) between the same two steps. The next step makes the change
-    and completes open rounds. An added parameter starts with an empty memory; a removed parameter
-    loses its memory. `step_count`: number of steps.
+    `replicate` creates it. It shares `param_groups` and `state` with the base optimizer. Parameters
+    may be frozen, unfrozen or added (`add_param_group`), if all ranks do so between the same two
+    steps. The next step completes open rounds and makes the change. An added parameter starts with
+    an empty memory of unsent values; a removed parameter loses its memory. `step_count` is the
+    number of steps so far.
 
     Raises:
         ValueError: The parameters are on several devices, or not all in the model.
@@ -66,7 +67,7 @@ class Replicated(OptimizerWrapper):
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.observer: StepObserver | None = None
-        # None while replicas are bitwise equal
+        # the gate that keeps replicas close to each other; None while they are bitwise equal
         self.closeness: gates.ClosenessGate | None = None
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
@@ -74,15 +75,15 @@ class Replicated(OptimizerWrapper):
         self.model = model
         self._buffers = BufferSync(model)
         self._trained = TrainedParameters(model, base)
-        # True if a loaded state dict had no replica state; the next step warns
+        # True if a loaded state dict had no replica state; the next step logs a warning
         self.memory_lost = False
         self._routes: dict[tuple[int, int], Route] = {}
-        self._padding: PaddingRows | None = None  # None if no padding row is held
-        # True if `overlap` sent no gradients, because other parameters are trained now
+        self._padding: PaddingRows | None = None  # None if no padding row is kept unchanged
+        # True if `overlap` sent no gradients because replicas or trained parameters changed
         self._held_back = False
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
-        # None until the first step, because Accelerate replaces parameters before it
+        # None until the first step, because Accelerate may still replace parameters until then
         self._replicators: list[Replicator] | None = None
 
     def __repr__(self) -> str:
@@ -90,7 +91,7 @@ class Replicated(OptimizerWrapper):
 
     @property
     def stats(self) -> Stats:
-        """Bytes, waiting time and omitted contributions so far."""
+        """The bytes sent, the waiting time and the omitted contributions of replicas so far."""
         links = [
             [link for (n, _), (link, _) in self._routes.items() if n == i]
             for i in range(len(self.levels))
@@ -103,37 +104,37 @@ class Replicated(OptimizerWrapper):
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
-        """Bytes per step and level that this rank would send with full fp32 synchronisation."""
+        """For each level: bytes that this rank would send per step of full fp32 synchronisation."""
         return dense_bytes_by_level(self._trained.by_name(), self.levels, self.settings.intra_node)
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's replica and shard."""
+        """The number of this rank's replica, and the number of its shard in this replica."""
         return coordinates_of(self.levels, self._trained.everyone, self.settings.intra_node)
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The weights of the model that no step currently moves, by name."""
+        """The weights of the model that no optimizer step currently changes, by name."""
         return self._trained.frozen
 
     @property
     def is_built(self) -> bool:
-        """True once the levels exist, from the first step on."""
+        """True from the first step on, when the levels of replication have been built."""
         return self._replicators is not None
 
     @property
     def idle(self) -> bool:
-        """True if this replica skips the next step and needs no gradient; see `balance`."""
+        """True if `balance` makes this replica skip the next step, so that it needs no gradient."""
         return self._consensus is not None and self._consensus.idle(self.step_count)
 
     @_disable_dynamo  # torch.compile runs `step` without compiling it
     @unheard
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs one step of training, on all ranks at once.
+        """Runs one step of training. All ranks must call it.
 
-        It has five phases: enter the step, exchange gradients, agree that no rank stops, move the
-        weights, exchange parameters. Returns the value of `closure`, or None while this replica is
-        `idle`.
+        The step has five phases: it makes pending changes, exchanges gradients, checks that no rank
+        must stop, moves the weights, and exchanges parameters. Returns the value of `closure`, or
+        None while this replica is `idle`.
         """
         loss = None
         if closure:
@@ -154,10 +155,10 @@ class Replicated(OptimizerWrapper):
             self.base_step.lost = self.base_step.overflows
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
-        # the number of the current step, from its first message until the weights have moved
+        # the step's number from its first message until the weights have moved, otherwise None
         halfway: int | None = None
         try:
-            # 1. Enter the step with the current replicas and parameters.
+            # 1. Begin the step with the current replicas and trained parameters.
             consensus, first, last = self._enter(overlapping)
             with consensus.runtime.exact_arithmetic():
                 halfway = step = self.step_count
@@ -165,9 +166,9 @@ class Replicated(OptimizerWrapper):
                 # 2. Exchange gradients.
                 for replicator in first:
                     replicator.before(step)
-                # 3. Agree that no rank stops, before the weights move.
+                # 3. Check that no rank has a reason to stop, before the weights move.
                 if "gradients" in signals:
-                    # the agreed update has replaced gradients that overflowed
+                    # the agreed update replaced overflowed gradients, so this step is made
                     self.base_step.overflow = None
                     consensus.end(step)
                 # 4. Move the weights.
@@ -175,7 +176,7 @@ class Replicated(OptimizerWrapper):
                     consensus.step_through_gates(self.base_step, step)
                 else:
                     self.base_step()
-                # 5. Exchange parameters, and agree again.
+                # 5. Exchange parameters, and check again that no rank has a reason to stop.
                 for replicator in last:
                     replicator.after(step)
                 if "parameters" in signals:
@@ -194,7 +195,7 @@ class Replicated(OptimizerWrapper):
         return loss
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        """The value of `closure`; None, without a call, while this replica is `idle`."""
+        """Calls `closure` and returns its value. While this replica is `idle`, returns None."""
         if self.idle:
             return None
         return evaluated(closure)
@@ -202,9 +203,9 @@ class Replicated(OptimizerWrapper):
     def _enter(
         self, overlapping: bool
     ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
-        """Enters a step: builds the levels before the first step, and makes pending changes.
+        """Begins a step: builds the levels before the first step, and makes pending changes.
 
-        Such changes are lost or new replicas, and added or removed parameters. If `overlap` has
+        Pending changes are lost or new replicas, and added or removed parameters. If `overlap` has
         already sent gradients of this step, all changes wait for the next step.
 
         Args:
@@ -217,7 +218,7 @@ class Replicated(OptimizerWrapper):
             states.warn_of_lost_memory(self)
         if self._replicators is None:
             self.set_up()
-        changed = self._trained.show_shards()  # before the weights move
+        changed = self._trained.show_shards()  # a step must not write to gathered copies
         if self.observer:
             self.observer.enter(self)
         held_back = self._held_back
@@ -227,7 +228,7 @@ class Replicated(OptimizerWrapper):
         if self._renumbers and not overlapping:
             with exactly():
                 self.renumber()
-        if not (overlapping or held_back):  # with `overlap` the step has already been entered
+        if not (overlapping or held_back):  # `overlap` has already begun this step
             self._consensus.enter_step(self.step_count)
         if changed and not overlapping:
             with exactly():
@@ -243,9 +244,9 @@ class Replicated(OptimizerWrapper):
     def _explain(self, error: BaseException, halfway: int | None) -> None:
         """Records that a step ended with `error`.
 
-        An error of this replica alone, after its messages and before its weights moved, separates
-        it from the other replicas: the next step raises `HalfStep`. A `DetonationError` is raised
-        on all ranks.
+        If only this replica fails, after it sent its messages and before its weights moved, the
+        other replicas are one step ahead. The next step of this replica then raises `HalfStep`. A
+        `DetonationError` needs no `HalfStep`, because all ranks raise it.
 
         Args:
             halfway: The step, if its messages were sent and its weights have not moved yet.
@@ -260,24 +261,24 @@ class Replicated(OptimizerWrapper):
     @contextmanager
     def overlap(self, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
         """Context manager in which `loss.backward()` sends gradients while it still computes other
-        gradients. `step()` waits for them.
+        gradients. `step()` waits for the sent messages.
 
-        Use it for the last backward before each step, on all replicas or none. Results equal the
-        results of a step without `overlap`, bit for bit unless the network itself adds more than
-        two messages. Bytes are equal except for one header per bucket. Only the innermost level
-        that exchanges gradients overlaps, and not in the first step. It raises `OverlapError` if a
-        gradient changes before `step()` (clipping, unscaling), after a second backward, or if
-        `step()` is missing. Before the first message it calls `may_send`. If `may_send` returns
-        False, nothing is sent before `step()`, and the step may be left out.
+        Use it for the last backward before each step, on all replicas or on none. The weights equal
+        the weights of a step without `overlap`, bit for bit unless an all-reduce adds more than two
+        messages. The bytes are equal except for one header per bucket. Only the innermost level
+        sends gradients early, and not in the first step. `OverlapError` is raised if a gradient
+        changes before `step()` (by clipping or unscaling), after a second backward, or if `step()`
+        is missing. `may_send` is called before the first message. If it returns False, no gradient
+        is sent before `step()`, and the caller may omit the step.
         """
-        # build no levels now, because FSDP2 shows whole parameters
+        # levels are not built here, because FSDP2 may show whole parameters instead of shards
         if self._consensus is not None:
             self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
             if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # other trained parameters need other buckets
+                if lost or self._trained.changed:  # a change needs other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count, may_send))
@@ -289,13 +290,13 @@ class Replicated(OptimizerWrapper):
         """Compares the tensors that must be equal on all replicas (weights, anchors, optimizer
         states): bit for bit, or by distance if replicas round differently.
 
-        The options of the parameter groups must be equal, too. Buffers that differ, such as the
-        running statistics of BatchNorm, become their mean. If tensors differ, it raises `Desync` on
-        all ranks, naming parameter and replica, or repairs them, as `safety` says. Collective;
-        reads all tensors once and sends 8 bytes per tensor.
+        The options of the parameter groups, such as lr, must be equal, too. Buffers that differ,
+        such as the running statistics of BatchNorm, are set to their mean. If tensors differ,
+        `safety` says whether they are repaired, or `Desync`, which names parameter and replica, is
+        raised on all ranks. Collective; reads all tensors once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            # raises if other code replaced a trained parameter of the model
+            # raises an error if other code replaced a trained parameter of the model
             self._trained.by_name()
             if self._padding:
                 self._padding.agree()
@@ -307,8 +308,8 @@ class Replicated(OptimizerWrapper):
     @torch.no_grad()
     def synchronize(self) -> None:
         """Completes open rounds and updates in flight, so that all replicas hold the same weights
-        and buffers. Collective. The schedule is unchanged: after a round that ended early, the next
-        round ends as planned.
+        and buffers. Collective. The schedule of exchanges is unchanged: after a round that this
+        call ended early, the next round ends at its usual step.
         """
         self.refuse_overlap()
         if self._consensus is not None:
@@ -322,13 +323,13 @@ class Replicated(OptimizerWrapper):
     @_disable_dynamo
     @torch.no_grad()
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
-        """Continues with other settings (topk, rate, every, ...) of a level's scheme from the next
-        step on.
+        """Changes settings (topk, rate, every, ...) of the scheme of one level, from the next step
+        on.
 
-        Memories, anchors and momenta are kept. Open rounds are synchronized first. All ranks call
-        it between the same two steps, and compare settings as at the first step. It raises
-        `ValueError` for another scheme and for settings that would lose state, and
-        `LargerThanDense`; the old settings then remain.
+        Unsent values (memories), anchors and momenta are kept. Open rounds are completed first. All
+        ranks call this between the same two steps; the replicas then compare their settings as at
+        the first step. Another scheme, or settings that would lose state, raise `ValueError`;
+        settings that send too much raise `LargerThanDense`. The old settings then remain.
         """
         self.set_up()
         self.synchronize()
@@ -339,8 +340,8 @@ class Replicated(OptimizerWrapper):
         self._compare()
 
     def record(self, observer: StepObserver | None) -> None:
-        """Attaches `observer`, such as a `detonation.UpdateLog`, to one level's agreed messages
-        from the next step on; None detaches it.
+        """Passes all received messages to `observer`, such as a `detonation.UpdateLog`, from the
+        next step on; None removes the observer. Needs an optimizer with one level of replication.
         """
         if observer and len(self.levels) > 1:
             raise ValueError(
@@ -363,32 +364,32 @@ class Replicated(OptimizerWrapper):
         torch.distributed.checkpoint treats equal keys on different ranks as one tensor. So state
         that differs between replicas has a key that names the replica; under schemes that exchange
         parameters this includes the base optimizer's state. Save one file per rank. With a delay,
-        all ranks call it at the same step, to receive messages in flight. Helpers of torch omit
-        "replication"; see `detonation.TrainingState`.
+        all ranks must call this at the same step, to receive messages in flight. The state-dict
+        helpers of torch omit "replication"; see `detonation.TrainingState`.
         """
         return self.with_saving_hooks(lambda: states.to_state_dict(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` on this rank, with or without the "replication" part.
 
-        Without it the replicas' memory is lost: the next step warns, unless `load_replica_state`
-        was called. Raises `ValueError` for the state of another replica or shard.
+        Without this part, the replicas' unsent values (memory) are lost, and the next step logs a
+        warning, unless `load_replica_state` was called. Raises `ValueError` for the state of
+        another replica or shard.
         """
         self.with_loading_hooks(state_dict, lambda given: states.from_state_dict(self, given))
 
     def local_state(self, alone: bool = False) -> dict[str, Tensor]:
         """The private state of this replica and shard, read-only. Waits for messages in flight.
 
-        All replicas call it at the same step, unless `alone`; see `Replicator.local_state`.
+        All replicas call it at the same step, unless `alone` is True; see `Replicator.local_state`.
         """
         self.refuse_overlap()
         return states.local_state_of(self._replicators or [], alone)
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:
-        """Continues after `step` steps. The caller has replaced the state of everything in `build`.
-
-        Collective.
+        """Continues training at step number `step`. The caller has already loaded the state of all
+        replicators. Collective.
         """
         self.step_count = step
         if self.observer:
@@ -404,10 +405,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def set_up(self) -> list[Replicator]:
-        """Builds the levels and compares the replicas, as the first step would do.
-
-        Collective.
-        """
+        """Builds the levels and compares the replicas, as the first step does. Collective."""
         if self._replicators is None:
             self.build()
             self._compare(frozen=self.frozen)
@@ -415,18 +413,17 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def welcome(self, newcomer: bool = False) -> None:
-        """Compares the replicas after another replica has joined.
-
-        Collective; raises `Mismatch` if they differ.
+        """Gives a joining replica the options of the parameter groups, and compares all replicas.
+        Collective; raises `Mismatch` if replicas differ.
         """
         changes.take_options(self.build(), self.param_groups, newcomer)
         self._compare()
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
-        """Builds the levels if they do not exist yet, without comparing replicas, and shows the
-        shards. With `saved`, they are built for the parameters of a saved state: the next step
-        changes to the currently trained parameters.
+        """Builds the levels if they do not exist yet, without comparing replicas, and makes FSDP2
+        show shards. With `saved`, the levels are built for the parameters of a saved state, and the
+        next step changes to the currently trained parameters.
         """
         self._trained.show_shards()
         if saved:
@@ -441,8 +438,8 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def levels_back_on_error(self) -> Iterator[None]:
-        """Context manager in which the levels may be built for other parameters; an error restores
-        the old levels.
+        """Context manager whose body may build the levels for other parameters. If the body raises
+        an error, the old levels are restored.
         """
         by_level = self._by_level
         consensus = self._consensus
@@ -463,7 +460,7 @@ class Replicated(OptimizerWrapper):
             raise
 
     def forget_levels(self) -> None:
-        """Drops the levels and their state; the next step rebuilds them for the current weights."""
+        """Drops the levels and their state; the next step builds new levels for current weights."""
         if self.observer:
             self.observer.left()
         if self._consensus is not None:
@@ -473,12 +470,12 @@ class Replicated(OptimizerWrapper):
         self._consensus = None
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` between `overlap` and the step that completes it."""
+        """Raises `OverlapError` if `overlap` has begun and no step has used its gradients yet."""
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
     def _begin_anew(self) -> None:
-        """Makes observers start new records: old records do not name the padding rows that move."""
+        """Makes observers start new records, because old ones lack padding rows that now move."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
@@ -487,7 +484,7 @@ class Replicated(OptimizerWrapper):
             self.observer.end("synchronize", self)
 
     def _change_trained(self, in_buckets: bool) -> None:
-        """Adds and removes trained parameters before the step, on all ranks at once. Collective."""
+        """Adds and removes trained parameters before a step, alike on all ranks. Collective."""
         before = self._trained.laid_out
         now = self._trained.by_name()
         old = self._by_level
@@ -502,7 +499,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def renumber(self) -> None:
-        """Continues without lost replicas, or with a joined one. Collective."""
+        """Removes lost and leaving replicas, and adds a joining replica. Collective."""
         if not changes.lost_before(self.levels, self.step_count):
             return
         if self._consensus and changes.needs_all(self.levels, self.step_count):
@@ -519,7 +516,9 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Sends the memory of replicas that leave in another optimizer's step. Collective."""
+        """Passes on the unsent values (memory) of replicas that leave in a step of another
+        optimizer. Collective.
+        """
         if (consensus := self._consensus) is None:
             return
         with consensus.runtime.exact_arithmetic():
@@ -550,7 +549,7 @@ class Replicated(OptimizerWrapper):
         return replicators
 
     def _take(self, by_level: list[list[Replicator]]) -> list[Replicator]:
-        """Continues with the replicators `by_level`, and returns them in one list."""
+        """Uses the replicators `by_level` from now on, and returns them in one list."""
         self._by_level = by_level
         self._replicators = replicators = [each for level in by_level for each in level]
         for each in by_level[0]:
@@ -561,10 +560,10 @@ class Replicated(OptimizerWrapper):
     def _compare(
         self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Compares the replicas. Collective.
+        """Compares the settings and weights of all replicas. Collective.
 
-        Replicas that round differently round each operation separately from now on. If this does
-        not make them equal, a gate keeps them close.
+        If replicas round differently, each operation of a step is rounded separately from now on.
+        If replicas still round differently, a gate keeps their weights close to each other.
         """
         compare = partial(
             compare_replicas,
@@ -586,8 +585,8 @@ class Replicated(OptimizerWrapper):
             self.closeness.attach(self._consensus, self._replicators or [], self.step_count)
 
     def _compare_rounding_singly(self, found: str, compare: Callable[..., str]) -> str:
-        """Compares again with operations rounded separately, and keeps this mode if the replicas
-        are then equal. Collective.
+        """Compares the replicas again with each operation rounded separately, and keeps this mode
+        if all replicas then round alike. Collective.
 
         Returns: how they still round differently; empty if they are equal.
         """

@@ -1,4 +1,6 @@
-"""Detects mistakes in a set-up; each error is one line that names the remedy."""
+"""Checks how the user sets up training. Each error message is one line that names the mistake and
+its remedy.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,8 +33,8 @@ _INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mes
 
 
 def check_arguments(optimizer: object, model: object) -> None:
-    """Raises `TypeError` unless `replicate` got an optimizer and a model; `ValueError` if they
-    cannot be replicated."""
+    """Raises `TypeError` unless the arguments of `replicate` are an optimizer and a model, and
+    `ValueError` if this optimizer or model cannot be replicated."""
     if isinstance(optimizer, type):
         raise TypeError(
             f"the optimizer is the class {(n := optimizer.__name__)}: make an optimizer,"
@@ -65,8 +67,8 @@ def check_arguments(optimizer: object, model: object) -> None:
 def check_options(
     switches: Mapping[str, object], numbers: Mapping[str, object], safety: object
 ) -> None:
-    """Raises `TypeError` if a switch is no bool, a number is neither a number nor None, or `safety`
-    is no `Safety`.
+    """Raises `TypeError` if a value of `switches` is not a bool, if a value of `numbers` is neither
+    a number nor None, or if `safety` is neither a `Safety` nor None.
     """
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -81,7 +83,8 @@ def check_options(
 
 
 def checked_levels(levels: Iterable[tuple[Axis, Scheme | str]]) -> list[Level]:
-    """`levels`, with names of schemes replaced by schemes.
+    """Checks the types in `levels`, and returns the levels with each scheme name replaced by the
+    scheme.
 
     Raises:
         TypeError: An axis is no mesh axis and no communicator, or a scheme is none.
@@ -120,7 +123,8 @@ def _checked_scheme(scheme: object) -> Scheme:
 
 
 def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` if replicas cannot run different numbers of local steps."""
+    """Raises `ValueError` if these schemes do not support `balance`, which lets replicas run
+    different numbers of local steps."""
     if len(schemes) > 1 or not isinstance(schemes[0], ParameterScheme):
         names = "+".join(scheme.name for scheme in schemes)
         raise ValueError(
@@ -140,12 +144,12 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
 
 
 def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
-    """Warns, on one replica, about two set-ups that train with a far higher loss
+    """Logs a warning, on one replica, about two set-ups that train with a far higher loss
     (docs/findings.md).
 
-    `warn_of_second_momentum` describes the first set-up. In the second set-up, error feedback keeps
-    the errors of signs in a top-k memory. These errors are as large as the values, and are selected
-    again.
+    `warn_of_second_momentum` describes the first set-up. In the second set-up, a scheme sends only
+    signs of its top-k values, and error feedback keeps the rounding errors in the memory of unsent
+    values. These errors are as large as the values themselves, so top-k selects them again.
     """
     warn_of_second_momentum(optimizer, levels)
     for _, scheme in levels if _is_first(levels) else ():
@@ -163,9 +167,11 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
 def warn_of_second_momentum(
     optimizer: Optimizer, levels: Sequence[Level], since: bool = False
 ) -> None:
-    """Warns once, on one replica, if the optimizer adds a momentum to the scheme's own.
+    """Logs a warning once, on one replica, if the optimizer uses a momentum in addition to the
+    momentum of the scheme.
 
-    Sent coordinates leave the memory at once, but such an optimizer spreads them over later steps.
+    The scheme removes sent coordinates from its own momentum in the same step. A second momentum in
+    the optimizer spreads the sent coordinates over many later steps.
 
     Args:
         since: Whether it had none when it was replicated: OneCycleLR and CyclicLR set one.
@@ -195,8 +201,8 @@ def warn_of_second_momentum(
 
 
 def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
-    """Warns on the first rank that replicas round differently (`found`), and how training
-    continues.
+    """Logs a warning on the first rank that replicas round differently, as `found` describes, and
+    says how training continues.
     """
     if (here.replica, here.shard) == (0, 0):
         _log.warning(_CLOSE if closely else _SINGLY, found)
@@ -221,10 +227,11 @@ def _is_first(levels: Sequence[Level]) -> bool:
 
 
 def _own_momentum(group: Mapping[str, Any]) -> str:
-    """The setting by which the optimizer of these parameters accumulates gradients; "" if it does
-    not.
+    """Returns the momentum setting of a parameter group as text, such as "momentum is 0.9"; returns
+    "" without a momentum.
 
-    Muon's betas apply to few parameters, for which a momentum was better.
+    If a group has both settings, as in Muon, only `momentum` counts: the betas of Muon apply to few
+    parameters, for which a momentum was better.
     """
     name, value = (
         ("momentum", group["momentum"])
@@ -242,11 +249,12 @@ def check_layout(
     levels: Sequence[Level],
     intra_node: DeviceMesh | None,
 ) -> None:
-    """Raises `ValueError` if `parameters` span the replicas of `levels`, or have no visible layout.
+    """Raises `ValueError` if a parameter is sharded or averaged over several replicas of `levels`,
+    or if a wrapper hides how the parameters are sharded.
 
-    Replicas that share a sharded or averaged parameter would exchange its whole gradient over the
-    slow link, in addition to the scheme. Warns if no axis connects all ranks of the world, and if a
-    policy has no `reduce_dtype`.
+    Replicas that share such a parameter would exchange its whole gradient over the slow link, in
+    addition to the messages of the scheme. The function also logs a warning if no axis joins this
+    rank to other replicas, and if an FSDP2 policy has no `reduce_dtype`.
     """
     if _is_first(levels):
         _warn_of_reduce_dtype(model, parameters)
@@ -269,10 +277,10 @@ def check_layout(
 
 
 def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Warns once if FSDP2 chooses the dtype of sums of gradients, because its choice depends on
-    torch's version.
+    """Logs a warning once if the mixed-precision policy of FSDP2 has no `reduce_dtype`: torch's
+    version then determines the dtype in which FSDP2 adds gradients.
 
-    Torch 2.15 uses the dtype of the parameter instead of `param_dtype`.
+    From version 2.15 on, torch uses the dtype of the parameter instead of `param_dtype`.
     """
     units: Any = [module for module in model.modules() if isinstance(module, FSDPModule)]
     policies = [unit._get_fsdp_state()._mp_policy for unit in units]
@@ -291,7 +299,9 @@ def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) ->
 
 
 def _check_wrapper(module: nn.Module, others: set[int], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` for a wrapper that hides shards or averages over the ranks `others`."""
+    """Raises `ValueError` if `module` is a wrapper that hides the shards of parameters, or that
+    averages gradients over the ranks `others`, which belong to other replicas.
+    """
     if isinstance(module, FullyShardedDataParallel):
         raise ValueError(f"FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2, {_INSIDE}")
     if isinstance(module, DistributedDataParallel):
@@ -299,8 +309,8 @@ def _check_wrapper(module: nn.Module, others: set[int], intra_node: DeviceMesh |
 
 
 def _check_parameter(name: str, parameter: Tensor, others: set[int]) -> None:
-    """Raises `ValueError` for a parameter without memory, or one sharded over the ranks
-    `others`.
+    """Raises `ValueError` if `parameter` is on the meta device, or is sharded over the ranks
+    `others`, which belong to other replicas.
     """
     if parameter.device.type == "meta":
         raise ValueError(
@@ -323,10 +333,11 @@ def _check_parameter(name: str, parameter: Tensor, others: set[int]) -> None:
 
 
 def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` if ranks of a replica hold whole parameters but `intra_node` is not
-    given.
+    """Raises `ValueError` if several ranks of a replica hold the same whole parameter but
+    `intra_node` is not given.
 
-    Each rank would send its own messages for these parameters, and the copies would diverge.
+    Without `intra_node`, each rank would send its own messages for this parameter, and the ranks'
+    copies of the parameter would diverge.
     """
     if intra_node is not None:
         joined = set(dist.get_process_group_ranks(intra_node.get_group()))

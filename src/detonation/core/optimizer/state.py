@@ -1,9 +1,10 @@
-"""The state of a replicated optimizer: the private part of its replica, and how other tools can
-save it.
+"""Saves and loads the state of a replicated optimizer, including the state that is private to one
+replica.
 
-Memory differs per replica, as do DiLoCo's mid-round parameters and inner optimizer state.
-torch.distributed.checkpoint treats equal keys on different ranks as one tensor and silently saves
-the tensor of one rank, so these keys are never equal.
+Replicas differ in their unsent values (memory). With DiLoCo they also differ in parameters and in
+inner optimizer state during a round. torch.distributed.checkpoint treats equal keys on different
+ranks as one tensor and silently saves the tensor of one rank. Therefore state that differs between
+replicas is saved under keys that differ between replicas.
 """
 
 import logging
@@ -28,10 +29,11 @@ _log = logging.getLogger("detonation")
 
 
 def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
-    """Copies of the private state of this replica and shard, with flat keys such as
+    """Returns copies of the private state of this replica and shard, under keys such as
     `0.residual.<parameter>`.
 
-    With the model's and the base optimizer's state of the same rank, training resumes exactly.
+    Together with the model's and the base optimizer's state of the same rank, this state lets
+    training resume with the same bits.
 
     Args:
         optimizer: Made by `replicate`.
@@ -58,7 +60,8 @@ def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> None:
-    """Restores `state` on all ranks at once, after the model's weights were loaded.
+    """Loads the private state of this replica and shard. All ranks must call it, each with its own
+    `state`, after the model's weights were loaded.
 
     Args:
         optimizer: Made by `replicate`, for the same model and scheme.
@@ -84,11 +87,12 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 
 
 def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a saved state; builds the levels for them.
+    """Returns the tensors of a saved `state` after checking their names and shapes, and builds the
+    levels of replication for the saved parameters.
 
-    The result is empty for a state saved before the first step. Raises `ValueError` if the tensors
-    do not fit, and `OverlapError` if gradients were sent without their step. In both cases nothing
-    has changed.
+    The result is empty for a state that was saved before the first step. Raises `ValueError` if the
+    tensors do not fit this model and scheme, and `OverlapError` if gradients were sent in `overlap`
+    and their step is missing. After an error, nothing has changed.
     """
     optimizer.refuse_overlap()
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
@@ -100,7 +104,7 @@ def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[
 
 
 def _require_fit(local: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` unless `saved` has the names and shapes of `local`."""
+    """Raises `ValueError` unless the tensors `saved` have the same names and shapes as `local`."""
     require_same_keys("the saved state", local, saved)
     for key, tensor in local.items():
         if tensor.shape != saved[key].shape:
@@ -111,10 +115,12 @@ def _require_fit(local: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> No
 
 
 def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) -> None:
-    """Continues after `step` steps with the tensors `saved`, whose shapes fit. Collective."""
+    """Loads the tensors `saved`, whose shapes were checked, and continues at step number `step`.
+    Collective.
+    """
     optimizer.memory_lost = False
     if not saved and optimizer.is_built and optimizer.local_state():
-        optimizer.forget_levels()  # an optimizer has no memory before its first step
+        optimizer.forget_levels()  # the state was saved before the first step, without memory
     for index, replicator in enumerate(optimizer.build() if saved else ()):
         prefix = f"{index}."
         mine = {key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
@@ -129,7 +135,7 @@ def local_state_of(replicators: Sequence[Replicator], alone: bool = False) -> di
 
 
 def parameters_of(keys: Iterable[str]) -> set[str]:
-    """The parameters with entries in a saved local state.
+    """Returns the names of the parameters that have entries in a saved local state.
 
     Example:
         >>> keys = ["0.residual.layers.0.weight", "0.anchor.bias", "0.synchronized_at", "step"]
@@ -140,12 +146,12 @@ def parameters_of(keys: Iterable[str]) -> set[str]:
 
 
 def only_creates_state() -> bool:
-    """True in the call of `step()` with which torch's state-dict helpers create the base
-    optimizer's state.
+    """True if torch's state-dict helpers called `step()` only to create the base optimizer's state.
 
-    Such a call is not a training step: it must not communicate, count or decay. The caller is the
-    same on all ranks. The helpers set lr 0 and zero gradients, but these may also occur in
-    training, on some of the ranks. So lr 0 is not a sufficient test.
+    This function looks for the helpers among the callers of `step()`. Such a call is not a training
+    step: it must not communicate, increase the step count or decay weights. The helpers set lr and
+    gradients to 0, but training may do so, too, even on some of the ranks only. So lr 0 alone does
+    not prove that the helpers called.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -172,7 +178,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
-    mark = (  # the mark is "" if replicas are equal or not replicated
+    mark = (  # prefix of saved keys that belong to this replica alone
         f"replica{coordinates.replica}."
     )
     for other in (key for values in rest["state"].values() for key in values):
@@ -197,22 +203,24 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     else:
         optimizer.base.load_state_dict({**rest, "state": own})
         schemes = [scheme for _, scheme in optimizer.levels]
-        optimizer.forget_levels()  # an old anchor would undo the load
+        optimizer.forget_levels()  # the old anchor would overwrite the loaded weights
         optimizer.memory_lost = any(
             s.feedback or s.round.delay or s.signal == "parameters" for s in schemes
         )
 
 
 def _without(mark: str, key: Any) -> Any:
-    """The `key` without `mark`, if the optimizer's own key is text."""
+    """Returns `key` without the prefix `mark` that names the replica. Keys that are not text have
+    no prefix.
+    """
     if isinstance(key, str):
         return key.removeprefix(mark)
     return key
 
 
 def warn_of_lost_memory(optimizer: "Replicated") -> None:
-    """Warns once if a loaded state had no "replication" part; checkpoints of other frameworks have
-    none.
+    """Logs a warning once if a loaded state dict had no "replication" part, so that the unsent
+    values (memory) are lost. Checkpoints of other frameworks have no such part.
     """
     lost = optimizer.memory_lost
     optimizer.memory_lost = False

@@ -16,7 +16,7 @@ from detonation.core.schemes import arguments_text, collective_for, dense_bytes,
 
 
 class Stats:
-    """Counts of this rank since the optimizer was created.
+    """What this rank has sent, waited for and left out since the optimizer was created.
 
     Args:
         links: Of each level, from the innermost tier of the network to the outermost.
@@ -54,7 +54,7 @@ class Stats:
 
     @property
     def bytes_sent_by_level(self) -> list[int]:
-        """Bytes sent, per level."""
+        """Bytes that this rank has sent to other replicas, for each level of replication."""
         return [sum(link.bytes_sent for link in links) for links in self._links]
 
     @property
@@ -64,33 +64,37 @@ class Stats:
 
     @property
     def local_steps(self) -> list[int]:
-        """Local steps per round of each replica, if replicas are balanced; else empty."""
+        """The number of local steps that each replica runs per round with `balance`; an empty list
+        without `balance`.
+        """
         if self._local_steps is None:
             return []
         return self._local_steps.counts.tolist()
 
     @property
     def taking(self) -> int | None:
-        """Number of replicas that run the next step, if replicas are balanced."""
+        """The number of replicas that run the next step with `balance`; None without `balance`."""
         if self._local_steps is None:
             return None
         return int(self._local_steps.taken(self._step).sum())
 
     @property
     def skipped(self) -> int:
-        """Contributions of all replicas that were omitted because a gradient was not finite."""
+        """The number of contributions, of all replicas, that were omitted because a gradient was
+        not finite.
+        """
         return sum(counts.skipped for counts in self._counts)
 
     @property
     def skipped_by_parameter(self) -> dict[str, int]:
-        """Number of omitted contributions, by the name of the parameter whose gradient was not
-        finite.
+        """The number of contributions, of all replicas, that were omitted because a gradient was
+        not finite, by the name of the gradient's parameter.
         """
         return dict(sum((counts.by_parameter for counts in self._counts), Counter()))
 
     @property
     def refused(self) -> int:
-        """Messages of all replicas that failed validation."""
+        """The number of messages, of all replicas, that failed validation and were not used."""
         return sum(counts.refused for counts in self._counts)
 
 
@@ -99,7 +103,9 @@ def dense_bytes_by_level(
     levels: Sequence[Level],
     intra_node: DeviceMesh | None,
 ) -> list[int]:
-    """Bytes that this rank would send in one step of full fp32 synchronisation, per level."""
+    """The bytes that this rank would send per step if all gradients were averaged in fp32, for each
+    level of replication.
+    """
     ways = [
         (sum(local(p).numel() for p in way.values()), n)
         for way, n in split_by_sharding(parameters, intra_node)
@@ -110,15 +116,14 @@ def dense_bytes_by_level(
 def described(
     trained: TrainedParameters, levels: Sequence[Level], intra_node: DeviceMesh | None
 ) -> str:
-    """Describes the exchange of a replicated optimizer in one line per level, computed without a
-    step.
+    """Describes what a replicated optimizer exchanges, in one line per level of replication. It can
+    be called before the first step.
 
-    Bytes are the mean per step of one rank. If shards differ in size, they are the bytes of this
-    rank.
+    The numbers are the mean bytes that this rank sends per step.
     """
     try:
         parameters = trained.by_name()
-    except ValueError:  # the first step raises this error with its reason
+    except ValueError:  # not raised here, because the first step raises it with its reason
         return "Replicated, with parameters that are not in the model"
     lines = [
         f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this"

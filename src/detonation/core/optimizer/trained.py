@@ -1,5 +1,5 @@
-"""The trained parameters: parameters of the optimizer that require a gradient, and whether they
-have changed since the last layout.
+"""Tracks the trained parameters, which are the optimizer's parameters that require a gradient, and
+detects when they change.
 """
 
 import gc
@@ -17,26 +17,26 @@ from detonation.core.flat.tensors import bare_name
 from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
 
 _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
-"""All instances of this process, as weak keys: another thread may create one while this one
-iterates.
+"""All `TrainedParameters` of this process, as weak keys. Read them by `keyrefs()`, because another
+thread may create an instance during the iteration.
 """
 
-# implemented in C, so that a step calls no Python function here
+# an attrgetter, because it runs in C: a step then calls no Python function for each parameter
 _KIND = attrgetter("dtype", "shape")
 
 
 class TrainedParameters:
-    """The parameters of `base` that require a gradient, by their names in `model`."""
+    """The parameters of the optimizer `base` that require a gradient, by their names in `model`."""
 
     def __init__(self, model: nn.Module, base: Optimizer) -> None:
         self.model = model
         self._base = base
         self.laid_out: Mapping[str, Tensor] = {}
-        """The parameters in the levels' layouts, by name."""
+        """The parameters in the message layouts of the levels, by name."""
         self._ids = set[int]()
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        # for each parameter: the parameters of its module, its name there and in the model, its id
+        # for each parameter: its module's parameters, its names in module and model, and its id
         self._owners: list[dict[str, nn.Parameter | None]] = []
         self._own_names: list[str] = []
         self._full_names: list[str] = []
@@ -47,13 +47,14 @@ class TrainedParameters:
 
     @property
     def everyone(self) -> list[Tensor]:
-        """All parameters of the optimizer, frozen or not."""
+        """All parameters of the optimizer, whether frozen or trained."""
         return [parameter for group in self._base.param_groups for parameter in group["params"]]
 
     def by_name(self) -> dict[str, Tensor]:
-        """The parameters that require a gradient, in the model's order.
+        """Returns the optimizer's parameters that require a gradient, by name, in the model's
+        order.
 
-        Raises `ValueError` if one is not in the model.
+        Raises `ValueError` if one of these parameters is not in the model.
         """
         parameters = local_parameters(self.model)
         self._take_shards()
@@ -70,11 +71,12 @@ class TrainedParameters:
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The parameters of the model that no optimizer trains, by name, without those on the meta
-        device.
+        """The parameters of the model that no optimizer trains, by name. Parameters on the meta
+        device are left out.
 
-        A parameter of another replicated optimizer may be frozen temporarily, as by Lightning's
-        `toggle_optimizer`. A parameter of a plain optimizer may differ between replicas.
+        Frozen parameters of another replicated optimizer are left out, too, because they may be
+        frozen only for a time, as by Lightning's `toggle_optimizer`. Parameters that a plain
+        optimizer trains are left out, because they may differ between replicas.
         """
         found = {
             name: parameter
@@ -85,19 +87,19 @@ class TrainedParameters:
         ids = {id(p) for p in found.values()}
         trained = self._trained_elsewhere()
         if ids & trained:
-            gc.collect()  # frees dropped optimizers that reference cycles keep alive on some ranks
+            gc.collect()  # frees old optimizers that reference cycles keep alive on some ranks only
             trained = self._trained_elsewhere()
         return {name: p for name, p in found.items() if id(p) not in trained}
 
     def _trained_elsewhere(self) -> set[int]:
-        """The ids of parameters of other optimizers, except optimizers that a later optimizer
-        replaces.
+        """Returns the ids of the parameters of all other replicated optimizers that are in use.
 
-        Some ranks may still hold an optimizer that others dropped. A later optimizer that has one
-        of its parameters replaces it on all ranks.
+        Some ranks may still hold an old optimizer that other ranks have already dropped. So that
+        all ranks get the same result, an old optimizer does not count if a later optimizer has one
+        of its parameters.
         """
         found = dict[TrainedParameters, set[int]]()
-        for each in _TRAINED.keyrefs():  # in the order in which the optimizers were created
+        for each in _TRAINED.keyrefs():  # iterates over optimizers in order of creation
             if (one := each()) is not None:
                 ids = {id(p) for p in one.everyone}
                 found = {other: had for other, had in found.items() if had.isdisjoint(ids)}
@@ -106,15 +108,17 @@ class TrainedParameters:
         return set[int]().union(*found.values())
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The parameters of the optimizer with these `names`, frozen or not, in model order."""
+        """Returns the optimizer's parameters that have one of these `names`, whether frozen or
+        trained, in the model's order.
+        """
         everyone = {id(p) for p in self.everyone}
         parameters = local_parameters(self.model)
         note_padding(self.model)
         return {name: p for name, p in parameters.items() if name in names and id(p) in everyone}
 
     def _take_shards(self) -> None:
-        """Replaces gathered copies by shards in an optimizer or group that was created after an
-        evaluation.
+        """Replaces gathered copies by their shards in the parameter groups. The groups contain
+        copies if the optimizer or a group was created after a forward pass without backward.
         """
         shards = {
             id(copy): shard for unit in shown_units(self.model) for copy, shard in unit.copies
@@ -139,7 +143,7 @@ class TrainedParameters:
         self._forget_frozen_gradients()
 
     def _note_owners(self) -> None:
-        """Notes which modules hold the parameters of the optimizer, frozen or not."""
+        """Records which modules hold the parameters of the optimizer, whether frozen or trained."""
         mine = {id(p) for p in self.everyone}
         found = [
             (module._parameters, name, f"{prefix}.{name}", id(p))
@@ -153,10 +157,11 @@ class TrainedParameters:
         self._owned = [number for _, _, _, number in found]
 
     def show_shards(self) -> bool:
-        """Shows the shards if a forward pass without a backward pass left gathered copies.
+        """Makes the model hold FSDP2 shards again, if a forward pass without a backward pass left
+        gathered copies.
 
-        Called at every step; returns True if other parameters require a gradient than the layouts
-        hold.
+        Every step calls it. Returns True if the parameters that require a gradient are no longer
+        the parameters of the message layouts.
         """
         for unit in self._units:
             parameters, name = unit.place
@@ -179,10 +184,11 @@ class TrainedParameters:
                 )
 
     def _refuse_replaced(self) -> None:
-        """Raises `ValueError` if the model holds another parameter in the place of one of the
-        optimizer.
+        """Raises `ValueError` if the model no longer contains a parameter of the optimizer, because
+        other code put a new parameter in its place.
 
-        A module may also hold the same parameter under another name, as a parametrization does.
+        It is no error if the model contains the same parameter under another name, as after a
+        parametrization was registered.
         """
         held = {id(p) for p in self.model.parameters()}
         for name, number in zip(self._full_names, self._owned, strict=True):
@@ -196,12 +202,14 @@ class TrainedParameters:
 
     @property
     def changed(self) -> bool:
-        """True if other parameters require a gradient than the layouts hold."""
+        """True if the parameters that require a gradient are no longer the parameters of the
+        message layouts.
+        """
         return {id(p) for p in self.everyone if p.requires_grad} != self._ids
 
     def _forget_frozen_gradients(self) -> None:
-        """Removes gradients of frozen parameters, which the base optimizer would apply on this
-        replica alone.
+        """Sets the gradients of frozen parameters to None. The base optimizer would otherwise apply
+        these gradients on this replica alone.
         """
         for parameter in self.everyone:
             if not parameter.requires_grad:
@@ -209,7 +217,9 @@ class TrainedParameters:
 
 
 def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:
-    """The reason why parameters of an optimizer are not in the model, and a remedy."""
+    """Returns, as text, the reason why the parameters `odd` of an optimizer are not in the model,
+    and a remedy.
+    """
     if any(p.device.type == "meta" for p in odd):
         return "they are on the meta device: make the optimizer after to_empty"
     if any(isinstance(p, DTensor) for p in model.parameters()) and not any(

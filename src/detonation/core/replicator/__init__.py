@@ -1,7 +1,8 @@
-"""Replicators connect a scheme to the training step: gradients before it, or parameters after it.
+"""Replicators connect a scheme to the training step: they exchange gradients before the step of the
+base optimizer, or parameters after it.
 
-Only the channel passes a signal through memory, engine and exchange. `core.agreement` and
-`core.optimizer` call replicators.
+The channel of a replicator adds a signal to the memory of unsent values, encodes a message and
+exchanges it; no other class does so. `core.agreement` and `core.optimizer` call replicators.
 """
 
 from detonation.core.replicator.base import Replicator

@@ -1,5 +1,5 @@
-"""A replicator is one level of replication, called before and after the step of the base
-optimizer.
+"""The interface of replicators. A replicator carries out one level of replication for its
+parameters, and is called before and after each step of the base optimizer.
 """
 
 from abc import ABC, abstractmethod
@@ -15,27 +15,30 @@ from detonation.core.replicator.channel import Channel, Transfer
 
 
 class Replicator(ABC):
-    """Connects a scheme to the training step: exchanges gradients before the local step, or
-    parameters after it.
+    """Connects a scheme to the training step: exchanges gradients before the step of the base
+    optimizer, or parameters after it.
 
     Args:
         parameters: By name, in the order of the channel's layout.
     """
 
     acts_before = True
-    """True if it exchanges in `before`, False if in `after`."""
+    """True if this replicator exchanges messages in `before`, False if in `after`."""
     holds_padding = False
-    """True if it keeps padding rows unchanged that its codec would move."""
+    """True if this replicator keeps the padding rows of embeddings unchanged, which its codec would
+    otherwise move."""
     innermost = False
-    """True if its signals are those of this replica, and not what other levels agreed on."""
+    """True if this replicator sends this replica's own gradients or movements, False if it sends
+    the result of an inner level."""
     stepped: BaseStep | None = None
-    """The optimizer whose steps all replicas must make alike; None if each steps on its own."""
+    """The base optimizer, if its steps must have the same result on all replicas; None if each
+    replica steps on its own."""
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
         self.parameters = parameters
         self.channel = channel
         self.round = channel.scheme.round
-        # True if this step's gradients were or will be sent in buckets
+        # True if gradients of this step were or will be sent bucket by bucket in `overlap`
         self.overlapping = False
         self.scheme = channel.scheme
         self.layout = channel.layout
@@ -43,20 +46,21 @@ class Replicator(ABC):
         self.counts = channel.counts
 
     def before(self, step: int) -> None:
-        """Runs before the local step."""
+        """Runs before the step of the base optimizer."""
         return
 
     def after(self, step: int) -> None:
-        """Runs after the local step."""
+        """Runs after the step of the base optimizer."""
         return
 
     @abstractmethod
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends `Channel.announce` instead of the message of step `at`, if that step has a message.
-        All earlier messages have been sent.
+        """Announces a change of the trained parameter `name` to the other replicas: sends an empty
+        message with a reason instead of the message of step `at`, if that step sends one. All
+        earlier messages must have been sent.
 
-        It runs the same collectives as step `at`, so they match the collectives of a replica that
-        announces nothing. No other part of the step runs.
+        It runs the same collectives as step `at` and no other part of the step, so its collectives
+        match those of a replica that announces no change.
 
         Args:
             step: The next step, up to `at`.
@@ -66,21 +70,22 @@ class Replicator(ABC):
         """
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Receives an announcement and the messages sent before it, without using them."""
-        if self.scheme.round.delay:  # without a delay, `announce` has received the messages
+        """Receives the messages of `announce`, and the messages that were sent before them, without
+        using any of them."""
+        if self.scheme.round.delay:  # without a delay, `announce` has already received them
             self.local_state()
             self.channel.discard(transfers)
 
     def drain(self) -> None:
-        """Waits for messages in flight, up to the first message that another rank replaced by an
-        announcement.
+        """Waits for messages in flight. Stops at the first message in whose place another rank
+        announced a change of its trained parameters.
         """
         self.local_state()
 
     @abstractmethod
     def make_portable(self, step: int) -> None:
-        """Brings the state after `step` steps into a form from which another layout can
-        continue.
+        """Completes after `step` steps what belongs to the current message layout, such as an open
+        round, so that a replicator with another layout can take over the state.
         """
 
     @abstractmethod
@@ -91,41 +96,45 @@ class Replicator(ABC):
 
     @contextmanager
     def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Context manager in which backward sends the gradients of `step`, if the level supports
-        it; see `Replicated.overlap`.
+        """Context manager in which backward sends the gradients of `step`, if this kind of
+        replicator supports this; see `Replicated.overlap`.
         """
         yield
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` between `overlap` and the step that completes it."""
+        """Raises `OverlapError` if `overlap` has begun and no step has used its gradients yet."""
         return
 
     @abstractmethod
     def shared_weights(self) -> list[Tensor]:
-        """One tensor per parameter that must be bitwise equal on all replicas between steps."""
+        """Returns one tensor per parameter, the weight or its anchor, which must be bitwise equal
+        on all replicas between steps."""
 
     @abstractmethod
     def replicated(self) -> dict[str, Tensor]:
-        """All tensors that must be bitwise equal on all replicas between steps, by name, read-only.
+        """Returns all tensors that must be bitwise equal on all replicas between steps, by name and
+        read-only.
 
         Shapes: local shapes.
         """
 
     @abstractmethod
     def repair(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces tensors that `replicated` returned.
+        """Overwrites tensors that `replicated` returns with repaired `tensors` of the same names.
 
         Shapes: as `replicated`.
         """
 
     def forget_held_rows(self) -> None:
-        """Determines again which padding rows of its parameters must not move."""
+        """Makes the replicator determine again which padding rows of embeddings must not move."""
         return
 
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of the model's `tensors` that this replicator's replicas hold on this rank.
+        """Returns the local parts of `tensors`, cut in the same way as this replicator's
+        parameters.
 
-        The part has all tensors, or pieces of them if the parameters are pieces.
+        If the parameters are pieces of shards, the result holds the same pieces of `tensors`;
+        otherwise it holds all of `tensors`.
         """
         first = next(iter(self.parameters.values()), None)
         if first is not None:
@@ -134,9 +143,9 @@ class Replicator(ABC):
 
     @abstractmethod
     def local_state(self, alone: bool = False) -> LocalState:
-        """The private state of this replica. Waits for messages in flight.
+        """Returns the private state of this replica. Waits for messages in flight.
 
         Args:
-            alone: Whether no other replica asks. The set of parameters that nobody used in these
-                steps may then remain open.
+            alone: True if the other replicas do not call this method. Then this replica does not
+                ask them which parameters no replica used.
         """

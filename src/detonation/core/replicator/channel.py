@@ -1,4 +1,6 @@
-"""The channel: passes a signal through memory, codec, guard and link, and returns an update."""
+"""The channel: takes a signal (gradients or movements), exchanges it as a message with the other
+replicas, and returns the agreed update.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,10 +32,11 @@ _MOMENTUM = itemgetter("momentum")
 
 @dataclass(frozen=True)
 class BucketPipeline:
-    """A bucket, the engine that encodes it into its rows of a message, and the exchange that sends
-    this message.
+    """A bucket of rows, the engine that encodes this bucket into a message, and the exchange that
+    sends this message.
 
-    releases_early: True if the bucket is subtracted from memory before the message is sent.
+    releases_early: True if the sent values of the bucket are subtracted from the memory of unsent
+    values before the message is sent.
     """
 
     bucket: Bucket
@@ -44,15 +47,14 @@ class BucketPipeline:
 
 @dataclass
 class Transfer:
-    """The message of one replica at one step: encoded bucket by bucket, sent, and finally an
-    update.
+    """One message of one replica at one step, from its encoding to the received update.
 
-    It is one message with one header for any number of collectives: all replicas decide once
-    whether to use it. pipeline: pipeline of the bucket that is the message, or of the whole flat.
-    own: for schemes that need it, the update of each bucket that would result if all replicas had
-    sent this message. verdict: verdict on the signals of a message that is sent whole. unreleased:
-    selections that are not yet subtracted from memory, with their values as receivers decode them,
-    if these differ.
+    The message has one header, even if several collectives send it, so all replicas decide only
+    once whether to use it. pipeline: the pipeline of the bucket that the message contains, or of
+    all rows. own: for schemes that need it, the update of each bucket that would result if all
+    replicas had sent this message. verdict: whether the signals of a message in one collective are
+    finite. unreleased: selected coefficients that are not yet subtracted from the memory of unsent
+    values, each with its values as receivers decode them, if those differ.
     """
 
     pipeline: BucketPipeline
@@ -63,13 +65,14 @@ class Transfer:
     unreleased: list[tuple[ReferenceEngine, Selected, Tensor | None]] = field(default_factory=list)
 
     def forward(self) -> None:
-        """Starts the second collective, if the exchange has one and has not started it."""
+        """Starts the second collective of the exchange, if the exchange has a second collective and
+        has not started it yet."""
         if not self.forwarded:
             self.pipeline.exchange.forward(self.message)
         self.forwarded = True
 
     def receive(self) -> "Update":
-        """Waits for the agreed update."""
+        """Waits for the messages of all replicas, and returns the agreed update."""
         exchange = self.pipeline.exchange
         if exchange.secluded:
             self.forward()
@@ -78,8 +81,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Update:
-    """The received messages of all replicas, decoded on demand to the same bits on every
-    replica.
+    """The received messages of all replicas. They are decoded when a value is needed, to the same
+    bits on every replica.
     """
 
     engine: ReferenceEngine
@@ -87,7 +90,7 @@ class Update:
     missing: Missing | None = None
 
     def flat(self) -> Tensor:
-        """Decodes the update.
+        """Decodes the update of all rows of the message.
 
         Shapes: -> `[rows, chunk]` fp32; its padding is undefined.
         """
@@ -95,7 +98,8 @@ class Update:
         return self.engine.decode(self.received)
 
     def rows_of(self, pipeline: BucketPipeline, first: int) -> Tensor:
-        """Decodes the rows of a bucket; `first` is the first row of the message.
+        """Decodes the update for the rows of one bucket. `first` is the number of the message's
+        first row.
 
         Shapes: -> `[rows of the bucket, chunk]` fp32.
         """
@@ -112,10 +116,11 @@ class Update:
         signs: SignSGD | None = None,
         weights: Sequence[Tensor] = (),
     ) -> None:
-        """Lets the next step of the base optimizer apply this update of gradients.
+        """Makes the next step of the base optimizer apply this update.
 
-        SignSGD moves the weights during decoding, because storing the update and reading it back
-        costs more than decoding. For all other optimizers the update replaces the gradients.
+        SignSGD moves the weights while it decodes the messages, because storing the decoded update
+        and reading it back costs more time than decoding. For all other optimizers the update
+        replaces the gradients.
 
         Args:
             unused: The numbers of the parameters that no replica used, which the step leaves alone.
@@ -123,7 +128,7 @@ class Update:
             weights: Then the local part of each parameter.
         """
         received = self.received
-        may_move = signs is not None and not (  # hooks may read gradients
+        may_move = signs is not None and not (  # hooks around a step may read gradients
             signs._optimizer_step_pre_hooks
             or len(signs._optimizer_step_post_hooks) > 1  # the first hook belongs to this library
             or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
@@ -131,7 +136,7 @@ class Update:
         if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
-                # this tensor is moved in place of the update
+                # a temporary tensor moves in place of a parameter that no replica used
                 moved[number] = torch.empty_like(moved[number])
             adds_up = any(map(_MOMENTUM, signs.param_groups))
             if not adds_up and self.engine.can_apply_signs(received, moved):
@@ -140,13 +145,14 @@ class Update:
                 signs.deferred[id(each[0])] = Deferred(each, move, received.release)
                 return
         self.engine.write(received, gradients_to_fill(parameters, unused))
-        if received.release:  # free the messages, which have no further use
+        if received.release:  # the messages are decoded, so their memory can be freed
             received.release()
 
 
 class Channel:
-    """Sends one replica's signals, encoded bucket by bucket, in one collective or in one per
-    bucket, with equal results.
+    """Sends the signals (gradients or movements) of one replica, and receives the agreed updates. A
+    signal is encoded bucket by bucket, and sent in one collective or in one collective per bucket,
+    with equal results.
 
     Args:
         scheme: The codec, the memory, the round and the collective.
@@ -181,10 +187,10 @@ class Channel:
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        # all guards share one reference norm, because their messages have similar norms
+        # the guards of all buckets share one reference norm, as their messages have similar norms
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)
-        # True if messages omit indices, because all replicas can compute them.
-        # Schemes that send whole rows need indices only for kernels.
+        # True if messages omit indices because all replicas can compute the indices themselves.
+        # A scheme that sends whole rows needs no indices, except for compiled kernels.
         self._knows = scheme.codec.selection.shared and (
             not scheme.codec.dense or self.engine.guard.on_kernels
         )
@@ -192,7 +198,7 @@ class Channel:
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
         self.unused = Unused(link, layout, self.memory, guard, scheme.round.delay > 0)
         if runtime.decides_on_device:
-            # copies the basis to the device now instead of at the end of the first round
+            # this transform copies the basis to the device now, before the first round ends
             row = torch.zeros(
                 1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
             )
@@ -202,7 +208,7 @@ class Channel:
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
-        """One pipeline per bucket, in the order in which all replicas send them."""
+        """One pipeline per bucket, in the order in which all replicas send the buckets."""
         buckets = buckets_of(
             self.scheme,
             self.layout,
@@ -220,12 +226,13 @@ class Channel:
 
     @cached_property
     def _inspector(self) -> SignalInspector:
-        """The inspector for messages that are encoded bucket by bucket."""
+        """The inspector that checks whether the values of a signal are finite, if the signal is
+        sent bucket by bucket."""
         return self.engine.inspector(len(self.pipelines))
 
     def start(self, step: int, pipeline: BucketPipeline | None = None) -> Transfer:
-        """An empty transfer for `step`, either of the whole flat or of a bucket that is a message
-        of its own.
+        """Creates a transfer for `step` that holds no data yet: for a message of all rows, or for a
+        message of one bucket if `pipeline` is given.
         """
         self.counts.due.add(step + self.scheme.round.delay)
         return Transfer(pipeline or self._whole, self._message(step))
@@ -237,8 +244,8 @@ class Channel:
         pipeline: BucketPipeline | None = None,
         lost: bool = False,
     ) -> Transfer:
-        """Sends a signal in one collective. If the signal has a nonfinite value, an empty message
-        is sent that reports the reason.
+        """Sends a signal (gradients or a movement) in one collective. If the signal has a nonfinite
+        value, an empty message that reports the reason is sent instead.
 
         Args:
             pipeline: Of a bucket that is a message of its own, one in memory at a time: `signals`
@@ -261,7 +268,7 @@ class Channel:
         bad = transfer.verdict.bad
         whole = transfer.pipeline
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # CPU engines use their own cache-sized blocks; kernels need no temporaries
+        # no buckets needed: CPU engines encode small blocks, and kernels need no temporary tensors
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)
@@ -269,7 +276,7 @@ class Channel:
                 self._release(transfer)
         else:
             self._encode_in_buckets(transfer, run, signals, bad)
-        del run  # free the encoded rows, because the exchange may send a copy
+        del run  # frees the encoded rows here, in case the exchange sends a copy of them
         whole.exchange.send(transfer.message, transfer.verdict.status)
         if transfer.unreleased:
             self._release(transfer)
@@ -280,10 +287,12 @@ class Channel:
     def send_bucket(
         self, transfer: Transfer, pipeline: BucketPipeline, pieces: Sequence[Tensor | None]
     ) -> bool | Tensor:
-        """Encodes the part of a signal in a bucket, sends it and subtracts it from memory.
+        """Encodes the part of a signal that lies in one bucket, sends this part, and subtracts the
+        sent values from the memory of unsent values.
 
-        A nonfinite part is not added to the memory, and zeros are sent; the last bucket reports the
-        reason. Returns whether this part is bad; see `Verdict.bad`.
+        A part with nonfinite values is not added to the memory; zeros are sent instead, and the
+        message of the last bucket reports the reason. Returns whether this part has nonfinite
+        values; see `Verdict.bad`.
 
         Shapes: one per piece of the bucket.
         """
@@ -298,7 +307,7 @@ class Channel:
         bad = self._inspector.look(pieces, numbers, pipeline.engine)
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
         self._encode(transfer, pipeline, run, pieces, bad)
-        del run  # free the encoded rows, because the exchange may send a copy
+        del run  # frees the encoded rows here, in case the exchange sends a copy of them
         status: int | Tensor | None = None
         if is_last:
             status = self._inspector.status()
@@ -309,8 +318,8 @@ class Channel:
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends zeros instead of all messages of `step`, because this rank began or stopped
-        training `name`.
+        """Sends zeros instead of all messages of `step`, and reports as their reason that this rank
+        began or stopped training the parameter `name`.
 
         Args:
             in_buckets: Whether the other replicas send gradients of this step in one collective per
@@ -331,7 +340,8 @@ class Channel:
         return [transfer]
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Waits for the messages of an announcement, without using them."""
+        """Waits for messages of all replicas at a step in which this rank announced a change, and
+        does not use these messages."""
         kept = {name: tensor.clone() for name, tensor in self.exchange.state().items()}
         for transfer in transfers:
             transfer.forward()
@@ -343,7 +353,8 @@ class Channel:
     def local_state(
         self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None
     ) -> LocalState:
-        """The state of memory and exchange, together with the replicator's `flats` and `others`.
+        """Returns the state of the memory of unsent values and of the exchange, together with the
+        replicator's own state `flats` and `others`.
 
         Shapes: flats `[rows, chunk]`.
         """
@@ -357,8 +368,8 @@ class Channel:
     def _play(
         self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True
     ) -> None:
-        """Reads the message from the playback instead of all collectives, once its last bucket is
-        due.
+        """Reads the messages of all replicas from a recorded run instead of running collectives.
+        For a message in several buckets, the last bucket (`is_last`) reads all of them.
         """
         for pipeline in pipelines if self._knows else ():
             self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
@@ -370,7 +381,8 @@ class Channel:
     def _send_zeros(
         self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], status: int
     ) -> None:
-        """Sends zeros instead of a message, in as many collectives as the other replicas use."""
+        """Sends zeros instead of a message, in the same collectives that the other replicas use for
+        this message."""
         for pipelines in collectives:
             begin = transfer.pipeline.bucket.first
             buckets = [each.bucket for each in pipelines]
@@ -397,8 +409,8 @@ class Channel:
         signals: Sequence[Tensor | None],
         bad: bool | Tensor,
     ) -> None:
-        """Encodes a signal into `run` bucket by bucket, so that temporaries have the size of a
-        bucket.
+        """Encodes a signal into the buffer `run` bucket by bucket, so that temporary tensors are
+        only as large as a bucket.
         """
         for pipeline in self.pipelines:
             bucket = pipeline.bucket
@@ -415,8 +427,8 @@ class Channel:
         pieces: Sequence[Tensor | None],
         bad: bool | Tensor,
     ) -> None:
-        """Encodes a signal into `run`, or zeros if `bad` is True, and stores the data that later
-        phases need.
+        """Encodes the part of a signal in one bucket into the buffer `run`; encodes zeros if `bad`
+        is True. Stores in `transfer` the data that are needed after sending.
         """
         engine = pipeline.engine
         step = transfer.message.step
@@ -436,7 +448,7 @@ class Channel:
             else:
                 own = None
             kept = selected
-            if own is not None:  # `own` becomes the values before rounding
+            if own is not None:  # frees the unrounded values; only `own` will be subtracted
                 kept = replace(selected, values=own)
             transfer.unreleased.append((engine, kept, own))
         if self._needs_own_update:
@@ -445,19 +457,22 @@ class Channel:
             )
 
     def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
-        """Stores the indices that all replicas can compute."""
+        """Stores the selected indices, which the message omits because all replicas can compute
+        them."""
         transfer.message.know(
             pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices
         )
 
     def _release(self, transfer: Transfer) -> None:
-        """Subtracts the sent values from memory, while the collective runs."""
+        """Subtracts the sent values from the memory of unsent values, while the collective runs."""
         while transfer.unreleased:
             engine, selected, own = transfer.unreleased.pop(0)
             engine.release(selected, own)
 
     def _guard(self, layout: Layout, number: int) -> Guard:
-        """The guard of bucket number `number`; 0 for the whole flat."""
+        """Creates the guard that seals and validates the messages of bucket number `number`. Number
+        0 means messages of all rows.
+        """
         arguments = (self.scheme.name, dict(self.scheme.arguments))
         schema = repr((*arguments, layout.slots, self.runtime.seed, self.link.replicas))
         forget = self.memory.clear if self.memory else lambda: None
@@ -468,7 +483,7 @@ class Channel:
         )
 
     def _pipeline(self, bucket: Bucket, number: int) -> BucketPipeline:
-        """The pipeline of bucket `number`, with an engine of its own."""
+        """Creates the pipeline of bucket number `number`, with a separate engine."""
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
         exchange = self.exchange
         if self.memory:
@@ -485,11 +500,14 @@ class Channel:
     def _pipeline_of(
         self, bucket: Bucket, engine: ReferenceEngine, exchange: Exchange
     ) -> BucketPipeline:
-        """The pipeline of `bucket`. It subtracts large selections from memory early."""
+        """Creates the pipeline of `bucket`. If the selected values of a bucket need much memory,
+        they are subtracted from the memory of unsent values before the message is sent."""
         on_device = self._needs_own_update and self.runtime.decides_on_device
         return BucketPipeline(bucket, engine, exchange, engine.is_heavy or on_device)
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:
-    """The status for reason `number` among the reasons that concern no single parameter."""
+    """Returns the status code for the name `number` in the list of all parameter names. Statuses
+    from 1 on name the slots of the message; these codes follow them.
+    """
     return 1 + len(transfer.pipeline.bucket.layout.slots) + number

@@ -1,6 +1,7 @@
-"""GradientReplicator: replaces gradients by the agreed update before the local step.
+"""GradientReplicator: replaces gradients by the agreed update before the step of the base
+optimizer.
 
-With a delay, updates are applied a number of steps after their messages were sent.
+With a delay of n steps, an update is applied n steps after its messages were sent.
 """
 
 from collections import deque
@@ -30,17 +31,19 @@ from detonation.core.runtime import Readback
 from detonation.core.schemes import GradientScheme
 
 Applies = Callable[["Update | Flat", Collection[int]], None]
-"""Applies an update in the next step; the given parameter numbers were not used."""
+"""A function that makes the next step of the base optimizer apply an update. Its second argument
+holds the numbers of the parameters that no replica used, which the step leaves unchanged.
+"""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """An update as a tensor, `[rows, chunk]` fp32: zeros before the first message, or the update of
-    a checkpoint.
+    """A pending update as a tensor, `[rows, chunk]` fp32: zeros before the first message, or a
+    received update, as checkpoints store it.
 
-    Once all replicas agree on the parameters that none of them used, the rows of these parameters
-    are set to infinity, which no other update contains. So checkpoints save this information, and
-    it moves to other layouts with the update.
+    When the replicas have agreed which parameters no replica used, the rows of these parameters are
+    set to infinity. No valid update contains infinity. So checkpoints and other message layouts
+    keep the information which parameters were unused.
     """
 
     layout: Layout
@@ -60,20 +63,21 @@ class Flat:
         signs: object = None,
         weights: object = (),
     ) -> None:
-        """Replaces the gradients by the update; see `Update.apply`."""
+        """Replaces the gradients by this update; see `Update.apply`."""
         copy(gradients_to_fill(parameters, unused), self.layout.parts(self.of_rows))
 
     def settle(self, unused: Unused) -> None:
-        """Agrees on the parameters that no replica used. Collective."""
+        """Agrees with the other replicas on the parameters that no replica used, and marks their
+        rows. Collective.
+        """
         if self.missing:
             numbers = unused.settle(self.missing, self.missing.step)
             rows = self.layout.row_numbers(numbers) >= 0
             self.of_rows[rows.to(self.of_rows.device)] = torch.inf
 
     def look(self, unused: Unused) -> "Flat":
-        """This update, with its unused parameters read from the loaded `of_rows`.
-
-        Waits for the device.
+        """Returns this update with the set of unused parameters, read from the marked rows of a
+        loaded checkpoint. Waits for the device.
         """
         parts = self.layout.parts(self.of_rows)
         infinite = torch.stack([part.isinf().any() for part in parts]).tolist()
@@ -82,10 +86,12 @@ class Flat:
 
 
 class Pending:
-    """The updates of the last `delay` steps, oldest first, as messages.
+    """The pending updates: the updates of the last `delay` steps, oldest first, whose messages may
+    still be in flight.
 
-    Before the first update arrives, and after `step_on`, the list holds blanks without a message. A
-    blank is a tensor of negative zeros, which a saved state distinguishes from an update of zeros.
+    Before the first message, and after `step_on`, the list holds blank entries, which have no
+    message. A blank entry is a tensor of negative zeros. So a saved state distinguishes it from an
+    update of positive zeros.
     """
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
@@ -94,15 +100,17 @@ class Pending:
         self._updates: deque[Transfer | Flat] = deque(self._blank() for _ in range(delay))
 
     def exchange(self, update: Transfer) -> Transfer | Flat:
-        """Appends an update, and removes the update that is due."""
+        """Appends the newest update, and removes and returns the oldest update, which is applied
+        now."""
         self._updates.append(update)
         due = self._updates.popleft()
         if isinstance(due, Flat):
-            due.of_rows.add_(0.0)  # adding 0.0 turns negative zeros into zeros
+            due.of_rows.add_(0.0)  # adding 0.0 makes negative zeros positive
         return due
 
     def wait(self, index: int) -> Tensor:
-        """Waits for update `index`, counted from the oldest, and keeps it in memory from then on.
+        """Waits for the messages of update number `index`, counted from the oldest, and replaces
+        the messages by the decoded update.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
@@ -111,8 +119,8 @@ class Pending:
         return arrived.of_rows
 
     def settle(self, index: int, unused: Unused) -> None:
-        """Waits for update `index`, and agrees on the parameters that no replica used.
-        Collective.
+        """Waits for update number `index`, and agrees with the other replicas on the parameters
+        that no replica used in its step. Collective.
         """
         self.wait(index)
         settled = self._updates[index]
@@ -120,22 +128,25 @@ class Pending:
         settled.settle(unused)
 
     def look(self, unused: Unused) -> None:
-        """Reads the unused parameters of all updates after they were loaded."""
+        """Determines the unused parameters of each update from its rows, after a checkpoint was
+        loaded."""
         self._updates = deque(
             each.look(unused) if isinstance(each, Flat) else each for each in self._updates
         )
 
     def arrived(self) -> list[Tensor]:
-        """All updates. Waits for messages in flight.
+        """Returns all pending updates as tensors. Waits for messages in flight.
 
         Shapes: `[rows, chunk]` each.
         """
         return [self.wait(index) for index in range(len(self._updates))]
 
     def step_on(self, base: BaseStep, applies: Applies, unused: Unused, step: int) -> None:
-        """Steps `base` on each update except blanks, and replaces the updates by blanks.
+        """Applies all pending updates at once: makes one step of the base optimizer for each
+        update, and replaces the updates by blank entries. Blank entries make no step.
 
-        Gradients are unchanged, because a following backward pass may add to them.
+        The gradients of the parameters are the same afterwards, because a later backward pass may
+        add to them.
 
         Args:
             step: Of the oldest update.
@@ -162,7 +173,7 @@ class Pending:
         return Flat(self._layout, self._layout.zeros(self._device).fill_(-0.0))
 
     def _is_blank(self, update: Transfer | Flat) -> bool:
-        """True if this entry has no message. Waits for the device."""
+        """True if `update` is a blank entry, which has no message. Waits for the device."""
         if not isinstance(update, Flat):
             return False
         parts = self._layout.parts(update.of_rows)
@@ -170,11 +181,11 @@ class Pending:
 
 
 class GradientReplicator(Replicator):
-    """Replaces each gradient by the agreed update before the base optimizer reads it.
+    """Replaces each gradient by the agreed update before the base optimizer reads the gradient.
 
-    With a delay, the update belongs to an earlier step. A missing gradient counts as zero if
-    another replica has one. A parameter that no replica used gets no gradient, so the base
-    optimizer skips it.
+    With a delay, the update belongs to an earlier step. If this replica has no gradient for a
+    parameter but another replica has one, the missing gradient counts as zero. A parameter that no
+    replica used gets no gradient, so the base optimizer skips this parameter.
 
     Args:
         last: Whether no later level exchanges gradients. SignSGD then reads the update directly
@@ -200,7 +211,7 @@ class GradientReplicator(Replicator):
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        # readback: do gradients equal the gradients that the last overlapped step sent?
+        # whether the gradients equal those that `overlap` sent; the result is read later
         self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base
@@ -238,7 +249,7 @@ class GradientReplicator(Replicator):
 
     def drain(self) -> None:
         for index in range(self.scheme.round.delay):
-            # all later messages of a replica that announced a change are skipped
+            # a replica that announced a change sends no later messages, so do not wait for them
             if not self.counts.changed_apart:
                 self._updates.wait(index)
 
@@ -256,8 +267,8 @@ class GradientReplicator(Replicator):
 
     @contextmanager
     def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Context manager in which backward sends the gradients of `step`; `before` then sends the
-        rest.
+        """Context manager in which backward sends the gradients of `step`. Afterwards `before`
+        sends the gradients that backward has not sent.
         """
         self.refuse_overlap()
         device = self.channel.runtime.device
@@ -270,14 +281,14 @@ class GradientReplicator(Replicator):
             with overlap.listening():
                 yield
         except BaseException:
-            if not overlap.began:  # then nothing was sent
+            if not overlap.began:  # no gradient was sent, so the step may go on without overlap
                 self._overlap = None
                 self.overlapping = False
             raise
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` between `overlap` and its step, or if gradients changed after they
-        were sent.
+        """Raises `OverlapError` if `overlap` has begun and no step has used its gradients yet, or
+        if gradients changed after `overlap` had sent them.
         """
         if self._equal:
             self._refuse_unequal()

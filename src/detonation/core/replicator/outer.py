@@ -1,4 +1,6 @@
-"""The outer optimizer that moves the anchor."""
+"""The outer optimizer of a round: it moves the anchor, the parameters on which all replicas agreed
+last.
+"""
 
 import torch
 from torch import Tensor
@@ -7,10 +9,11 @@ from detonation.core.schemes import Outer
 
 
 class OuterSGD:
-    """A flat and the SGD that moves it by received updates, a range of rows at a time. Its momentum
-    starts at zero.
+    """The outer SGD: holds the anchor as a matrix, and moves a range of its rows at a time by
+    received updates. The momentum starts at zero.
 
-    It computes like `torch.optim.SGD`, in place and without fused multiply-add.
+    It computes like `torch.optim.SGD`, in place and without fused multiply-add, so that the result
+    has the same bits on all processors.
 
     Shapes: `[rows, chunk]` fp32.
     """
@@ -23,17 +26,18 @@ class OuterSGD:
             self._momentum = torch.zeros_like(flat)
 
     def step(self, rows: slice, update: Tensor) -> None:
-        """Steps a range of rows with `update` as the gradient. The update is overwritten.
+        """Makes one SGD step on a range of rows, with `update` as the gradient. `update` is
+        overwritten.
 
         Shapes: `[len(rows), chunk]`.
         """
         direction = self._direction(rows, update)
-        # the product and the sum are rounded separately
+        # multiply and subtract separately, so that no processor fuses and rounds only once
         moves = torch.mul(direction, self._outer.lr, out=update)
         self.flat[rows].sub_(moves)
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's state by kind.
+        """Returns the state of the outer SGD by name: its momentum, if it has one.
 
         Shapes: `[rows, chunk]` each.
         """
@@ -42,8 +46,8 @@ class OuterSGD:
         return {"momentum_buffer": self._momentum}
 
     def _direction(self, rows: slice, gradient: Tensor) -> Tensor:
-        """The direction for a gradient of a range of rows; read-only. The gradient is
-        overwritten.
+        """Returns the direction in which SGD with momentum moves a range of rows. The caller must
+        not change the result. `gradient` is overwritten.
         """
         # [len(rows), chunk] -> [len(rows), chunk]
         if self._momentum is None:

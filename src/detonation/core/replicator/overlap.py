@@ -23,17 +23,19 @@ SAMPLED_VALUES = 1024
 
 
 class OverlapError(DetonationError, RuntimeError):
-    """Gradients that were sent during backward have since changed, were computed twice, or were not
-    followed by a step.
+    """Raised if gradients that backward sent in `overlap` changed after they were sent, or were
+    computed twice, or if no `step()` followed.
     """
 
 
 class CommStream:
-    """The accelerator stream on which messages are sent. It does nothing on a CPU.
+    """The accelerator stream on which buckets are encoded and sent. On a CPU, its methods do
+    nothing.
 
-    Hooks run on the stream that computed the gradient (FSDP2 has its own), so this stream waits for
-    each of them. This stream orders the buckets, and their use of memory shared with the previous
-    step.
+    A gradient hook runs on the stream that computed the gradient, and FSDP2 uses several streams.
+    So this stream waits for the stream of each hook before it sends a bucket. Because all buckets
+    are sent on this one stream, they are sent in order, and they reuse buffers of the previous step
+    only after it has finished with them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +47,7 @@ class CommStream:
             self._stream = self._module.Stream(device)
 
     def wait_for_current(self, *used: Tensor) -> None:
-        """Makes the comm stream wait for the current stream.
+        """Makes the comm stream wait for the work that is queued on the current stream.
 
         Args:
             used: Tensors that the comm stream reads; the caller may release them at once.
@@ -62,17 +64,18 @@ class CommStream:
         return nullcontext()
 
     def join(self) -> None:
-        """Makes the current stream wait for the comm stream."""
+        """Makes the current stream wait for the work that is queued on the comm stream."""
         if self._module:
             self._module.current_stream(self._device).wait_stream(self._stream)
 
 
 class Overlap:
-    """The gradients of one step, sent bucket by bucket as backward computes them.
+    """Sends the gradients of one step bucket by bucket, while backward computes the following ones.
 
-    Every rank sends in the order of the channel's pipelines, independent of the order of hooks: a
-    complete bucket waits for the buckets before it, so no two ranks start collectives in different
-    orders. `finish` sends the rest after backward; a missing gradient counts as zero.
+    Every rank sends the buckets in the same order, even if backward completes them in different
+    orders: a complete bucket waits for the buckets before it. So no two ranks start collectives in
+    different orders. `finish` sends the remaining buckets after backward; a missing gradient counts
+    as zero.
 
     Args:
         stream: On which an accelerator encodes and sends; None on a CPU.
@@ -98,29 +101,29 @@ class Overlap:
         self._count = len(channel.pipelines)
         self._left = deque(channel.pipelines)
         self._everything = frozenset(range(len(self._names)))
-        # numbers of the parameters with computed gradients
+        # numbers of the parameters whose gradients backward has computed
         self._arrived: set[int] = set()
-        # each gradient's version when its first piece was sent; see `GradientStamp`
+        # version of each gradient when its first piece was sent; see `GradientStamp`
         self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
-        # by the data pointer of a storage: names of the sent gradients that are views of it
+        # by data pointer of a storage: the names of the sent gradients that are views of it
         self._views: dict[int, list[str]] = {}
         if stream:
             stream.wait_for_current()
 
     @property
     def began(self) -> bool:
-        """True once a bucket was sent."""
+        """True if at least one bucket was sent."""
         return len(self._left) < self._count
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context manager in which backward sends gradients."""
+        """Context manager that registers gradient hooks, so that backward sends gradients."""
         hooks = []
         for index, parameter in enumerate(self._parameters.values()):
-            if parameter.requires_grad:  # the parameter may have been frozen in the meantime
+            if parameter.requires_grad:  # hooks cannot be registered on frozen parameters
                 hook = partial(self._on_gradient, index)
-                hear: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
+                hear: Any = parameter.register_post_accumulate_grad_hook  # torch has no type for it
                 hooks.append(hear(hook))
         try:
             yield
@@ -129,9 +132,10 @@ class Overlap:
                 hook.remove()
 
     def finish(self) -> tuple[Transfer, runtime.Readback | None]:
-        """Sends all buckets that are not sent yet.
+        """Sends all buckets that are not sent yet, and checks that sent gradients have not changed.
 
-        Raises `OverlapError` for changed gradients, or returns the numbers for `refuse_unequal`.
+        Raises `OverlapError` if gradients changed. On an accelerator a part of this check runs on
+        the device, and its result is returned, for `refuse_unequal`.
         """
         now = gradient_stamps({name: self._parameters[name] for name in self._stamps})
         for name, seen in self._stamps.items():
@@ -156,7 +160,7 @@ class Overlap:
 
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
-        if parameter.grad is None:  # no rank used the parameter, and a shard wire removed its zeros
+        if parameter.grad is None:  # no rank used the parameter; its zero gradient was removed
             return
         if index in self._arrived:
             raise OverlapError(
@@ -170,7 +174,7 @@ class Overlap:
         if self._stream:
             self._stream.wait_for_current()
         while self._left:
-            # the last bucket needs all gradients, because its header lists missing gradients
+            # The last bucket waits for all gradients: its header says if a gradient is missing.
             last = len(self._left) == 1
             if last:
                 needed = self._everything
@@ -203,7 +207,7 @@ class Overlap:
             self._stamps = gradient_stamps(parameters) | self._stamps
             pieces = pipeline.bucket.cut(signals)
             largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
-            # torch's GradScaler modifies gradients without a new version
+            # samples detect changes by torch's GradScaler, which leave the version unchanged
             if largest is not None:
                 sample = largest.reshape(-1)[:: max(1, largest.numel() // SAMPLED_VALUES)]
                 self._samples.append((sample, sample.clone()))
@@ -211,10 +215,11 @@ class Overlap:
         self._left.popleft()
 
     def _forgive_accumulation(self, gradient: Tensor) -> None:
-        """Updates the stamps of sent gradients that are views of a new gradient's memory.
+        """Updates the version stamps of sent gradients that share memory with the new `gradient`,
+        so that the new gradient does not look like a change of the sent gradients.
 
         FSDP2 adds the gradients of a unit one after the other into views of one tensor, and torch
-        counts these additions for the tensor.
+        has only one version counter for all these views.
         """
         shard = local(gradient)
         for name in self._views.get(shard.untyped_storage().data_ptr(), ()):
@@ -223,7 +228,8 @@ class Overlap:
                 self._stamps[name] = (sent, version, shard._version)
 
     def _equal(self) -> Tensor:
-        """True if the samples have not changed."""  # [] bool
+        """Compares the samples of sent gradients with their current values. True if they are
+        equal."""  # [] bool
         same = [(now.nan_to_num() == then.nan_to_num()).all() for now, then in self._samples]
         if not same:
             return torch.ones((), dtype=torch.bool, device=self._channel.runtime.device)
@@ -231,7 +237,8 @@ class Overlap:
 
 
 def refuse_unequal(equal: bool) -> None:
-    """Raises `OverlapError` unless samples of the gradients are `equal` to the sent gradients."""
+    """Raises `OverlapError` if `equal` is False, that is, if the gradients differ from the samples
+    that were taken when the gradients were sent."""
     if not equal:
         raise _changed("a gradient")
 

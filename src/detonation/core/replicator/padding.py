@@ -1,4 +1,4 @@
-"""Releases padding rows for which a replica has a gradient."""
+"""Keeps the padding rows of embeddings unchanged until a replica has a gradient for them."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -13,11 +13,12 @@ from detonation.core.replicator.base import Replicator
 
 
 class PaddingRows:
-    """Holds the padding rows of `replicators`, until a replica has a gradient for them.
+    """Keeps the padding rows of embeddings in `replicators` unchanged, until any replica has a
+    nonzero gradient for a row. Such a row is then released: it moves like other rows.
 
-    The replicas exchange which rows have had a gradient: in the first step, and in each later step
-    until some replica has had a gradient of every parameter with a padding row. The next comparison
-    of the replicas finds a later gradient of a row, because it exchanges this, too.
+    In the first step the replicas exchange which padding rows have had a nonzero gradient. They
+    repeat this in each step until every embedding with a padding row has had a gradient on some
+    replica. Afterwards they exchange it only when they compare their weights (`verify_every`).
 
     Args:
         released: Called after rows were released.
@@ -35,7 +36,7 @@ class PaddingRows:
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))
-        # for each row: did this replica ever have a gradient of the parameter, and of the row?
+        # two flags per padding row: its parameter had a gradient; the row had a nonzero gradient
         self._seen = {
             link: torch.zeros(
                 len(rows), 2, dtype=torch.int64, device=rows[0][0].channel.runtime.device
@@ -45,7 +46,8 @@ class PaddingRows:
         self._asks = bool(self._rows)
 
     def look(self) -> None:
-        """Records which rows have gradients on this replica, before an update replaces them."""
+        """Records which padding rows have nonzero gradients on this replica. Must be called before
+        the agreed update replaces the gradients."""
         for link, rows in self._rows.items():
             for seen, (each, name) in zip(self._seen[link], rows, strict=True):
                 parameter = each.parameters[name]
@@ -53,16 +55,18 @@ class PaddingRows:
                 (gradient,) = local_gradients({name: parameter})
                 if gradient is not None:
                     seen[0] = 1
-                    if row is not None:  # else it was released
+                    if row is not None:  # None means that the row was already released
                         seen[1] |= gradient[row].any()
 
     def before(self, step: int) -> None:
-        """Calls `agree` if a parameter has had no gradient yet. Runs after gradients are sent."""
+        """Calls `agree` if some embedding with a padding row has had no gradient on any replica
+        yet. Runs after gradients were sent."""
         if self._asks:
             self.agree()
 
     def agree(self) -> None:
-        """Releases the rows for which any replica has had a gradient. Collective."""
+        """Releases the padding rows for which any replica has had a nonzero gradient, so that they
+        move from now on. Collective."""
         released = False
         self._asks = False
         for link, rows in self._rows.items():
@@ -80,14 +84,16 @@ class PaddingRows:
 def held_rows(
     replicators: Sequence[Replicator], base: BaseStep, released: Callable[[], object]
 ) -> PaddingRows | None:
-    """The padding rows that `replicators` hold; None if they hold none."""
+    """Returns the `PaddingRows` of `replicators`; None if no replicator must keep padding rows of
+    embeddings unchanged."""
     if any(each.holds_padding for each in replicators):
         return PaddingRows(replicators, base, released)
     return None
 
 
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:
-    """Releases the padding rows of the embeddings `names`, as the replicas did in training."""
+    """Releases the padding rows of the embeddings `names`, so that they move from now on, as the
+    replicas did in the run that is continued or replayed."""
     for replicator in replicators:
         for name in replicator.parameters.keys() & set(names):
             _use(replicator, name, base)

@@ -1,4 +1,6 @@
-"""ParameterReplicator: replicas train separately for a round, then all move to a common anchor."""
+"""ParameterReplicator: replicas train separately for a round of local steps, and then all replicas
+move to common parameters, the anchor.
+"""
 
 import math
 from collections import deque
@@ -19,20 +21,23 @@ from detonation.core.round import Round
 from detonation.core.schemes import ParameterScheme
 
 Unsent = Tensor | tuple[Update, float] | None
-"""A bucket's unsent movement, if the parameters keep it: as a tensor, or as the message and the
-weight of the movement, from which it can be computed until the parameters change.
+"""The part of a bucket's movement that was not sent, if the parameters keep it. It is a tensor, or
+the sent message and the weight of the movement: from these two the unsent part can be computed
+until the parameters change.
 """
 Part = tuple[BucketPipeline, Unsent]
-"""A bucket of a message in flight, and the unsent part of its movement."""
+"""A bucket of a message in flight, and the part of the bucket's movement that was not sent."""
 
 
 class ParameterReplicator(Replicator):
-    """Lets replicas train separately for a round, then moves all of them to a common anchor.
+    """Lets replicas train separately for a round of local steps, and then moves all replicas to
+    common parameters, the anchor.
 
-    The signal is the start of the round (in the parameters' dtype) minus the parameters; the agreed
-    update is the gradient of an outer SGD on the anchor. The anchor is fp32 and bitwise equal on
-    all replicas. With a delay the message has that many steps to arrive. The scheme's `resume_from`
-    and `keep` decide how far the parameters follow the anchor afterwards.
+    Each replica sends its movement in the round: the parameters at the start of the round, in their
+    own dtype, minus the current parameters. The agreed update is the gradient of an outer SGD,
+    which moves the anchor. The anchor is fp32 and bitwise equal on all replicas. With a delay of n
+    steps, the update is applied n steps after the message was sent. The scheme's `resume_from` and
+    `keep` decide how far the parameters follow the anchor afterwards.
     """
 
     acts_before = False
@@ -50,17 +55,17 @@ class ParameterReplicator(Replicator):
         self._divides = scheme.divides_messages
         self._cycle = (
             scheme.codec.selection.period if scheme.resume_from == "sent" else 1
-        )  # messages that together contain all coordinates
+        )  # number of consecutive messages that together contain all coordinates
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
         self._arrived: Tensor | None = (
-            # the update, which replaces the messages in flight once a checkpoint reads it
+            # the received update, from the time a checkpoint has read it until it is applied
             None
         )
         self._lost: dict[
             int, bool | Tensor
-        ] = {}  # by the first row of a bucket: True if its last sent values were nonfinite
-        # steps until the message is applied; 0 if none is in flight
+        ] = {}  # True if a bucket's last movement was nonfinite, by the bucket's first row
+        # steps until the update of the message in flight is applied; 0 if none is in flight
         self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
         self._anchor = OuterSGD(
             self.layout.flatten(locals_of(parameters), channel.runtime.device), scheme.outer
@@ -80,12 +85,12 @@ class ParameterReplicator(Replicator):
             if not self._steps_left:
                 self._land()
         else:
-            self._arrived = None  # zeros, for a checkpoint
+            self._arrived = None  # a checkpoint then stores zeros as the update in flight
         if self.round.sends(step):
             self._exchange(step, self.round.delay)
 
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        if self._steps_left == at - step + 1:  # the message in flight is applied at step `at`
+        if self._steps_left == at - step + 1:  # the update in flight is applied at step `at`
             self._arriving()
         if not self.round.sends(at):
             return []
@@ -105,11 +110,12 @@ class ParameterReplicator(Replicator):
         if self._cycle > 1 or not self.round.sends(step - 1):
             first = -(-step // self._cycle) * self._cycle
             for each in range(first, first + self._cycle):
-                self.counts.catch_up(math.inf)  # each message contains a digest of earlier messages
+                # read earlier messages first, because the next message carries their digest
+                self.counts.catch_up(math.inf)
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # the parameters already equal the anchor, or an outer level has moved them
+        ):  # otherwise parameters equal the anchor already, or an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -131,7 +137,7 @@ class ParameterReplicator(Replicator):
         shift = self._anchor.flat - before
         parts = map(self.layout.parts, (before, shift, self._anchor.flat))
         for weight, was, by, anchor in zip(locals_of(self.parameters), *parts, strict=True):
-            moved = weight + by  # the replica keeps its own movement in this round
+            moved = weight + by  # adds the anchor's shift, and so keeps the replica's own movement
             unmoved = weight == was.to(weight.dtype)
             alone = unmoved | moved.isfinite().logical_not()
             weight.copy_(torch.where(alone, anchor, moved))
@@ -147,16 +153,18 @@ class ParameterReplicator(Replicator):
         return self.channel.local_state(flats, others)
 
     def _agreed(self) -> dict[str, Tensor]:
-        """The flats that are equal on all replicas, by the suffix of their parameters' names."""
+        """Returns the tensors that are equal on all replicas, the anchor and its outer momentum, by
+        the suffix that `replicated` adds to the parameter names.
+        """
         return {"": self._anchor.flat} | {
             f" ({kind})": flat for kind, flat in self._anchor.state().items()
         }
 
     def _exchange(self, step: int, delay: int) -> None:
-        """Sends the movement of this round, bucket by bucket.
+        """Sends the movement of this replica in the current round, bucket by bucket.
 
-        Without a delay, a bucket with a message of its own is applied while the next bucket is in
-        flight, so at most two are in memory.
+        Without a delay, and if each bucket is a separate message, the update of a bucket is applied
+        while the next bucket is in flight. So at most two buckets are in memory.
         """
         self._arrived = None
         self._steps_left.fill_(delay)
@@ -164,7 +172,7 @@ class ParameterReplicator(Replicator):
         found, weights = self._weights()
         if self._local_steps and any(
             taken := self._taken.tolist()
-        ):  # weight: this replica's share of all tokens, times the number of replicas
+        ):  # a replica's movement counts in proportion to its local steps in this round
             weight = taken[self.link.replica] * len(taken) / sum(taken)
         if not self._divides:
             self._in_flight.append((self.channel.start(step), []))
@@ -196,13 +204,13 @@ class ParameterReplicator(Replicator):
             transfer, _ = self._in_flight[-1]
             lost = self.channel.send_bucket(transfer, pipeline, pieces)
         if isinstance(lost, Tensor) and lost.dim():
-            # True if nonfinite numbers were dropped; the next message replaces them
+            # any nonzero number of the device's verdict means that the bucket is not finite
             lost = lost.any()
         self._lost[pipeline.bucket.first] = lost
         unsent: Unsent = None
         if transfer.own:
             own = transfer.own.pop()
-            # an accelerator recomputes the movement later, when the message is applied
+            # without a delay, an accelerator computes the unsent part again later, to save memory
             kept = delay > 0 or not self.channel.runtime.decides_on_device
             if kept:
                 unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
@@ -211,7 +219,8 @@ class ParameterReplicator(Replicator):
         self._in_flight[-1][1].append((pipeline, unsent))
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
-        """The movement of a bucket in this round, times `weight`."""  # [rows of the bucket, chunk]
+        """Returns the movement of a bucket's parameters in this round (its start minus the current
+        parameters), times `weight`."""  # [rows of the bucket, chunk]
         moved = self._position(bucket, weights)
         start = self._anchor.flat
         torch.sub(
@@ -226,7 +235,8 @@ class ParameterReplicator(Replicator):
     def _rest(
         self, bucket: Bucket, unsent: Tensor | tuple[Update, float], weights: Sequence[Tensor]
     ) -> Tensor:
-        """The unsent part of a bucket's movement, before the anchor moves."""
+        """Returns the part of a bucket's movement that was not sent. Must be called before the
+        anchor moves."""
         # [rows of the bucket, chunk]
         if isinstance(unsent, Tensor):
             return unsent
@@ -235,11 +245,13 @@ class ParameterReplicator(Replicator):
         return torch.sub(moved, self._decoded(bucket, own), out=moved)
 
     def _decoded(self, bucket: Bucket, own: Update) -> Tensor:
-        """The part of a bucket that this replica sent."""  # [rows of the bucket, chunk]
+        """Decodes the part of a bucket's movement that this replica sent."""
+        # [rows of the bucket, chunk]
         return own.flat()
 
     def _land(self) -> None:
-        """Moves the anchor by the received update, then the parameters."""
+        """Applies the update in flight: waits for it, moves the anchor by it, and then moves the
+        parameters."""
         found, weights = self._weights()
         if self._arrived is not None:
             for pipeline in self.channel.pipelines:
@@ -267,12 +279,13 @@ class ParameterReplicator(Replicator):
                 rest,
                 weights,
             )
-            del rest  # free this rest before allocating the next rest
+            del rest  # frees its memory before the next bucket allocates the same amount
 
     def _follow(
         self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]
     ) -> None:
-        """Moves the anchor of a bucket by `update`, then the parameters.
+        """Moves the anchor of a bucket by `update`, and then moves the bucket's parameters to the
+        anchor, except for the part of their movement that they keep.
 
         Shapes: update and unsent `[rows of the bucket, chunk]`; weights one local shape per
         parameter.
@@ -293,13 +306,13 @@ class ParameterReplicator(Replicator):
             pass
         elif isinstance(lost, Tensor):
             torch.where(lost, anchor, target, out=target)
-        elif lost:  # these weights are nonfinite, so nothing of their movement is kept
+        elif lost:  # the replica's movement was not finite, so the weights take the anchor alone
             target = anchor
         copy(bucket.cut(weights), bucket.layout.parts(target))
 
     def _arriving(self) -> Tensor:
-        """Waits for the update in flight and returns it. Without an update in flight, returns
-        zeros.
+        """Waits for the update in flight, stores it and returns it. Without an update in flight,
+        returns zeros.
         """
         # [rows, chunk]
         if self._arrived is None:
@@ -312,12 +325,12 @@ class ParameterReplicator(Replicator):
         return self._arrived
 
     def _position(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
-        """A copy of the parameters of a bucket."""  # [rows of the bucket, chunk]
+        """Returns an fp32 copy of the parameters in a bucket."""  # [rows of the bucket, chunk]
         return bucket.layout.flatten(bucket.cut(weights), self.channel.runtime.device)
 
     def _rounded(self, flat: Tensor, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
-        """The rows of a bucket rounded to the parameters' dtype: rounding is no movement, and is
-        not sent.
+        """Returns the rows of a bucket from `flat`, rounded to the dtype of the parameters. So the
+        rounding error between fp32 anchor and parameters is not sent as a movement.
         """
         rows = flat[bucket.rows]
         types = [weight.dtype for weight in bucket.cut(weights)]
@@ -327,8 +340,8 @@ class ParameterReplicator(Replicator):
         return bucket.layout.flatten(parts, rows.device)
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The local parameters, and contiguous versions that can be written in pieces. If a version
-        is a copy, copy it back.
+        """Returns the local parameters, and contiguous versions of them that can be written in
+        pieces. If the two lists differ, the caller must copy the contiguous versions back.
         """
         found = locals_of(self.parameters)
         return found, found if all(each.is_contiguous() for each in found) else [
@@ -337,8 +350,8 @@ class ParameterReplicator(Replicator):
 
 
 class HoldingReplicator(ParameterReplicator):
-    """A ParameterReplicator that restores the padding rows of embeddings after rounds, because the
-    codec moves them a little.
+    """A ParameterReplicator that keeps the padding rows of embeddings unchanged: it sets their
+    updates to zero, because the codec would decode small nonzero values for them.
     """
 
     def forget_held_rows(self) -> None:
@@ -353,12 +366,14 @@ class HoldingReplicator(ParameterReplicator):
         return self._held(bucket, own.flat())
 
     def _held(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        """`flat` with zeros in the padding rows."""  # [rows of the bucket, chunk]
+        """Returns a copy of `flat` with zeros in the padding rows of embeddings."""
+        # [rows of the bucket, chunk]
         return flat.reshape(-1).index_fill(0, self._places[bucket.first], 0.0).view_as(flat)
 
     @cached_property
     def _places(self) -> dict[int, Tensor]:
-        """For each bucket, by its first row: the positions that belong to padding rows."""
+        """The positions of each bucket that belong to padding rows of embeddings, by the bucket's
+        first row."""
         marks = [torch.zeros_like(weight) for weight in locals_of(self.parameters)]
         for mark, parameter in zip(marks, self.parameters.values(), strict=True):
             if (row := padding_row(parameter)) is not None:
