@@ -145,3 +145,47 @@ def test_what_an_optimizer_estimates_may_differ_in_local_steps_and_what_it_is_gi
     assert one != other
     with pytest.raises(dt.errors.Desync, match=r"lr of group 0|options of the parameter groups"):
         simulate_replicas(lambda communicator: act(communicator, (1.0, 0.5)), 2)
+
+
+@pytest.mark.parametrize("name", ["demo sign", "random_sign", "loco"])
+def test_a_refused_update_is_never_applied_later(name):
+    """SignSGD moves weights as it decodes: a step that was refused leaves no movement behind, which would be applied
+    once its first parameter is frozen."""
+    schemes = {
+        "demo sign": dt.demo(precision="sign", error_feedback=False),
+        "random_sign": dt.random_sign(),
+        "loco": dt.loco(),
+    }
+
+    def act(communicator):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        base = dt.SignSGD(model.parameters(), lr=0.5)
+        optimizer = dt.replicate(base, model, communicator, schemes[name])
+
+        def step(number, poison=False):
+            torch.manual_seed(10 * number + communicator.replica)
+            for weight in model.parameters():
+                if weight.requires_grad:
+                    weight.grad = torch.randn(weight.shape)
+            if poison:
+                model[1].weight.grad[0, 0] = torch.nan
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(0)
+        error, _ = caught(step, 1, communicator.replica == 1)
+        before = [weight.detach().clone() for weight in model.parameters()]
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        model[0].weight.requires_grad_(False)
+        step(1)
+        moved = [
+            (new - old).detach().abs().max()
+            for new, old in zip(model.parameters(), before, strict=True)
+        ]
+        return error, [float(each) for each in moved]
+
+    for error, moved in simulate_replicas(act, 2):
+        assert "NonFiniteGradient" in error
+        assert moved[0] == 0 and moved[1] == pytest.approx(0.5)

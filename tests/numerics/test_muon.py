@@ -1,5 +1,6 @@
 """Muon on shards against torch's own on whole matrices, and what it means for a matrix."""
 
+import copy
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -361,3 +362,30 @@ def test_the_state_of_the_muon_of_torch_is_refused():
     with pytest.raises(ValueError, match="its groups lack betas and orthogonal"):
         optimizer.load_state_dict(torch.optim.Muon([weight]).state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_loaded_second_moment_keeps_its_dtype(dtype):
+    """torch casts every loaded state to the dtype of its parameter."""
+
+    def step(optimizer, weight, number):
+        torch.manual_seed(number)
+        weight.grad = torch.randn(4, 6).to(dtype)
+        optimizer.step()
+
+    weights = [nn.Parameter(torch.ones(4, 6, dtype=dtype)) for _ in range(2)]
+    first, second = (dt.Muon([weight], lr=0.1, muon_beta2=0.9) for weight in weights)
+    for number in range(3):
+        step(first, weights[0], number)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    with torch.no_grad():
+        weights[1].copy_(weights[0])
+    for number in range(3, 5):
+        step(first, weights[0], number)
+        step(second, weights[1], number)
+    assert torch.equal(*(weight.detach() for weight in weights))
+    assert second.state[weights[1]]["second_momentum_buffer"].dtype == torch.float32
+    assert (
+        second.state[weights[1]]["second_momentum_buffer"].data_ptr()
+        != first.state[weights[0]]["second_momentum_buffer"].data_ptr()
+    )

@@ -602,3 +602,32 @@ def test_the_launcher_says_how_many_ranks_each_node_has() -> None:
         "ranks of a node must be neighbours" in text
         for text in worlds.run(_launched, 3, 1, (2, 1, 2))
     )
+
+
+def _overflowed(sizes: Sizes, scheme: str, base: str) -> Any:
+    """Weights after five steps, of which the third overflows on all nodes, and how far it moved."""
+    made = Run(sizes, scheme, base, safety=dt.Safety(non_finite="skip"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    moved = torch.zeros(())
+    for step in range(5):
+        before = made.weights()
+        loss = made.model(zoo.batch(made.node, step, made.width)).mean()
+        if step == 2:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(made.optimizer)
+        scaler.update()
+        made.optimizer.zero_grad()
+        if step == 2:
+            moved = sum(
+                (weight - before[name]).abs().sum() for name, weight in made.weights().items()
+            )
+    return made.weights(), float(moved)
+
+
+@pytest.mark.parametrize("base", ["adamw", "signsgd"])
+@pytest.mark.parametrize("scheme", ["full", "loco", "demo-sign"])
+def test_a_step_that_overflows_everywhere_moves_nothing(scheme: str, base: str) -> None:
+    uneven, even = (run(_overflowed, sizes, scheme, base) for sizes in ((1, 2), (2, 2)))
+    assert all(moved == 0 for _, moved in (*uneven, *even))
+    assert all(equal(weights, even[0][0]) for weights, _ in uneven)

@@ -280,7 +280,7 @@ def _option(key: str, current: Any, saved: Any) -> Any:
         return type(current)(
             _option(key, inner, other) for inner, other in zip(current, saved, strict=True)
         )
-    number = _is_number(current) and _is_number(saved)
+    number = all(value is None or _is_number(value) for value in (current, saved))
     switch = isinstance(current, bool | None) and isinstance(saved, bool | None)
     if not (number or switch or (isinstance(current, str) and isinstance(saved, str))):
         raise CorruptCheckpoint(
@@ -353,6 +353,10 @@ def load_base_state(
             whole = tuple(parameter.shape)
         if key not in file.on_host:
             tensor = tensor.to(local(parameter).device)
+        if tensor.shape == local(parameter).shape:  # a fused step reads both in the order of memory
+            like = local(parameter).detach()
+            strided = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
+            tensor = strided.copy_(tensor)
         # A plain parameter has plain state, a DTensor mostly DTensor state.
         # The model may be sharded now although it was not when it was saved.
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)

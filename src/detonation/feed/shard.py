@@ -318,7 +318,7 @@ def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> A
         return first
     if box is None or not first.ndim or first.shape != box.shape:
         return first.clone()
-    whole = torch.empty(like.shape, dtype=first.dtype, device=first.device)
+    whole = torch.empty_strided(like.shape, like.stride(), dtype=first.dtype, device=first.device)
     for part, each in zip(parts, boxes, strict=True):
         assert each is not None
         shared_state.part_of(whole, each).copy_(part)

@@ -7,7 +7,7 @@ import re
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from detonation.choices import first_names
-from detonation.core.agreement import recorded_options
+from detonation.core.agreement import members_of, recorded_options
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
 from detonation.core.flat.written import WrittenWeights, stamp, weight_places
@@ -36,6 +36,9 @@ START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
 """Kinds of records: the run's settings, first in each file; messages; the end of a step or of
 `synchronize`, after its messages; and weights written between steps.
 """
+
+MEMBERS = "$parameters"
+"""The key in a record of a group's options under which a text names the group's parameters."""
 
 _log = logging.getLogger("detonation")
 
@@ -155,6 +158,8 @@ class StepRecorder(StepObserver, ABC):
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
         self._late = 0  # 1 if an accelerator copies messages to the host
         self._options: list[dict[str, Any]] = []  # the last recorded options of each group
+        self._members: list[tuple[int, ...]] = []  # ids of each group's parameters
+        self._texts: list[str] = []  # text for each group that names these parameters
         self._optimizer: Replicated | None = None  # of the last end
         self._last = -1  # step count at the last recorded end of a step
         self._weights = WrittenWeights()
@@ -286,7 +291,7 @@ class StepRecorder(StepObserver, ABC):
         kind = SYNCHRONIZE
         if what == "step":
             kind = STEP
-        changed = self._changed(optimizer.param_groups)
+        changed = self._changed(optimizer)
         about: dict[str, Any] = {}
         if kind == STEP or any(changed):
             about["groups"] = changed
@@ -338,10 +343,18 @@ class StepRecorder(StepObserver, ABC):
                 first_names(hooks),
             )
 
-    def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _changed(self, optimizer: Replicated) -> list[dict[str, Any]]:
         """Options of each parameter group that have not been recorded yet."""
         before = self._options
-        self._options = [recorded_options(group) for group in groups]
+        groups = optimizer.param_groups
+        members = [tuple(map(id, group["params"])) for group in groups]
+        if not before or members != self._members:
+            self._members = members
+            self._texts = members_of(optimizer.base, trained_by(optimizer))
+        self._options = [
+            {**recorded_options(group), MEMBERS: text}
+            for group, text in zip(groups, self._texts, strict=True)
+        ]
         changed = []
         for number, now in enumerate(self._options):
             old: dict[str, Any] = {}
@@ -350,6 +363,11 @@ class StepRecorder(StepObserver, ABC):
             new = {key: value for key, value in now.items() if key not in old or old[key] != value}
             changed.append(new)
         return changed
+
+
+def trained_by(optimizer: Replicated) -> dict[str, Tensor]:
+    """Returns the parameters that the replicas of `optimizer` exchange, by name."""
+    return {name: p for each in optimizer.build() for name, p in each.parameters.items()}
 
 
 class Tapes(StepObserver):

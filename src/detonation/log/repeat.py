@@ -5,7 +5,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from detonation.checkpoint.gather import texts_between
 from detonation.choices import first_names
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.agreement import take_recorded
+from detonation.core.agreement import members_of, take_recorded
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import digest, local, locals_of
 from detonation.core.integrity.observer import PlayedMessages
@@ -24,6 +24,7 @@ from detonation.core.optim import hooks_before
 from detonation.core.optimizer import Replicated, local_parameters
 from detonation.log.records import (
     LOG_VERSION,
+    MEMBERS,
     MESSAGE,
     START,
     STEP,
@@ -32,6 +33,7 @@ from detonation.log.records import (
     DamagedLog,
     LogRecord,
     agreed_digest,
+    trained_by,
     whole_records,
 )
 from detonation.log.writer import identity, round_like, segments, use_padding_of
@@ -453,7 +455,9 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         _write_again(end, optimizer)
         return
     groups = optimizer.param_groups
-    for group, options in zip(groups, end.table().get("groups", [{}] * len(groups)), strict=True):
+    recorded = end.table().get("groups", [{}] * len(groups))
+    _require_members([options.pop(MEMBERS, "") for options in recorded], end.step, optimizer)
+    for group, options in zip(groups, recorded, strict=True):
         take_recorded(group, options)
     if end.kind != STEP:
         optimizer.synchronize()
@@ -466,6 +470,23 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         )
     optimizer.zero_grad()
     optimizer.step()
+
+
+def _require_members(texts: Sequence[str], step: int, optimizer: Replicated) -> None:
+    """Raises `ValueError` unless the parameter groups of `optimizer` hold the parameters that
+    `texts` describe. A text is empty if the group is the same as in the step before.
+    """
+    if not any(texts):
+        return
+    for number, (text, own) in enumerate(
+        zip(texts, members_of(optimizer.base, trained_by(optimizer)), strict=True)
+    ):
+        if text and text != own:
+            raise ValueError(
+                f"in step {step} of training, parameter group {number} held other parameters"
+                f" ({text}) than here ({own}): give each group the same parameters, or replay from"
+                " a checkpoint that is saved after the change"
+            )
 
 
 def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _POLAR_EXPRESS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
+_SECOND_MOMENT = "second_momentum_buffer"
+"""The key of NorMuon's state: the mean square of each row of directions, `[rows]` fp32."""
 _SAFETY = 1.01
 """The factor by which rounding may enlarge a singular value, in Polar Express."""
 COEFFICIENTS = {
@@ -119,6 +122,19 @@ class Muon(Optimizer):
         for group in self.param_groups:
             group.setdefault("coefficients", "jordan")
             group.setdefault("muon_beta2", None)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the result of `state_dict`, as in torch. NorMuon's second moments stay fp32, also
+        for parameters in another dtype.
+        """
+        super().load_state_dict(state_dict)
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved = state_dict["state"].get(number, {}).get(_SECOND_MOMENT)
+            if saved is not None:  # torch has rounded it to the dtype of the parameter
+                moment = saved.to(local(parameter).device, torch.float32, copy=True)
+                self.state[parameter][_SECOND_MOMENT] = moment
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -227,9 +243,9 @@ class _OrthogonalStep:
 
     def divisors(self, notes: Tensor) -> Tensor:
         """The root of the second moment, scaled to keep the norm of an orthogonal direction."""
-        if "second_momentum_buffer" not in self._state:
-            self._state["second_momentum_buffer"] = torch.zeros_like(notes)
-        moment: Tensor = self._state["second_momentum_buffer"]
+        if _SECOND_MOMENT not in self._state:
+            self._state[_SECOND_MOMENT] = torch.zeros_like(notes)
+        moment: Tensor = self._state[_SECOND_MOMENT]
         moment.lerp_(notes, 1 - self._group["muon_beta2"])
         root = moment.sqrt().add_(self._group["eps"])
         norm = (notes.sqrt() / root).norm() * math.sqrt(self.matrix.shape[1])
@@ -255,7 +271,7 @@ def _newton_schulz(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
     if matrix.device.type == "cpu":
         dtype = torch.float32
     margin, polynomials = COEFFICIENTS[coefficients]
-    x: Tensor = matrix.to(dtype)
+    x: Tensor = matrix.to(dtype).contiguous()  # other strides round otherwise
     x = x / (x.norm() * margin).clamp(min=1e-7)
     is_tall = x.shape[0] > x.shape[1]
     if is_tall:

@@ -8,7 +8,7 @@ library create only `Safety`.
 from detonation.core.agreement.buffers import BufferSync, persistent_buffers
 from detonation.core.agreement.clipping import Clip
 from detonation.core.agreement.consensus import HalfStep, StopConsensus
-from detonation.core.agreement.desync import Difference, differences, options_of
+from detonation.core.agreement.desync import Difference, differences, members_of, options_of
 from detonation.core.agreement.gates import StepGate
 from detonation.core.agreement.options import python_number, recorded_options, take_recorded
 from detonation.core.agreement.safety import Safety

@@ -86,7 +86,7 @@ class Clip:
 
 def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Returns the fp32 norm of each tensor, and 0 for None. The result has the same bits on all
-    processors and for all thread counts, because torch adds in the same order.
+    processors, for all thread counts and for all strides, because torch adds in the same order.
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
@@ -94,8 +94,9 @@ def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     numbers = [number for number, tensor in enumerate(tensors) if tensor is not None]
     present = [tensor for tensor in tensors if tensor is not None]
     for at, tensor in enumerate(present):
+        present[at] = tensor.contiguous()  # torch adds in the order of memory
         if tensor.dtype == torch.float64:  # torch cannot compute an fp32 norm of fp64
-            present[at] = tensor.float()
+            present[at] = present[at].float()
     if present:
         norms = torch._foreach_norm(present, 2.0, dtype=torch.float32)
         for number, norm in zip(numbers, norms, strict=True):

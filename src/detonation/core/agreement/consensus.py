@@ -131,9 +131,10 @@ class StopConsensus:
                     kinds.update(map(type, value))
             if not kinds <= USUAL:
                 use_python_numbers(group)
-        options = "; ".join(map(self._numbers, self._base.param_groups)).encode()
+        sizes = [len(group["params"]) for group in self._base.param_groups]
+        options = "; ".join(map(self._numbers, self._base.param_groups)) + f" for {sizes}"
         for counts in self.counts:
-            counts.options = options
+            counts.options = options.encode()
         if self.decides_on_device:
             self.begin(step)
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from detonation.core.agreement.options import python_number
 from detonation.core.compute.checksum import checksum
+from detonation.core.flat.tensors import whole_of
 from detonation.core.integrity.message import hash63
 from detonation.core.link import Link
 
@@ -76,18 +77,20 @@ def differences(
     return [difference for difference in found if difference]
 
 
-def options_of(optimizer: Optimizer) -> dict[str, str]:
+def options_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the options of all parameter groups (lr, betas, weight_decay, ...) as texts, so that
-    replicas can compare them.
+    replicas can compare them; also which of the named `parameters` each group holds.
 
     Waits for the device if an option is a tensor.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-        >>> options_of(optimizer)["lr of group 0"]
+        >>> options_of(optimizer, {})["lr of group 0"]
         '0.1'
     """
     found = {}
+    for number, text in enumerate(members_of(optimizer, parameters)):
+        found[f"parameters of group {number}"] = text
     private = _private(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -100,9 +103,21 @@ def options_of(optimizer: Optimizer) -> dict[str, str]:
     return found
 
 
+def members_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Returns a text for each parameter group: the number of `parameters` that the group holds, and
+    a digest of their names.
+    """
+    names = {id(whole_of(parameter)): name for name, parameter in parameters.items()}
+    found = []
+    for group in optimizer.param_groups:
+        held = sorted(names[id(p)] for p in group["params"] if id(p) in names)
+        found.append(f"{len(held)}, {hash63(repr(held)):x}")
+    return found
+
+
 def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str]:
     """Returns a function that converts a parameter group to text. The text contains those options
-    of the optimizer that are numbers in every group (lr, betas, ...).
+    of the optimizer that are numbers, or None, in every group (lr, betas, ...).
 
     It does not contain an lr that is a tensor, because each step would wait for the device to read
     it; `options_of` reads such an lr. It also does not contain entries that other code added to a
@@ -117,8 +132,9 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
     if optimizer:
         private = _private(optimizer)
         for key in optimizer.defaults:
-            is_number = all(_is_number(group.get(key)) for group in optimizer.param_groups)
-            if key not in private and is_number:
+            values = [group.get(key) for group in optimizer.param_groups]
+            numbers = [value for value in values if value is not None]
+            if key not in private and numbers and all(map(_is_number, numbers)):
                 found.append(f"{key}={{{key}}}")
     return " ".join(found).format_map
 

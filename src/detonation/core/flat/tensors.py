@@ -87,7 +87,9 @@ class Piece(Tensor):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if self.whole.grad is None and gradient is not None:  # zeros to write into
+        if gradient is None:
+            self.whole.grad = None
+        elif self.whole.grad is None:  # zeros to write into
             self.whole.grad = torch.zeros_like(self.whole)
 
 
@@ -255,11 +257,12 @@ def _separated(parameter: Tensor) -> Tensor:
 
 
 def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int]) -> list[Tensor]:
-    """The local gradient of each parameter, as a tensor to write into. A missing gradient is
-    created as zeros.
+    """Returns the local gradient of each parameter, as a tensor to write into. A missing gradient
+    is created as zeros.
 
-    Parameters whose numbers are in `unused` get temporary memory instead, and have no gradient
-    afterwards.
+    Each gradient gets the strides of its parameter, because fused steps read memory in its order,
+    and sums over other strides round differently. Parameters whose numbers are in `unused` get
+    temporary memory instead, and have no gradient afterwards.
     """
     found = []
     for number, parameter in enumerate(parameters.values()):
@@ -267,6 +270,9 @@ def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int])
             parameter.grad = None
             found.append(torch.empty_like(local(parameter)))
             continue
+        gradient = parameter.grad
+        if gradient is not None and gradient.stride() != parameter.stride():
+            parameter.grad = None
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad

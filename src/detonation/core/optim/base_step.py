@@ -105,6 +105,13 @@ class BaseStep:
         return self.overflow is not None and bool(self.overflow)
 
     @property
+    def norm(self) -> Tensor | None:
+        """The gradient norm of the last clipped step; None without clipping."""
+        if self.clip is None:
+            return None
+        return self.clip.norm
+
+    @property
     def rounds_singly(self) -> bool:
         """True if steps give the same bits on all kinds of processors, but run slower."""
         return not isinstance(self.rounding, nullcontext)

@@ -85,7 +85,7 @@ class SignSGD(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.deferred = {}
+        vars(self).setdefault("deferred", {})  # a copy has its own
 
     @property
     def moves_by_signs_alone(self) -> bool:
@@ -106,9 +106,9 @@ class SignSGD(Optimizer):
                 lr = float(group["lr"])
                 rate = (1 - lr * group["weight_decay"], lr)
                 rates |= {id(p): rate for p in group["params"]}
-            deferred = self.deferred
-            self.deferred = {}
-            for each in deferred.values():
+            deferred = [*self.deferred.values()]
+            self.deferred.clear()
+            for each in deferred:
                 each.move([rates[id(p)] for p in each.parameters])
                 if each.done:
                     each.done()

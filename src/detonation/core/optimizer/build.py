@@ -121,7 +121,7 @@ def build_levels(
     consensus.look = partial(warn_of_second_momentum, base.optimizer, levels, since=True)
     consensus.look()
     others = [name for name in local_parameters(model) if name not in parameters]
-    faults = [*parameters, *others, *options_of(base.optimizer), OPTIONS, NEW_PARAMETER]
+    faults = [*parameters, *others, *options_of(base.optimizer, {}), OPTIONS, NEW_PARAMETER]
     for _, counts in routes.values():
         consensus.counts.append(counts)
         counts.names = faults
@@ -391,7 +391,7 @@ class _FirstComparison:
         """
         scheme = replicator.scheme
         description = _description(replicator, self.settings, self.joining)
-        description |= options_of(self.optimizer)
+        description |= options_of(self.optimizer, replicator.parameters)
         description[CLOSE] = str(self.close)
         if self.joining is None:
             if not self.tested.get(scheme):

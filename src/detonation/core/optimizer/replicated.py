@@ -18,7 +18,7 @@ from detonation.core.agreement import BufferSync, StopConsensus, gates, options_
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.observer import StepObserver
 from detonation.core.link import Communicator, Coordinates, Level, coordinates_of, rules_of
-from detonation.core.optim import BaseStep, OptimizerWrapper, evaluated, unheard
+from detonation.core.optim import BaseStep, OptimizerWrapper, SignSGD, evaluated, unheard
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Route, Settings, build_levels, compare_replicas
@@ -72,6 +72,9 @@ class Replicated(OptimizerWrapper):
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
         self.base_step = BaseStep(base)
+        self._deferred: dict[int, Any] = {}  # movements that SignSGD makes in its next step
+        if isinstance(base, SignSGD):
+            self._deferred = base.deferred
         self.model = model
         self._buffers = BufferSync(model)
         self._trained = TrainedParameters(model, base)
@@ -96,11 +99,7 @@ class Replicated(OptimizerWrapper):
             [link for (n, _), (link, _) in self._routes.items() if n == i]
             for i in range(len(self.levels))
         ]
-        clip = self.base_step.clip
-        norm = None
-        if clip is not None:
-            norm = clip.norm
-        return Stats(links, self._consensus, self.step_count, norm)
+        return Stats(links, self._consensus, self.step_count, self.base_step.norm)
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
@@ -191,6 +190,7 @@ class Replicated(OptimizerWrapper):
             self._explain(error, halfway)
             raise
         finally:
+            self._deferred.clear()  # a step that was refused or skipped moves nothing later
             PROGRESS.where = "outside"
         return loss
 
@@ -297,10 +297,10 @@ class Replicated(OptimizerWrapper):
         """
         if self._consensus is not None:
             # raises an error if other code replaced a trained parameter of the model
-            self._trained.by_name()
+            trained = self._trained.by_name()
             if self._padding:
                 self._padding.agree()
-            options = options_of(self.base)
+            options = options_of(self.base, trained)
             self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
 
