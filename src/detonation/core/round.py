@@ -52,7 +52,8 @@ class Round:
 
     @property
     def stays_open(self) -> bool:
-        """True if a step may leave the round open or its update in flight."""
+        """True if there are steps after which a round has not ended, or its update is still in
+        flight."""
         return self.every > 1 or self.delay > 0
 
     def sends(self, step: int) -> bool:

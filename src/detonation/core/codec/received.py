@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NORM_BLOCKS = 4
 """Largest number of blocks of rows into which messages are cut to compute their norms."""
 NORM_BLOCK = 2**18
-"""Smallest number of coefficients in such a block."""
+"""Smallest number of coefficients in a block of rows for which norms of messages are computed."""
 
 
 class Received:

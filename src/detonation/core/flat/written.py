@@ -48,7 +48,7 @@ class WrittenWeights:
     _stamps: dict[str, Stamp] = field(default_factory=dict)
 
     def note(self) -> None:
-        """Notes the stamps of all weights."""
+        """Stores the current stamps of all weights, with which `found` compares."""
         self._stamps = {name: stamp(tensor) for name, tensor in self._tensors()}
 
     def forget(self) -> None:
