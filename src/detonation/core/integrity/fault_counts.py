@@ -65,7 +65,8 @@ AGAIN = (
 
 
 class FaultCounts:
-    """Counts the faults of the replicas of one level, from messages that all of them receive.
+    """Counts the faults of the replicas of one level of replication, from messages that all these
+    replicas receive.
 
     Attributes:
         skipped: Contributions of all replicas that were omitted because a gradient was not finite.
@@ -122,20 +123,21 @@ class FaultCounts:
     def report_later(
         self, due: int, numbers: Readback, report: Callable[[list[Any]], object]
     ) -> None:
-        """Makes `catch_up` call `report` with the `numbers` of a message that is due at step
-        `due`."""
+        """Makes `catch_up` call `report` with the `numbers` of a message that is due at step `due`,
+        once the device has computed these numbers."""
         self.reports.append((due, numbers, report))
 
     def catch_up(self, until: float) -> None:
-        """Counts the messages due at steps up to `until`, so that all ranks have equal counts."""
+        """Waits for the messages that are due at steps up to `until`, and counts their faults. All
+        ranks then have equal counts."""
         ready = [each for each in self.reports if each[0] <= until]
         self.reports = [each for each in self.reports if each[0] > until]
         for _, numbers, report in ready:
             report(numbers.read())
 
     def stop_if_apart(self) -> None:
-        """Records a reason to stop, unless all replicas that must announce a change announced the
-        same change.
+        """Records a reason to stop if some replicas, but not all that must, announced a change of
+        the trained parameters.
         """
         if self.changed_apart:
             replicas = sum({_bit(sender) for sender in self.changed})
@@ -147,7 +149,8 @@ class FaultCounts:
         return bool(self.changed) and len({*self.changed, *self.missing}) != self.changing
 
     def announced(self, sender: int, name: str) -> None:
-        """Records that `sender` announced a change of `name`."""
+        """Records that `sender` announced that it began or stopped training the parameter
+        `name`."""
         self.changed[sender] = name
 
     def miss(self, absent: Collection[int]) -> None:
@@ -156,19 +159,21 @@ class FaultCounts:
             self.missing.update(absent)
 
     def end_change(self) -> None:
-        """Forgets the announcements, because all ranks have made the change."""
+        """Forgets the announced change of the trained parameters, because all ranks have made
+        it."""
         self.changing = 0
         self.changed = {}
         self.missing = set()
 
     def announcement(self, name: str) -> int:
-        """The number that a rank sends over other links after announcing a change of `name`."""
+        """The number by which a rank tells its other links that it announced a change: it began or
+        stopped training the parameter `name`."""
         return _CHANGING << 56 | _bit(self._replica) << 32 | self.names.index(name)
 
     @staticmethod
     def is_announcement(fatal: int) -> bool:
-        """True for a number from `announcement`. Such a number does not stop a rank that announced
-        the same change.
+        """True if `fatal` is a number from `announcement`. This number does not stop a rank that
+        announced the same change.
         """
         return fatal >> 56 == _CHANGING
 
@@ -226,7 +231,8 @@ class FaultCounts:
             self._warn(step, sender, f"{text}; contribution skipped ({count})")
 
     def refuse(self, sender: int, fault: str, step: int) -> None:
-        """Counts an unused message of `sender` at `step` and its `fault`."""
+        """Counts and logs a message of `sender` that was refused at `step` because of its
+        `fault`."""
         self.refused += 1
         if self._good[sender] >= FORGIVEN:
             self._strikes[sender] = 0
@@ -251,8 +257,8 @@ class FaultCounts:
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
-        """Records the senders whose options of parameter groups deviate at `step`, or that received
-        other messages in earlier steps.
+        """Finds the senders whose options of parameter groups differ from those of most replicas at
+        `step`, or that received other messages in earlier steps. Records a reason to stop.
 
         Args:
             digests: By sender, the digests of messages in the upper bits and of options in the
