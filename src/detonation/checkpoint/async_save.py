@@ -25,9 +25,10 @@ _HOST = torch.device("cpu")
 # torch makes set_timeout public from version 2.14 on
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 SAVE_TIMEOUT_S = 300.0
-"""Longest wait of a save for another rank, in addition to the time that a slow disk needs."""
+"""Longest time in seconds that a save waits for another rank, in addition to the time that a slow
+disk needs."""
 LOWEST_BYTES_PER_S = 10e6
-"""Lowest rate at which a rank is expected to write."""
+"""Lowest rate at which a rank is expected to write to its disk."""
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):

@@ -157,7 +157,8 @@ def memory_sources(replica: int, before: int, now: int) -> range:
 
 
 def _merge(tensors: list[Tensor], key: str) -> Tensor:
-    """Returns the first of equal tensors, or the mean of different tensors.
+    """Merges the tensors of several replicas or shards: returns the first tensor if all are equal,
+    else their mean.
 
     Raises `ValueError` for integers that differ.
     """

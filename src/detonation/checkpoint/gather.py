@@ -81,7 +81,8 @@ class Texts:
 
 
 def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
-    """The axis between the replicas of `optimizer`, if training survives the loss of replicas."""
+    """The axis between the replicas of `optimizer`, if training survives the loss of replicas; else
+    None."""
     found = (axis for axis, _ in optimizer.levels if isinstance(axis, ElasticCommunicator))
     return next(found, None)
 

@@ -44,7 +44,8 @@ _BY_REPLICA = ("taken", "local_steps")
 def restore(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated
 ) -> tuple[str, Callable[[], str]]:
-    """Loads the state in `saved` into model and optimizer. The caller then compares the replicas.
+    """Loads the state in `saved` into model and optimizer. After the call, the caller compares the
+    replicas.
 
     Returns:
         In words, how the saved state was merged into this run; and a collective function, which
@@ -191,7 +192,8 @@ def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, A
                 # a scheduler or a loop set this option after creating the optimizer
                 mine[key] = _of_others(like, value)
         for key, value in options["tensors"].items():
-            like = group.get(key, group["lr"])  # a scheduler that is created later adds initial_lr
+            # the group has no initial_lr yet if its scheduler is created later
+            like = group.get(key, group["lr"])
             mine[key] = _tensor_option(key, like, value, key in optimizer.defaults)
         found.append(mine)
     return found
@@ -360,8 +362,8 @@ def load_base_state(
             whole = tuple(parameter.shape)
         if key not in file.on_host:
             tensor = tensor.to(local(parameter).device)
-        # The state of a plain parameter consists of plain tensors, that of a DTensor mostly of
-        # DTensors. The model may be sharded now, although it was not when it was saved.
+        # The state of a plain parameter consists of plain tensors, of a DTensor mostly of DTensors.
+        # The model may be sharded now, although it was not when it was saved.
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
         if wrapped:
             tensor = _as_dtensor(parameter, tensor, whole)

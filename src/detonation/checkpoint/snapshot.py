@@ -38,7 +38,7 @@ def run_identity(optimizer: Replicated) -> dict[str, Any]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, as shards."""
+    """The parameters (as shards) and the persistent buffers of `model`, by name."""
     return {**local_parameters(model), **persistent_buffers(model)}
 
 
@@ -238,7 +238,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
     }
     all_pieces = [
         (each.link, p) for each in optimizer.build() for p in each.parameters.values()
-    ]  # a replicator may own no piece of this shard
+    ]  # a replicator may hold no piece of this shard
     of_links = {
         link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
     }

@@ -314,8 +314,8 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
         ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # A level of replication that exchanges gradients keeps the replicas of its tier of the network
-    # equal. Under a level of any other kind, replicas have different anchors.
+    # A level that exchanges gradients keeps the replicas of its tier of the network equal.
+    # Under a level of any other kind, these replicas have different anchors.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1

@@ -25,8 +25,8 @@ more parts need less memory for these copies.
 
 @dataclass(frozen=True)
 class Feedback:
-    """How the memory evolves: `residual = decay * residual + signal`, then `residual -= alpha *
-    sent`.
+    """How the memory of unsent values changes at a step: `residual = decay * residual + signal`,
+    then `residual -= alpha * sent`.
 
     Args:
         decay: From 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of
@@ -115,8 +115,8 @@ class Memory:
     def _absorb_in_place(
         self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None
     ) -> None:
-        """Adds fp32 signals to the views of the residual. With `bad`, adds to a copy, which
-        replaces the residual only if `bad` is False.
+        """Adds fp32 signals to the views of the residual. If the flag `bad` is on the device, adds
+        the signals to a copy, which replaces the residual only if `bad` is False.
         """
         if bad is None:
             to = self.residual
@@ -204,8 +204,8 @@ class LocalState:
     loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
-        """Read-only tensors: `kind.parameter` in the parameter's local shape, followed by all other
-        tensors.
+        """Read-only tensors by name: first `kind.parameter` for each kind and parameter, in the
+        local shape of the parameter, then all other tensors.
 
         Shapes: -> one local shape per kind and parameter.
         """

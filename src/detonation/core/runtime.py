@@ -60,8 +60,8 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
 
 
 def accelerator_is_played() -> bool:
-    """True if the CPU or the device `meta` simulates an accelerator for tests and counts:
-    DETONATION_KERNELS is "triton".
+    """True if the CPU or the device `meta` simulates an accelerator for tests and counts. The
+    environment variable DETONATION_KERNELS is "triton" then.
     """
     return os.environ.get("DETONATION_KERNELS") == "triton"
 
@@ -93,8 +93,8 @@ class Runtime:
     stops_when_bad: bool = False
 
     def exact_arithmetic(self) -> AbstractContextManager[None]:
-        """Makes a step compute in fp32 in any context of the caller: without autocast, TF32 or bf16
-        products.
+        """A context in which a step computes in fp32, whatever the caller has set: without
+        autocast, and without matrix products in TF32 or bf16.
         """
         kind = self.device.type
         if kind == "cpu":

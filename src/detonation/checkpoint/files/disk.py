@@ -1,5 +1,5 @@
-"""All changes to the file system that saving makes, as small operations, so that a test can stop
-before each of them.
+"""All changes that a save makes to the file system, each as a small function, so that a test can
+stop a save before each change.
 """
 
 import contextlib

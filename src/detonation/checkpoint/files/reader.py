@@ -140,7 +140,7 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            # earlier versions kept the names of wrappers in keys
+            # without names of wrappers, which earlier versions of this library kept in keys
             self._saved_as = {bare_name(key): key for key in self._file.entries}
             self.keys = sorted(self._saved_as)
             rest = json.loads(bare_name(self._file.metadata.get("json", "")))

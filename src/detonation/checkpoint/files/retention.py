@@ -62,7 +62,7 @@ def committed(directory: Path, name: str) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """Step of a checkpoint by its name; -1 for any other name."""
+    """The step in the name of a checkpoint; -1 if `path` is not named like a checkpoint."""
     match = _NAME.fullmatch(path.name)
     if match:
         return int(match[1] or match[2])

@@ -41,7 +41,7 @@ DTYPES = {
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
 _MOST_ELEMENTS = 1 << 60
-_MOST_DIMENSIONS = 64  # torch's limit
+_MOST_DIMENSIONS = 64  # the largest number of dimensions of a torch tensor
 
 
 class CorruptCheckpoint(DetonationError, ValueError):

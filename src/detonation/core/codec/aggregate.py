@@ -176,7 +176,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "clipped_mean": ClippedMean(),
     "rescaled_mean": RescaledMean(),
 }
-"""Aggregations by name."""
+"""The built-in aggregations, by the name that the argument `aggregate` of a scheme takes."""
 
 
 @dataclass(frozen=True)

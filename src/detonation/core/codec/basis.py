@@ -60,8 +60,7 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        # column-major result, because top-k reads the first coefficient of all rows, then the
-        # second coefficient of all rows, and so on
+        # column-major, because top-k reads the same coefficient of all rows at a time
         if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)
@@ -114,7 +113,7 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
     Shapes: -> `[size, size]` fp32.
     """
     at = torch.arange(size, dtype=torch.int64, device="cpu")
-    steps = torch.outer(2 * at + 1, at) % (4 * size)  # in units of pi / (2 * size)
+    steps = torch.outer(2 * at + 1, at) % (4 * size)  # angles in units of pi / (2 * size)
     scale = math.isqrt(2 * _ONE * _ONE // size)
     waves = [_cosine(number, 2 * size) * scale / (_ONE * _ONE) for number in range(2 * size + 1)]
     cosines = torch.tensor(waves, dtype=torch.float64, device="cpu")

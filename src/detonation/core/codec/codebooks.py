@@ -28,7 +28,7 @@ class BlockCodebook:
     """
 
     width: ClassVar[int]
-    statistics: ClassVar[int]  # numbers per block
+    statistics: ClassVar[int]  # number of statistics per block
     block: ClassVar[int] = 1024
     summable: ClassVar[bool] = False
 
@@ -77,7 +77,7 @@ class BlockCodebook:
         # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
         if line.device.type == "cpu" or line.storage_offset() % 2:
-            # torch needs aligned addresses for bf16
+            # copied, because torch reads bf16 only from aligned addresses
             line = line.clone()
         blocks = octets.shape[-1] // (2 * self.statistics)
         return line.view(torch.bfloat16).float().view(*octets.shape[:-1], blocks, self.statistics)
@@ -267,7 +267,7 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
     missing = -lines.shape[-1] % block
     if missing:
         lines = torch.nn.functional.pad(lines, (0, missing))
-    blocks = lines.reshape(-1, block)  # blocks of the first line, then of the second, and so on
+    blocks = lines.reshape(-1, block)  # all blocks of the first line come before those of the next
     of_a_line = lines.shape[-1] // block
     return blocks, _counts(len(blocks), of_a_line, block - missing, block, lines.device)
 
@@ -375,6 +375,6 @@ def _powers(device: torch.device) -> Tensor:
     """The value of each code of `E3M0`, relative to the block's largest magnitude."""
     falling = torch.ones(8, dtype=torch.float32, device=device)
     for exponent in range(1, 8):
-        falling[exponent:] *= 0.5  # `exp2` is not exact on every processor
+        falling[exponent:] *= 0.5  # halved, because `exp2` is not exact on every processor
     falling[7] = 0
     return falling

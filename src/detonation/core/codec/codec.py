@@ -45,7 +45,7 @@ class Selected:
 
 
 class PartLengths(dict[int, tuple[int, ...]]):
-    """Cache of `Codec.lengths` by number of rows, because every step needs the same numbers."""
+    """Cache of `Codec.lengths` by number of rows, because every step needs the same lengths."""
 
     def __init__(self, codec: Codec) -> None:
         self._of = codec
@@ -268,7 +268,7 @@ class Codec:
             return values.view(len(parts[0]), rows, k).to(torch.float32)
         encoded = list(parts)
         if not self.selection.shared:
-            encoded.pop()  # the indices
+            encoded.pop()  # the last part holds the indices
         return self.precision.decode(torch.cat(encoded, 1), rows, k)
 
     @cached_property

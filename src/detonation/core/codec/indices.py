@@ -221,7 +221,8 @@ class PackedIndices:
     def part(self, first: int, end: int) -> Tensor | PackedIndices:
         """The indices of rows `first` to `end`, excluding `end`. `first` is a multiple of 8.
 
-        A decoded bitmap is eight times as large, so large bitmaps are decoded part by part.
+        A decoded bitmap is eight times as large as the bitmap, so large bitmaps are decoded part by
+        part.
 
         Shapes: -> `[..., end - first, k]` integer.
         """

@@ -102,7 +102,7 @@ class MessageRows:
 
     @property
     def body(self) -> Tensor:
-        """The bytes after the header.
+        """The bytes of these rows in each message, after the header.
 
         Shapes: -> `[messages, nbytes]` uint8.
         """

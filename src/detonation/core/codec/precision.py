@@ -32,7 +32,7 @@ class Precision(Protocol):
         """Number of values that are encoded together. A message can be cut between blocks."""
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
-        """Encodes values.
+        """Encodes values in this number format.
 
         Args:
             negative_zeros: Whether zeros are sent as negative, if no code stands for zero; see
@@ -102,8 +102,7 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    # a single message is viewed without its stride, because torch rejects an odd stride even where
-    # it has no effect
+    # a single message is viewed without its stride, because torch rejects an odd stride
     if messages == 1:
         octets = octets[0]
     size = dtype.itemsize

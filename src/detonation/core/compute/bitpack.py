@@ -51,7 +51,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `pack`.
+    """Unpacks the numbers that `pack` has packed.
 
     Shapes: `[..., packed_bytes(count, width)]` uint8 -> `[..., count]` of `dtype`.
     """
@@ -139,10 +139,9 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
             octets = octets.clone()
         units = octets.view(unit_dtype(unit)).view(-1, width // unit)
         words = torch.nn.functional.pad(units, (0, (8 - width) // unit)).view(torch.int64)
-        del octets, units  # both may be copies, whose memory is then free
+        del octets, units  # frees their memory, because both may be copies
     else:
-        # of eight packed numbers, the first four are in the first eight bytes, the last four in the
-        # last eight bytes
+        # the first eight bytes hold four of eight numbers, the last eight bytes hold the other four
         lane = 16
         wide = torch.uint16
         octets = octets.view(-1, width)

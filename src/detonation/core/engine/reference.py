@@ -105,16 +105,14 @@ class ReferenceEngine(Rule):
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if the result of `encode` is so large that its memory should be freed before the
         message is sent."""
-        # signals that are sent as whole rows in a floating-point dtype are written directly into
-        # the message
+        # signals that are sent as whole floating-point rows are written directly into the message
         sends_signals = memory is None and codec.dense and isinstance(codec.basis, Identity)
         self._as_it_is = sends_signals and isinstance(codec.precision, Float) and not layout.tiled
         # True if no rounding error is kept, so that `release` can subtract the selected values
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as receivers decode them."""
-        # True if the sent values are subtracted from each block of the memory while the block is
-        # still in the cache
+        # True if sent values are subtracted from a block of memory while it is still in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
@@ -231,8 +229,7 @@ class ReferenceEngine(Rule):
     ) -> Selected:
         """Encodes like `encode`, and writes the coefficients into `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # not for fp64, which torch would round directly to the dtype of the message, while other
-        # engines round to fp32 first
+        # not fp64: torch would round it to the message's dtype, other engines round to fp32 first
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -454,8 +451,8 @@ def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[Si
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The first engine that supports `codec` with at most `room` bytes of temporaries, or plain
-    torch if there are no kernels.
+    """The first engine that supports `codec` and whose temporaries fit into `room`, or the engine
+    in plain torch if there are no kernels.
 
     Engines of installed packages are tried first, then built-in engines from the fastest to the
     slowest.

@@ -59,7 +59,7 @@ class Tiles:
         return self.down * self.across
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Copies the tiles of `tensor`.
+        """Cuts `tensor` into tiles, as a copy.
 
         Shapes: any of height * width elements -> `[rows, side * side]`.
         """
@@ -70,7 +70,7 @@ class Tiles:
         return squares.reshape(self.rows, side * side)
 
     def join(self, tiles: Tensor) -> Tensor:
-        """The inverse of `cut`, as a copy.
+        """Puts tiles together to a matrix, as a copy. It is the inverse of `cut`.
 
         Shapes: `[rows, side * side]` -> `[height, width]`.
         """
@@ -210,7 +210,7 @@ class Layout:
 
     @cached_property
     def tiled(self) -> bool:
-        """True if any parameter is in tiles."""
+        """True if any parameter is cut into tiles."""
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:

@@ -61,7 +61,7 @@ AGAIN = (
     "It ended this optimizer, which takes no step until the state is replaced on all ranks: load a "
     "checkpoint or a state dict"
 )
-"""Appended to an error that is raised again."""
+"""Text that is appended to the message of an error when the error is raised again."""
 
 
 class FaultCounts:
@@ -154,7 +154,8 @@ class FaultCounts:
         self.changed[sender] = name
 
     def miss(self, absent: Collection[int]) -> None:
-        """Records that the replicas `absent` were lost before their message was complete."""
+        """Records that the replicas `absent` were lost before their message was complete. They need
+        not announce a change of the trained parameters."""
         if self.changing:
             self.missing.update(absent)
 
@@ -179,8 +180,8 @@ class FaultCounts:
 
     @staticmethod
     def announced_apart(announcements: Sequence[int]) -> int:
-        """The largest announcement of a group of ranks, or a reason to stop if their announcements
-        differ.
+        """The largest `announcement` of a group of ranks, or a reason to stop if the ranks
+        announced different changes.
         """
         largest = max(announcements)
         if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
@@ -211,8 +212,9 @@ class FaultCounts:
             self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """Counts a message of `sender` that is empty or partly zeros, because its parameter `name`
-        is not finite. If `name` is `Changed`, records an announcement.
+        """Counts a message of `sender` that is empty or partly zeros, because the signal of its
+        parameter `name` is not finite. If `name` is `Changed`, instead records that `sender`
+        announced a change of the trained parameters.
         """
         if isinstance(name, Changed):
             self.announced(sender, name)
@@ -252,8 +254,8 @@ class FaultCounts:
         self.refuse(_ALL_REPLICAS, fault, step)
 
     def misplace(self, sender: int, step: int) -> None:
-        """Records that `sender` added a message of another step, level or optimizer to the sum of
-        `step`."""
+        """Records that `sender` added a message of another step, level of replication or optimizer
+        to the sum of `step`."""
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
@@ -286,7 +288,8 @@ class FaultCounts:
         self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:
-        """The error at `step` for the reason `fatal`, which may come from any rank of this level.
+        """The error at `step` for the reason `fatal`, which any rank of this level of replication
+        may have found.
 
         The rank raises it again at each later step until `forget`, with the step of its first
         occurrence and a remedy.
@@ -337,7 +340,7 @@ class FaultCounts:
         self.fatal = max(self.fatal, kind << 56 | sender << 32 | number)
 
     def _warn(self, step: int, sender: int, text: str) -> None:
-        """Logs once per step and sender, on the first replica and on the sender."""
+        """Logs `text` on replica 0 and on the sender, once for each step and sender."""
         if (step, sender) not in self._warned and self._replica in (0, sender):
             self._warned = {(step, sender), *(pair for pair in self._warned if pair[0] == step)}
             _log.warning(text)

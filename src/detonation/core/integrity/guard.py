@@ -139,8 +139,7 @@ def decide_usable(
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)
         senders = (heard > 0).sum(0, keepdim=True)
-        # the median of two norms is the larger one, so that neither message is refused; it is 0 if
-        # all messages are zeros
+        # the median of two norms is the larger one, so that neither of the two messages is refused
         middle = senders.sub_(1).div_(2, rounding_mode="trunc")
         median = heard.sort(descending=True).values.gather(0, middle)
         bound = torch.maximum(median, usual).mul_(LOUDER)

@@ -58,14 +58,14 @@ class Header:
 
     @property
     def origin(self) -> int:
-        """The fourth word of the header: sender and position of the message."""
+        """The fourth word of the header: the sender of the message, and its place number."""
         return self.sender << 32 | self.place
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
-        Numbers that change at each step reach the device as arguments of a kernel launch. Copying a
-        list would block the host.
+        Numbers that change at each step reach the device as arguments of a kernel launch, because
+        copying a list to the device would block the host.
 
         Shapes: `[messages, 64 + nbytes + padding]` uint8, each aligned for int64, with zeros as
         padding.
@@ -132,7 +132,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # the padding at the end of the last checksum line may be undefined
+    # zeros replace the padding at the end of the last checksum line, which may be undefined
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)

@@ -74,8 +74,8 @@ class SumGuard:
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
     ) -> None:
-        """Writes this replica's status after the values of an all-reduce, with a mark of schema,
-        position and step.
+        """Writes this replica's status after the values of an all-reduce, with a mark that depends
+        on the schema, the place of the message and the step.
 
         Each replica writes three numbers for itself and zeros for the other replicas, so the sum
         needs no header. The last number contains the mark, which is never 0.
@@ -173,8 +173,8 @@ class SumGuard:
 def statuses_of_sum(
     digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]
 ) -> list[int]:
-    """The status of each replica in the digits of an all-reduce; -1 if its mark differs or is
-    missing.
+    """Reads the status of each replica from the status numbers (digits) of an all-reduce; -1 if the
+    replica's mark differs from that of this step, or is missing.
 
     Args:
         replica: The replica that reads.
@@ -211,7 +211,8 @@ def _mean_digit(mean: float, mark: int) -> int:
 
 
 def _status(digits: Sequence[float], mark: int, high: int) -> int:
-    """The status of one replica; -1 if a digit is not a byte, or if the mark differs."""
+    """Reads the status of one replica from its digits; -1 if a digit is not a byte, or if the mark
+    is not that of this step."""
     *low, top = digits
     if any(not 0 <= digit <= 255 or digit != int(digit) for digit in low):
         return -1

@@ -35,7 +35,8 @@ def momentum(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """A scheme that accumulates gradients in a momentum and sends a selection of it at every step.
+    """A scheme that accumulates gradients in a momentum, and sends a selection of the momentum at
+    every step.
 
     The schemes `demo`, `random` and `striding` call this function. Call it to make new schemes,
     too.
@@ -316,7 +317,7 @@ def striding(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """Sends every n-th coordinate of the momentum, and shifts by one coordinate at each step.
+    """Sends every n-th coordinate of the momentum, and begins one coordinate later at each step.
 
     All coordinates are covered in turn. In the published code the offset does not move at
     power-of-two rates.
