@@ -1,3 +1,3 @@
-"""Checkpoints: the state of a run on disk, written atomically, checked on reading, loaded into the
-same world or another.
+"""Checkpoints: the state of a run on disk. A checkpoint is written atomically, and checked on
+reading. A run with the same or another number of replicas and shards can load it.
 """

@@ -25,17 +25,18 @@ _HOST = torch.device("cpu")
 # torch makes set_timeout public from version 2.14 on
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 SAVE_TIMEOUT_S = 300.0
-"""Longest wait of a save for another rank, in addition to the time that a slow disk needs."""
+"""Longest time in seconds that a save waits for another rank, in addition to the time that a slow
+disk needs."""
 LOWEST_BYTES_PER_S = 10e6
-"""Lowest rate at which a rank is expected to write."""
+"""Lowest rate at which a rank is expected to write to its disk."""
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
-    One save runs at a time; the next save waits for it. `wait` returns the outcome of a save;
-    failures are also in the log and in `news`. As a context manager it waits for the last save,
-    unless an exception leaves the context.
+    One save runs at a time; the next save waits until it has ended. `wait` returns the outcome of a
+    save. Failures are also in the log and in `news`. At the end of a `with` block the last save is
+    awaited, unless an exception ended the block.
 
     Args:
         directory: for the checkpoints. Without a shared file system each node has its own, with
@@ -80,23 +81,23 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._news: list[str] = []
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Starts saving the state between two steps, as the checkpoint of `optimizer.step_count`.
-        All ranks call it.
+        """Starts to save the current state as the checkpoint of step `optimizer.step_count`. All
+        ranks call this function between two steps.
 
-        `save_checkpoint` describes `extra` and `ValueError`.
+        The argument `extra` and the error `ValueError` are the same as in `save_checkpoint`.
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
         with _as_saving():
             _meet(self._model, self._optimizer)
-        # an error here is raised before a group is opened
+        # before a group is opened, because this call can raise an error
         job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
             self._open_group()
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
             _set_timeout(timeout, self._group)
-        if elastic is not None:  # the replicas may have changed since the last save
+        if elastic is not None:  # replicas may have joined or left since the last save
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
         # daemon: the thread may wait forever for a lost rank, and must not keep the process alive
         self._saver = self._saver or ShardSaver(
@@ -134,8 +135,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self.close()
 
     def close(self) -> None:
-        """Waits for the running save and closes the saves' process group, like the end of a `with`
-        block. All ranks call it; a later `save` opens another group.
+        """Waits for the running save, and closes the process group of the saves, as the end of a
+        `with` block does. All ranks call this function. A later `save` opens another group.
         """
         self._join()
         if self._group is not None:
@@ -147,10 +148,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._thread.join()
 
     def _open_group(self) -> None:
-        """Creates the writing thread's group, and creates another group after a save broke it on
-        any rank.
+        """Creates the process group of the writing thread. If a failed save broke this group on any
+        rank, creates another group.
 
-        Collective.
+        All ranks must call this function together.
         """
         if dist.get_world_size() == 1:
             return
@@ -241,7 +242,8 @@ def save_checkpoint(
 
 @contextmanager
 def _as_saving() -> Iterator[None]:
-    """Context in which this rank counts as saving, so that ranks that wait for it can log this."""
+    """Context in which this rank is marked as saving, so that ranks that wait for it can log why
+    they wait."""
     PROGRESS.where = "saving"
     try:
         yield
@@ -250,9 +252,10 @@ def _as_saving() -> Iterator[None]:
 
 
 def _meet(model: nn.Module, optimizer: Replicated) -> None:
-    """Waits until all ranks save, if the state of this rank needs collectives of the links.
+    """Waits until all ranks have begun to save, if copying the state needs collectives over the
+    links between replicas.
 
-    A rank that takes a step instead would mistake these collectives for its messages.
+    A rank that still takes a step would mistake these collectives for messages of its step.
     """
     late = any(scheme.round.delay for _, scheme in optimizer.levels)
     if late or not optimizer.is_built:

@@ -1,7 +1,8 @@
-"""Elastic loading: the state of a rank in a world of another shape, including unsent signals.
+"""Elastic loading: computes the state of a rank, if the run has another number of replicas or
+shards than the saved run. The state includes the memory of unsent values.
 
-R replicas saved, and R' replicas continue. Two rules merge state that differs between replicas for
-replica j of the new world:
+R replicas saved the checkpoint, and R' replicas continue. Two rules merge the state that differs
+between saved replicas. They give replica j of the new run:
 
     memory            r'_j = R'/R * sum of r_i over the i with target(i) = j
                       target(i) = i if R <= R' else floor(i * R' / R)
@@ -10,8 +11,9 @@ replica j of the new world:
 The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, and so everything that
 is still to be sent: merged replicas are averaged, and a joining replica starts with zero. The
 second rule keeps the mean of the weights. So it also keeps the replicas' mean distance from their
-anchor, which is the signal of the open round. Server residuals, which their owners have not sent,
-belong to all replicas: they are assembled by coordinate and given to the new owners.
+anchor, which is what the current round will send. Owners (replicas that aggregate rows for all)
+keep what they have aggregated and not sent yet, the server residual. It belongs to all replicas, so
+server residuals are assembled by coordinate and given to the new owners.
 """
 
 from collections.abc import Sequence
@@ -30,10 +32,12 @@ from detonation.wire.units import ShardUnit, load_shard_state, shard_units
 
 
 class Elastic:
-    """The state of the rank at `own`, read from a checkpoint of a world of another shape.
+    """Reads the state of the rank with the coordinates `own` from a checkpoint of a run with
+    another number of replicas or shards.
 
-    among: the replicas from which shared tensors are read; all by default. If replicas were close
-    but not equal, tensors are read from the first of them.
+    among: the replicas from which tensors that all replicas share are read; by default all
+    replicas. If the replicas were equal only up to rounding, these tensors are read from the first
+    replica.
     """
 
     def __init__(
@@ -53,7 +57,8 @@ class Elastic:
             self._like = first
 
     def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
-        """Part `box` of a tensor that all replicas share from now on.
+        """The part `box` of a tensor that all replicas of this run share, merged from the saved
+        replicas.
 
         Args:
             box: None for a tensor that is not sharded.
@@ -77,7 +82,8 @@ class Elastic:
         """A tensor of the base optimizer that is not sharded like its parameter, and so may differ
         between shards.
 
-        Raises `ValueError` if the shards have different ones and their number has changed.
+        Raises `ValueError` if this tensor differs between shards and the number of shards has
+        changed.
         """
         replicas = [r for r in self._replicas(alike) if key in self._saved.file(r, 0)]
         if self._saved.manifest.shards == self._own.shards:
@@ -93,7 +99,8 @@ class Elastic:
         return _merge([first for first, *_ in found], key)
 
     def memory(self, key: str, box: Box) -> Tensor:
-        """Part `box` of this replica's share of the memories."""
+        """The part `box` of the memory of unsent values with which this replica starts: its share
+        of the saved memories."""
         sources = memory_sources(self._own.replica, self._before, self._own.replicas)
         total = torch.zeros(box.shape, dtype=torch.float64)
         for replica in sources:
@@ -103,7 +110,8 @@ class Elastic:
     def server_residual(
         self, key: str, channel: Channel, boxes: dict[str, Box]
     ) -> list[Tensor] | None:
-        """Server residuals of the parameters in `boxes`; None if the saved world had no owners."""
+        """The server residuals (what owners have aggregated and not sent) of the parameters in
+        `boxes`; None if the saved run had no owners."""
         if all(key not in file.keys for file in self._saved.shards(0)):
             return None
         numbers = range(self._saved.manifest.shards)
@@ -116,7 +124,8 @@ class Elastic:
     def _server_residual_of_shard(
         self, key: str, channel: Channel, shard: int
     ) -> dict[str, TensorPart]:
-        """Server residuals of the replicas of one shard, by parameter."""
+        """The server residuals (what owners have aggregated and not sent) of one shard, assembled
+        from all replicas, by parameter."""
         files = [self._saved.file(replica, shard) for replica in range(self._before)]
         boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
         shapes = {name: box.shape for name, box in boxes.items()}
@@ -134,8 +143,8 @@ class Elastic:
 
 
 def memory_sources(replica: int, before: int, now: int) -> range:
-    """The replicas of a world of `before` replicas whose memory goes to `replica` in a world of
-    `now` replicas.
+    """The replicas of a saved run of `before` replicas whose memory of unsent values goes to
+    `replica` in a run of `now` replicas.
 
     >>> [list(memory_sources(j, 4, 2)) for j in range(2)]
     [[0, 1], [2, 3]]
@@ -148,7 +157,8 @@ def memory_sources(replica: int, before: int, now: int) -> range:
 
 
 def _merge(tensors: list[Tensor], key: str) -> Tensor:
-    """Returns the first of equal tensors, or the mean of different tensors.
+    """Merges the tensors of several replicas or shards: returns the first tensor if all are equal,
+    else their mean.
 
     Raises `ValueError` for integers that differ.
     """
@@ -163,8 +173,8 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """Coefficients of the rows that this rank owns, [owned, chunk], built from one tensor of the
-    local shape for each parameter.
+    """The coefficients of the rows that this rank owns (aggregates for all replicas), [owned,
+    chunk], computed from one tensor of the local shape for each parameter.
     """
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
@@ -175,14 +185,16 @@ def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
 
 
 SHARD = "shard.0."
-"""Prefix of the keys of a shard wire's state."""
+"""Prefix of the keys under which the state of the shard wire (the compressed communication between
+shards) is saved."""
 _RESIDUAL = f"{SHARD}residual."
 
 
 def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinates) -> str:
-    """Loads the residuals of `saved` into the shard wire. Collective.
+    """Loads the unsent gradients in `saved` into the shard wire (the compressed communication
+    between shards). All ranks must call this function together.
 
-    Returns in words the state that had to be dropped.
+    Returns in words which state had to be dropped.
     """
     names = {k.removeprefix(_RESIDUAL) for k in saved.file(0, 0).keys if k.startswith(_RESIDUAL)}
     state = {}
@@ -203,8 +215,9 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
 def _residual(
     saved: CheckpointReader, unit: ShardUnit, name: str, parameter: Tensor, own: Coordinates
 ) -> Tensor:
-    """This rank's residual of one parameter: all unsent gradients of its shard go to the row of the
-    next node, and the other rows are zero.
+    """The unsent gradients of one parameter with which this rank starts, one row for each other
+    node. The row of the next node holds all unsent gradients of the shard on that node; the other
+    rows are zero.
     """
     nodes = unit.link.replicas
     node = unit.link.replica
@@ -224,7 +237,8 @@ def _residual(
 
 
 def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tensor:
-    """Part `box` of the unsent gradients of one parameter, over the nodes of a saved replica."""
+    """The part `box` of the unsent gradients of one parameter, added over the nodes of a saved
+    replica."""
     files = saved.shards(replica)
     residuals = [file.tensor(f"{_RESIDUAL}{name}") for file in files]  # [nodes - 1, size] each
     nodes = len(residuals[0]) + 1

@@ -42,7 +42,8 @@ class Texts:
         return dist.get_world_size()
 
     def gather(self, text: str) -> list[str]:
-        """Texts of all ranks, by rank. Collective."""
+        """Sends `text` to all ranks, and returns the texts of all ranks in rank order. All ranks
+        must call this function together."""
         if self.world_size == 1:
             return [text]
         content = os.fsencode(text)
@@ -62,7 +63,7 @@ class Texts:
         ]
 
     def broadcast(self, text: str) -> str:
-        """Returns the `text` of rank 0 on all ranks. Collective."""
+        """Returns the `text` of rank 0 on all ranks. All ranks must call this function together."""
         if self.world_size == 1:
             return text
         content = os.fsencode(text)
@@ -80,14 +81,15 @@ class Texts:
 
 
 def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
-    """The axis between the replicas of `optimizer`, if training survives the loss of replicas."""
+    """The axis between the replicas of `optimizer`, if training survives the loss of replicas; else
+    None."""
     found = (axis for axis, _ in optimizer.levels if isinstance(axis, ElasticCommunicator))
     return next(found, None)
 
 
 def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
-    """Exchange of texts between all ranks that train `model`, over its elastic axis if it has
-    one.
+    """An object that exchanges texts between all ranks that train `model`. It uses the axis that
+    survives the loss of replicas, if training has such an axis.
     """
     elastic = elastic_axis(optimizer)
     if elastic is not None:
@@ -102,8 +104,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 @dataclass(frozen=True)
 class Volumes:
-    """The ranks that share each directory. leaders: for each rank, the lowest rank that shares its
-    directory.
+    """The volumes of a run: a volume is a directory with the ranks that see it. leaders: for each
+    rank, the lowest rank that sees the same directory.
     """
 
     leaders: tuple[int, ...]
@@ -121,7 +123,7 @@ class Volumes:
         return sorted(set(self.leaders)).index(self.leaders[rank])
 
     def ranks_text(self) -> str:
-        """Ranks of each volume.
+        """Names the ranks of each volume.
 
         >>> Volumes((0, 0, 2, 3, 2)).ranks_text()
         'ranks 0-1; ranks 2, 4; ranks 3'
@@ -133,7 +135,8 @@ class Volumes:
 
 
 def survey(directory: Path, texts: TextExchange) -> Volumes:
-    """Finds out which ranks share `directory`, by writing temporary files. Collective over `texts`.
+    """Finds out which ranks share `directory`, by writing temporary files. All ranks of `texts`
+    must call this function together.
 
     Rank 0 writes a file under a random name, and all ranks look for it. Ranks that do not find the
     file also create their directory and write a file. Then each of them looks again for rank 0's
@@ -171,10 +174,10 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
 
 def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
     """Creates `directory` for a library that saves its own files, and warns if nodes do not share
-    it. Collective.
+    it. All ranks must call this function together.
 
-    If nodes do not share the directory, each node has the part of our state that it needs, but not
-    all files of the library. Raises `OSError` on all ranks if a rank cannot write there.
+    If nodes do not share the directory, each node has the part of DeToNATION's state that it needs,
+    but not all files of the library. Raises `OSError` on all ranks if a rank cannot write there.
     """
     volumes = survey(directory, Texts(device_of(model)))
     if dist.get_rank() == 0 and not volumes.shared:
@@ -191,10 +194,12 @@ class CheckpointsElsewhere:
     """Removes a library's old checkpoints on nodes that do not share rank 0's disk.
 
     The library itself removes checkpoints only on rank 0's disk. All ranks construct this object
-    before training; it warns like `warn_unless_shared`. It removes a checkpoint only if rank 0 once
-    had it and no longer has it, and only if the directory contains our `part`.
+    before training; the constructor warns like `warn_unless_shared`. The object removes a
+    checkpoint only if rank 0 once had it and no longer has it, and only if the directory of the
+    checkpoint contains `part`.
 
-    named: a pattern for the names of checkpoints.
+    named: a pattern for the names of checkpoints. part: the subdirectory that DeToNATION adds to a
+    checkpoint.
     """
 
     def __init__(
@@ -208,7 +213,8 @@ class CheckpointsElsewhere:
         self._before = self._names()
 
     def follow(self) -> None:
-        """Removes the checkpoints that rank 0 has removed since the last call. Collective."""
+        """Removes the checkpoints that rank 0 has removed since the last call. All ranks must call
+        this function together."""
         if self._volumes.shared:
             return
         here = self._names()

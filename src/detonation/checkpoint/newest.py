@@ -36,12 +36,12 @@ from detonation.core.optimizer import Replicated
 
 @dataclass(frozen=True)
 class View:
-    """One rank's view of a checkpoint.
+    """What one rank sees of a checkpoint in its own directory.
 
     host: name of the rank's machine. digest: sha256 of the manifest. file: inode and change time of
     the manifest, equal on all ranks that share the file. fault: fault in the manifest, or in a file
-    that this rank checks. lacks: replicas without a file that this rank needs. has: replicas with
-    all their files.
+    that this rank checks. lacks: replicas of which this rank needs a file that it does not find.
+    has: replicas of which this rank finds all files.
     """
 
     host: str
@@ -53,7 +53,8 @@ class View:
 
 
 def candidates(directory: Path, texts: TextExchange) -> list[str]:
-    """Names of the checkpoints that any rank has in its `directory`, newest first. Collective."""
+    """Names of the checkpoints that any rank has in its `directory`, newest first. All ranks must
+    call this function together."""
     mine = json.dumps([path.name for path in retention.saved_checkpoints(directory)])
     names = {Path(name) for text in set(texts.gather(mine)) for name in json.loads(text)}
     return [path.name for path in retention.newest_first(names)]
@@ -62,11 +63,12 @@ def candidates(directory: Path, texts: TextExchange) -> list[str]:
 def inspect(
     directory: Path, name: str, own: Coordinates, held: Collection[int], texts: TextExchange
 ) -> tuple[Path, Manifest | None, str]:
-    """This rank's path of the checkpoint `name`, its manifest, and the reason why a rank cannot
-    load it ("" if all can). Collective.
+    """Checks on all ranks whether they can load the checkpoint `name`. Returns its path on this
+    rank, its manifest, and the reason why a rank cannot load it ("" if all ranks can). All ranks
+    must call this function together.
 
-    held: the shards of this rank. The path may be the final name although another rank still sees
-    the partial name.
+    held: the shards of this rank. The path can already have the final name of the checkpoint while
+    another rank still sees its temporary name.
     """
     path = retention.committed(directory, name)
     manifest, view = _manifest(path)
@@ -99,7 +101,7 @@ def _manifest(path: Path) -> tuple[Manifest | None, View]:
 
 
 def _disagreement(views: Sequence[View]) -> str:
-    """The reason why ranks do not have the same complete manifest; "" if they have it."""
+    """The reason why not all ranks have the same complete manifest; "" if all ranks have it."""
     first = views[0]
     if all(view.fault for view in views):
         return first.fault
@@ -119,9 +121,10 @@ def _files(
     sharing: Sequence[int],
     rank: int,
 ) -> View:
-    """Checks the files that this rank reads.
+    """Checks the files of a checkpoint that this rank must read.
 
-    If it needs all files, the ranks `sharing` its directory divide the check.
+    If it must read the files of all ranks, the ranks that share its directory (`sharing`) check a
+    part of the files each.
     """
     present = {file.name for file in path.glob("*.safetensors")}
     replicas = range(manifest.replicas)
@@ -141,10 +144,10 @@ def _files(
 
 
 def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str:
-    """The replicas whose files are missing on nodes that need them, and the remedy; "" if no file
-    is missing.
+    """A text that names the replicas whose files are missing on nodes that need them, and the
+    remedy; "" if no node misses a file that another node has.
 
-    If all ranks have the same files, a missing file is instead a fault of the checkpoint.
+    If all ranks see the same files, a missing file is a fault of the checkpoint and not named here.
     """
     if not manifest.volumes and all(view.has == views[0].has for view in views):
         return ""
@@ -194,8 +197,8 @@ class Loaded:
     """A checkpoint that was loaded.
 
     step: the step after which the checkpoint was saved. extra: the values saved with it, equal in
-    value and type; tensors are on the host. merged: a description of how the saved world was merged
-    into this world.
+    value and type; tensors are on the host. merged: in words, how the state of the saved replicas
+    and shards was merged into the state of this run.
     """
 
     path: Path
@@ -210,10 +213,11 @@ def load_checkpoint(
     """Loads the newest complete checkpoint of `directory` into `model` and `optimizer`. All ranks
     call it.
 
-    Call it after `replicate` and before the first step. In a world of the saved shape, training
-    continues bit for bit as if it had not been interrupted. In a world of another shape, agreed
-    weights are exact, and memories are merged as `detonation.checkpoint.elastic` describes.
-    Incomplete checkpoints are skipped; the log gives the reason for each.
+    Call it after `replicate` and before the first step. With as many replicas and shards as the
+    saved run, training continues bit for bit as if it had not been interrupted. With other numbers,
+    weights on which all replicas agreed are exact, and the memories of unsent values are merged as
+    `detonation.checkpoint.elastic` describes. Incomplete checkpoints are skipped; the log gives the
+    reason for each.
 
     Returns:
         The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint.
@@ -246,10 +250,10 @@ def load_checkpoint(
 def find(
     directory: Path, model: nn.Module, optimizer: Replicated, most: int | None = None
 ) -> Found | None:
-    """The newest checkpoint of `directory` that is complete for all ranks, at step `most` or
-    before; None if there is none. Collective.
+    """Finds the newest checkpoint of `directory` that is complete for all ranks, at step `most` or
+    before; None if there is no checkpoint. All ranks must call this function together.
 
-    Raises `NoCheckpoint` if there are checkpoints and none is whole.
+    Raises `NoCheckpoint` if there are checkpoints, but none of them is complete.
     """
     texts = texts_between(model, optimizer)
     rejected: dict[str, str] = {}
@@ -277,16 +281,18 @@ def rejections(rejected: Mapping[str, str], used: str) -> list[str]:
 
 
 def none_whole(directory: Path, rejected: Mapping[str, str]) -> NoCheckpoint:
-    """Error that gives the reason of the newest checkpoint, if all checkpoints were `rejected`."""
+    """The error for a `directory` in which all checkpoints were `rejected`. It gives the reason for
+    the newest checkpoint."""
     name, reason = next(iter(rejected.items()))
     return NoCheckpoint(f"no checkpoint in {directory} is whole: {name} rejected: {reason}")
 
 
 def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
-    """Loads `found` into `model` and `optimizer`. Collective.
+    """Loads the checkpoint `found` into `model` and `optimizer`. All ranks must call this function
+    together.
 
     Raises `ValueError` on all ranks if the checkpoint is of another run, and `OverlapError` between
-    `overlap` and its step; nothing has changed then.
+    a call of `overlap` and its step. In both cases no state has changed.
     """
     optimizer.refuse_overlap()
     texts = texts_between(model, optimizer)
@@ -305,8 +311,8 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
 
 @contextmanager
 def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
-    """Context manager: if its block raises `ValueError` on any rank, all ranks raise it.
-    Collective.
+    """Context manager: if its block raises an error on any rank, all ranks raise `ValueError` with
+    its text. All ranks must enter it together.
     """
     problem = ""
     try:
@@ -322,7 +328,7 @@ def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
 
 
 def _other_versions(manifest: Manifest) -> str:
-    """A warning if other versions wrote the checkpoint; else ""."""
+    """A warning if other versions of the software wrote the checkpoint; else ""."""
     current = versions()
     other = [
         f"{name} {str(was)[:20]!r}"

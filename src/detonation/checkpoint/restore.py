@@ -34,7 +34,8 @@ from detonation.wire.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
-"""Names in the local state of a channel."""
+"""Name of the server residual (what an owner of rows has aggregated and not sent) in the local
+state of a channel."""
 _BY_REPLICA = ("taken", "local_steps")
 """Names of local state that has one number per replica."""
 
@@ -43,10 +44,11 @@ _BY_REPLICA = ("taken", "local_steps")
 def restore(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated
 ) -> tuple[str, Callable[[], str]]:
-    """Loads the state in `saved` into model and optimizer. The caller then compares the replicas.
+    """Loads the state in `saved` into model and optimizer. After the call, the caller compares the
+    replicas.
 
     Returns:
-        In words, how the saved world was merged into this one; and a collective function, which
+        In words, how the saved state was merged into this run; and a collective function, which
         the caller calls once no rank has raised. The function completes the state, and returns in
         words what had to be dropped.
 
@@ -63,9 +65,10 @@ def restore(
     source: Elastic | ShardReader = file
     if not same:
         source = Elastic(saved, own)
-    elif any(held.values()):  # this rank needs parts of several files
+    elif any(held.values()):  # this rank holds several shards, which were saved in several files
         source = Elastic(saved, own, [own.replica])
-    options = _saved_options(file, optimizer)  # may raise an error before anything has changed
+    # read first, because this call can raise an error, and no state has changed yet
+    options = _saved_options(file, optimizer)
     _load_weights(saved, source, file, model)
     described = _described(saved, own, source)
     for name, parameter in local_parameters(model).items():
@@ -108,7 +111,7 @@ def _load_weights(
     _require_fitting_weights(saved, file, found, parameters, source is file)
     for name, tensor in found.items():
         key = f"model.{name}"
-        # each rank has complete buffers, and each replica has its own
+        # a buffer has no box: each rank has the complete buffer, and replicas can have other values
         box = None
         if name in parameters:
             box = Box.of(tensor)
@@ -126,10 +129,10 @@ def _require_fitting_weights(
     parameters: Collection[str],
     cut_alike: bool,
 ) -> None:
-    """Raises `ValueError`, before any change, unless each weight in `found` was saved with the same
-    box and dtype.
+    """Raises `ValueError`, before any state changes, unless each weight in `found` was saved with
+    the same dtype and the same box (part of the whole tensor).
 
-    cut_alike: True if `file` has the part of each parameter that this rank needs.
+    cut_alike: True if `file` must have exactly the part of each parameter that this rank needs.
     """
     for name, tensor in found.items():
         key = f"model.{name}"
@@ -161,7 +164,8 @@ def _require_same_box(
 def _described(
     saved: CheckpointReader, own: Coordinates, source: Elastic | ShardReader
 ) -> ShardReader | ReplicaFiles:
-    """Keys, boxes and plain values of all files that `source` reads."""
+    """An object with the keys, boxes and plain values of all files from which `source` reads
+    tensors."""
     if isinstance(source, ShardReader):
         return source
     replicas = range(saved.manifest.replicas)
@@ -175,7 +179,7 @@ def _described(
 def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, Any]]:
     """The saved options of each parameter group.
 
-    Raises `CorruptCheckpoint` for one that does not fit the group.
+    Raises `CorruptCheckpoint` for an option that does not fit the group.
     """
     found = []
     for group, options in zip(optimizer.param_groups, file.groups, strict=True):
@@ -188,14 +192,16 @@ def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, A
                 # a scheduler or a loop set this option after creating the optimizer
                 mine[key] = _of_others(like, value)
         for key, value in options["tensors"].items():
-            like = group.get(key, group["lr"])  # a scheduler that is created later adds initial_lr
+            # the group has no initial_lr yet if its scheduler is created later
+            like = group.get(key, group["lr"])
             mine[key] = _tensor_option(key, like, value, key in optimizer.defaults)
         found.append(mine)
     return found
 
 
 def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
-    """Loads the state of the shard wire; returns a description of the state that was dropped."""
+    """Loads the state of the shard wire (the compressed communication between shards); returns a
+    description of the state that was dropped."""
     load_shard_state(model, state)
     if not state or shard_units(model):
         return ""
@@ -233,8 +239,8 @@ def _check(
 
 
 def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
-    """Describes parameters that only one of the runs has, or that the runs have in different
-    groups.
+    """Describes the parameters that only the saved run or only this run has, or that the two runs
+    have in different groups.
     """
     was = [name for group in saved if isinstance(group, list) for name in map(str, group)]
     now = [name for group in own for name in group]
@@ -257,14 +263,15 @@ def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
 
 
 def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
-    """True if this world has as many replicas and shards as the saved one."""
+    """True if this run has as many replicas and shards as the saved run."""
     return (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
 
 
 def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
-    """The file of this rank, which may be the only file on its node.
+    """The file with the saved state of this rank. It may be the only file of the checkpoint on this
+    node.
 
-    In a world of another shape, it is the first file of the checkpoint.
+    If this run has another number of replicas or shards, it is the first file of the checkpoint.
     """
     if _same_shape(saved.manifest, own):
         return saved.file(own.replica, own.shard)
@@ -272,7 +279,7 @@ def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
 
 
 def _option(key: str, current: Any, saved: Any) -> Any:
-    """A saved option of a parameter group.
+    """Returns the saved value of an option of a parameter group.
 
     Raises `CorruptCheckpoint` if its type differs from that of `current`.
     """
@@ -290,8 +297,8 @@ def _option(key: str, current: Any, saved: Any) -> Any:
 
 
 def _tensor_option(key: str, current: Any, saved: Any, is_own: bool) -> Any:
-    """An option that was saved as a tensor. `is_own` is True if an argument of the optimizer sets
-    the option.
+    """Returns the value of an option that was saved as a tensor, in the type of the `current`
+    value. `is_own` is True if an argument of the optimizer sets the option.
     """
     if isinstance(current, Tensor):
         return current.new_tensor(saved)
@@ -303,7 +310,8 @@ def _tensor_option(key: str, current: Any, saved: Any, is_own: bool) -> Any:
 
 
 def _of_others(current: Any, saved: Any) -> Any:
-    """A saved option that no argument of the optimizer sets."""
+    """Returns the saved value of an option that no argument of the optimizer sets, such as an
+    option of a scheduler."""
     if isinstance(current, tuple) and isinstance(saved, list):
         return tuple(saved)
     return saved
@@ -316,7 +324,8 @@ def _is_number(value: Any) -> bool:
 def _load_generators(source: ShardReader, model: nn.Module) -> str:
     """Sets the random generators of this rank.
 
-    Returns in words those that start anew, because the run was on another kind of device.
+    Returns in words the generators that start anew, because the saved run used another kind of
+    device.
     """
     found = generators(model)
     for key in found.keys() & source.keys:
@@ -357,8 +366,8 @@ def load_base_state(
             like = local(parameter).detach()
             strided = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
             tensor = strided.copy_(tensor)
-        # A plain parameter has plain state, a DTensor mostly DTensor state.
-        # The model may be sharded now although it was not when it was saved.
+        # The state of a plain parameter consists of plain tensors, of a DTensor mostly of DTensors.
+        # The model may be sharded now, although it was not when it was saved.
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
         if wrapped:
             tensor = _as_dtensor(parameter, tensor, whole)
@@ -398,12 +407,13 @@ def _assembled(
 
 
 def _entry(key: str, prefix: str) -> str:
-    """Key of a saved entry inside the optimizer's state.
+    """The key that a saved entry has in the optimizer's own state.
 
     The prefix is unambiguous: no parameter has a name that is another parameter's name followed by
     a dot and more.
 
-    Raises `ValueError` for a key with a dot, which only versions wrote that could not read it.
+    Raises `ValueError` for a key with a dot. Only earlier versions wrote such keys, and they could
+    not read them.
     """
     spelled = key.removeprefix(prefix)
     if "." in spelled:
@@ -432,7 +442,8 @@ def _as_dtensor(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Te
 
 
 def _load_local_state(source: ShardReader, replicators: Sequence[Replicator]) -> None:
-    """Loads the local state of a shard in a world of the saved shape."""
+    """Loads the local state of a shard, if this run has as many replicas and shards as the saved
+    run."""
     current = {f"replica.{key}": tensor for key, tensor in local_state_of(replicators).items()}
     saved = {key for key in source.keys if key.startswith("replica.")}
     require_same_keys("the checkpoint", current, saved)
@@ -466,7 +477,8 @@ def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> st
 def _merged(
     source: Elastic, prefix: str, current: Mapping[str, Tensor], boxes: Mapping[str, Box]
 ) -> dict[str, Tensor]:
-    """The local state of one replicator, merged over the replicas, without server residuals."""
+    """The local state of one replicator, merged from the saved replicas. Server residuals are zero
+    in it, because `_merge_server_residual` adds them."""
     merged = {}
     for key, tensor in current.items():
         kind, _, name = key.partition(".")
@@ -476,7 +488,7 @@ def _merged(
         elif kind == _SERVER_RESIDUAL:
             merged[key] = torch.zeros_like(tensor)
         elif key in _BY_REPLICA:
-            # the state was saved for other replicas, so all begin a round with equal local steps
+            # not loaded, because it is of other replicas: all begin with equally many local steps
             merged[key] = tensor
         else:
             merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))
@@ -490,10 +502,10 @@ def _merge_server_residual(
     boxes: dict[str, Box],
     merged: dict[str, Tensor],
 ) -> str:
-    """Adds the saved server residual to the `merged` state of the new owners or, without owners, to
-    the memory.
+    """Adds the saved server residual (what owners have aggregated and not sent) to the `merged`
+    state: to the residuals of the new owners or, without owners, to the memory of unsent values.
 
-    Returns in words that it was dropped if this world has neither.
+    Returns a text that the residual was dropped, if this run has neither owners nor a memory.
     """
     residual = source.server_residual(prefix + _SERVER_RESIDUAL, channel, boxes)
     if residual is None:
@@ -528,7 +540,7 @@ def _require_alike(key: str, target: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
-    """Describes how the state of the saved world becomes the state of this world."""
+    """Describes how the state of the saved replicas and shards becomes the state of this run."""
     worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
     if replicas == own.replicas:
         return f"{worlds}: weights and memory exact, resharded"

@@ -1,4 +1,5 @@
-"""Saving on one rank: the rank's data, its file, and the agreement of all ranks on a checkpoint."""
+"""Saving on one rank: it copies the rank's data, writes the rank's file, and agrees with all other
+ranks on the checkpoint."""
 
 import contextlib
 import errno
@@ -46,7 +47,7 @@ class NotSaved(DetonationError, OSError):
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Data that one rank must write, by shard.
+    """The data that one rank must write into a checkpoint, by shard.
 
     ranks: the number of ranks that save. bytes: approximate size of the data. identity: see
     `run_identity`. extra: the result of `encoded_extra`.
@@ -62,7 +63,8 @@ class SaveJob:
     extra: dict[str, Any]
 
     def manifest(self, reports: Sequence[Mapping[str, Any]], volumes: Volumes) -> Manifest:
-        """Manifest of the files that all ranks have reported, by rank."""
+        """The manifest of the checkpoint. `reports` holds what each rank reported about the files
+        that it wrote."""
         replicas = self.coordinates.replicas
         shards = self.coordinates.shards
         names = [
@@ -119,7 +121,8 @@ def make_save_job(
 
 
 _OF_SIZE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, 0)
-"""Errors for which the message shows needed and free bytes; 0 means no errno."""
+"""Numbers of the system errors for which the text of `NotSaved` shows how many bytes are needed and
+how many are free. 0 is an error without a number."""
 _log = logging.getLogger("detonation.checkpoint")
 
 
@@ -138,8 +141,8 @@ class ShardSaver:
         self._volumes: Volumes | None = None
 
     def save(self, job: SaveJob) -> Path:
-        """Saves `job`. Collective; one rank of each volume creates, renames and removes
-        directories.
+        """Saves `job`. All ranks must call this function together. One rank of each volume (the
+        ranks that share a directory) creates, renames and removes directories.
 
         All manifests are on disk before the first directory is renamed, and all directories are
         renamed before an older checkpoint is removed. So one checkpoint is complete on all nodes,
@@ -176,7 +179,7 @@ class ShardSaver:
         if leads:
             common = _common([report["steps"] for report in reports if "steps" in report])
             kept = [saved for saved in common if saved <= step][: self._keep]
-            # nodes keep old checkpoints until a joined replica has `keep` checkpoints
+            # old checkpoints stay until the node of a replica that joined late also has `keep`
             if len(kept) == self._keep:
                 retention.retire(directory, kept[-1])
         return directory / retention.checkpoint_name(step)
@@ -227,9 +230,10 @@ class ShardSaver:
         acts: bool,
         act: Callable[[], Mapping[str, Any] | None],
     ) -> list[dict[str, Any]]:
-        """Calls `act` if this rank `acts`. Returns the reports of all ranks. Collective.
+        """Calls `act` on ranks where `acts` is True, and returns the reports of all ranks. All
+        ranks must call this function together.
 
-        Raises `NotSaved` on all ranks if `act` failed on one.
+        Raises `NotSaved` on all ranks if `act` failed on any rank.
         """
         report: dict[str, Any] = {"need": job.bytes}
         try:
@@ -250,7 +254,8 @@ class ShardSaver:
         if volumes.leads(self._texts.rank):
             with contextlib.suppress(OSError):
                 retention.abandon(self._directory, job.step)
-        self._volumes = None  # a file system may have been mounted or unmounted
+        # look again who shares a directory: a file system may have been mounted or unmounted
+        self._volumes = None
         full = volumes.leaders[failed]
         needs = [
             report["need"] for rank, report in enumerate(reports) if volumes.leaders[rank] == full
@@ -258,9 +263,10 @@ class ShardSaver:
         raise self._failure(job, reports[failed], sum(needs))
 
     def _failure(self, job: SaveJob, report: Mapping[str, Any], need: int) -> NotSaved:
-        """Creates the error, equal on all ranks.
+        """Creates the error for a failed save, with the same text on all ranks.
 
-        Collective, so that no rank raises before all ranks have cleaned up.
+        All ranks must call this function together, so that no rank raises the error before all
+        ranks have cleaned up.
         """
         saved = [
             json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))

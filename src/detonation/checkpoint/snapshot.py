@@ -24,7 +24,8 @@ from detonation.wire.units import shard_state
 
 
 def run_identity(optimizer: Replicated) -> dict[str, Any]:
-    """Levels, seed and optimizer class, as stored in the manifest.
+    """The levels of replication, the seed and the class of the optimizer, as stored in the
+    manifest.
 
     A resumed run must have the same levels, seed and optimizer class.
     """
@@ -37,7 +38,7 @@ def run_identity(optimizer: Replicated) -> dict[str, Any]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, as shards."""
+    """The parameters (as shards) and the persistent buffers of `model`, by name."""
     return {**local_parameters(model), **persistent_buffers(model)}
 
 
@@ -94,16 +95,18 @@ def plain(key: str, value: Any) -> Any:
 
 _log = logging.getLogger("detonation.checkpoint")
 PADDING = "padding."
-"""Prefix of the plain values that name embeddings whose padding rows move."""
+"""Prefix of the keys under which a checkpoint names the embeddings whose padding rows get
+gradients."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of one rank.
+    """The state of one rank that a checkpoint saves.
 
-    tensors: copies on the host, by key. boxes: boxes of the tensors that are sharded like a
-    parameter. wrapped: keys of DTensors. on_host: keys of tensors that are on the host although the
-    parameters are not. values: plain values by key. groups: the parameter groups.
+    tensors: copies on the host, by key. boxes: for each tensor that is sharded like a parameter,
+    the part of the whole tensor that this rank has. wrapped: keys of DTensors. on_host: keys of
+    tensors that are on the host although the parameters are not. values: plain values by key.
+    groups: the parameter groups.
     """
 
     tensors: dict[str, Tensor]
@@ -125,8 +128,8 @@ class Snapshot:
 def take_snapshot(
     model: nn.Module, optimizer: Replicated, frozen: bool = True, alone: bool = False
 ) -> Snapshot:
-    """Copies the last agreed weights, and this rank's optimizer state, local state and random
-    generators.
+    """Copies the weights on which all replicas agreed last, and this rank's optimizer state, local
+    state and random generators.
 
     Waits for messages in flight. frozen: True to copy parameters that require no gradient. alone:
     True if no other replica takes a snapshot; see `Replicator.local_state`.
@@ -235,7 +238,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
     }
     all_pieces = [
         (each.link, p) for each in optimizer.build() for p in each.parameters.values()
-    ]  # a replicator may own no piece of this shard
+    ]  # a replicator may hold no piece of this shard
     of_links = {
         link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
     }
@@ -320,7 +323,8 @@ def _warn_of_extra_state(model: nn.Module) -> None:
 
 
 def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
-    """Boxes of the tensors that are DTensors or are sharded like their parameter."""
+    """The boxes (parts of the whole tensors) of all tensors that are DTensors, or are sharded like
+    their parameter."""
     parameters = local_parameters(model)
     boxes = {}
     # computing a tensor's box is slow in torch, and most tensors share a layout
@@ -357,7 +361,7 @@ def state_key(name: str, key: object) -> str:
 
 
 def entry_of(spelled: str) -> str:
-    """Inverse of the escaping in `state_key`."""
+    """Undoes the escaping of `state_key`: returns the key of an entry in the optimizer's state."""
     return spelled.replace("%2E", ".").replace("%25", "%")
 
 

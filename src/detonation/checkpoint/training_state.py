@@ -14,11 +14,13 @@ class TrainingState(Stateful):
     """A model and its replicated optimizer as one `Stateful`.
 
     Save it with `dcp.save({"app": TrainingState(model, optimizer)})`; all ranks call save and load.
-    State that all replicas share has shared keys, which torch.distributed.checkpoint writes once.
-    Private state has keys that name replica and shard.
+    State that is equal on all replicas has the same keys on all replicas, so
+    torch.distributed.checkpoint writes it once. State of one rank has keys that name its replica
+    and shard.
 
-    Use it only if you need torch's format. This format unpickles its own metadata, and its save is
-    neither atomic nor checked. `detonation.save_checkpoint` is both.
+    Use this class only if you need torch's format. This format unpickles its own metadata, and its
+    save is neither atomic nor checked. A save by `detonation.save_checkpoint` is atomic and
+    checked.
 
     Raises:
         KeyError: while loading, if the saved world had other replicas or shards.
@@ -38,7 +40,9 @@ class TrainingState(Stateful):
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, under keys that torch.distributed.checkpoint may merge. Collective."""
+        """The state of model and optimizer. State that is equal on all replicas has the same keys,
+        so torch.distributed.checkpoint writes it once. All ranks must call this function together.
+        """
         optimizer = self._optimizer
         optimizer.set_up()
         model, base = get_state_dict(self._model, optimizer)
@@ -54,9 +58,10 @@ class TrainingState(Stateful):
         return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the result of `state_dict` from a world of the same shape. Collective.
+        """Loads the result of `state_dict` of a run with as many replicas and shards as this run.
+        All ranks must call this function together.
 
-        A replica state that does not fit is refused before any state has changed.
+        The state of a replica that does not fit is refused before any state has changed.
         """
         optimizer = self._optimizer
         coordinates = optimizer.coordinates

@@ -31,13 +31,14 @@ _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Findings about one checkpoint.
+    """What the check of one checkpoint found.
 
-    faults: faults as text; empty if the checkpoint is complete. differences: differences between
-    replicas, as text. apart: the largest distance of close replicas, relative to the norm of a
-    tensor; None if replicas must be equal. compared: the number of tensors per shard that must be
-    equal on all replicas. uncompared: the reason if that number is 0. elsewhere: the files on other
-    nodes, which this node cannot read; `faults` does not cover them.
+    faults: faults of the files, as text; empty if the checkpoint is complete. differences:
+    differences between replicas, as text. apart: for replicas that may differ by rounding, the
+    largest distance between two tensors relative to their norm; None if replicas must be equal.
+    compared: the number of tensors per shard that must be equal on all replicas. uncompared: the
+    reason if that number is 0. elsewhere: the files on other nodes, which this node cannot read;
+    `faults` does not cover these files.
     """
 
     path: Path
@@ -104,7 +105,8 @@ def checkpoints(directory: Path) -> list[Path]:
 def verify(checkpoint: Path) -> VerifyReport:
     """Checks every byte of `checkpoint`, and compares the tensors that replicas share.
 
-    The tensors must be equal bit for bit, or close if the replicas were close in training.
+    These tensors must be equal bit for bit, or equal up to rounding if training allowed its
+    replicas to differ by rounding.
     """
     try:
         described = manifest.read_manifest(checkpoint)
@@ -148,7 +150,7 @@ def newest(directory: Path) -> Found:
     """The newest complete checkpoint of `directory`, and a line for each newer, incomplete
     checkpoint.
 
-    Raises `ValueError` if no checkpoint is whole.
+    Raises `ValueError` if no checkpoint is complete.
     """
     rejected: dict[str, str] = {}
     for path in checkpoints(directory):
@@ -161,7 +163,7 @@ def newest(directory: Path) -> Found:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """One model, merged from the replicas `here` of a checkpoint.
+    """One model, merged from those replicas of a checkpoint whose files are on this node (`here`).
 
     rejected: a line for each newer, incomplete checkpoint.
     """
@@ -175,8 +177,8 @@ class WholeModel:
 def newest_model(directory: Path) -> WholeModel:
     """The model of the newest complete checkpoint of `directory`.
 
-    Raises `ValueError` if no checkpoint is whole, if no replica has all its files on this node, or
-    if the replicas trained alone.
+    Raises `ValueError` if no checkpoint is complete, if no replica has all its files on this node,
+    or if the replicas trained alone.
     """
     found = newest(directory)
     path = found.path
@@ -207,8 +209,9 @@ def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
 class _Comparison:
     """Compares the replicas of one checkpoint, shard by shard.
 
-    differences: differences as text. compared: the number of tensors per shard that must agree.
-    apart: the largest distance of close replicas; None if bits were compared.
+    differences: differences between replicas, as text. compared: the number of tensors per shard
+    that must be equal on all replicas. apart: the largest distance between replicas that may differ
+    by rounding; None if the bits of the replicas were compared.
     """
 
     def __init__(self, saved: CheckpointReader) -> None:
@@ -218,7 +221,8 @@ class _Comparison:
         self.apart: float | None = None
 
     def compare_shards(self, here: Collection[str]) -> None:
-        """Compares the files `here` of each shard that has enough of them."""
+        """Compares, for each shard, the files of its replicas that are on this node (`here`). Skips
+        a shard of which only one replica of several is on this node."""
         manifest = self._saved.manifest
         for shard in range(manifest.shards):
             present = [
@@ -228,7 +232,7 @@ class _Comparison:
                 self._compare_shard(shard, present)
 
     def _compare_shard(self, shard: int, present: Sequence[int]) -> None:
-        """Compares the first of the replicas `present` with each of the others."""
+        """Compares the first replica in `present` with each other replica in `present`."""
         lowest, *others = present
         first = self._saved.file(lowest, shard)
         keys = _must_agree(first, self._saved.manifest)
@@ -245,7 +249,8 @@ class _Comparison:
                 )
 
     def _unequal(self, keys: Sequence[str], first: ShardReader, other: ShardReader) -> list[str]:
-        """Keys of tensors that differ or, between close replicas, are too far apart."""
+        """Keys of the tensors that differ between the files of two replicas. If these replicas may
+        differ by rounding, only tensors that differ by more than rounding."""
         unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
         if not (first.moved and other.moved):
             return unequal
@@ -261,7 +266,8 @@ class _Comparison:
 
 
 def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, bool]:
-    """Distance of two tensors relative to their norm, and True if rounding alone explains it."""
+    """The distance between the tensors `key` of two files relative to their norm, and True if
+    rounding alone explains this distance."""
     one = first.tensor(key)
     two = other.tensor(key)
     if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
@@ -274,7 +280,7 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
         return 0.0, True
     least = min(norms)
     name = _name_in_training(key)
-    # a tensor without a recorded movement may have started at zero
+    # if no movement is recorded, the norm counts as movement: the tensor may have started at zero
     moved = max(file.moved.get(name, least) for file in (first, other))
     return far / (least or far), far <= tolerance(least, moved, eps) < math.inf
 
@@ -308,8 +314,8 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
         ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # A level that exchanges gradients keeps the replicas of its tier equal.
-    # Under any other level, replicas have different anchors.
+    # A level that exchanges gradients keeps the replicas of its tier of the network equal.
+    # Under a level of any other kind, these replicas have different anchors.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1
@@ -386,7 +392,7 @@ def _exported(directory: Path) -> tuple[_Read, str]:
             names = sorted(
                 {*json.loads(read_text(directory / _INDEX, links=True))["weight_map"].values()}
             )
-        # a snapshot in Hugging Face's cache consists of links
+        # links are followed, because a snapshot in Hugging Face's cache consists of links
         files = [TensorFile((directory / Path(name).name).resolve()) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{directory} holds no weights that can be read: {error}") from error

@@ -1,5 +1,6 @@
 """The algorithms: a replica's messages, their schedule, and how all replicas decode them to the
 same update.
 
-It depends on torch alone; every other package may import it. docs/design.md lists its packages.
+Core depends on torch alone, and every other package may import it. docs/design.md lists the
+packages of core.
 """

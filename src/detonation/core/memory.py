@@ -1,4 +1,5 @@
-"""A replica's private state: the memory of its signals, and the saved form of this state."""
+"""A replica's private state: the memory of its unsent signals, and the form in which this state is
+saved."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STRIPS = 16
-"""Number of parts in which signals are cut into tiles; more parts need less memory for the two
-copies.
+"""Number of parts in which signals are cut into tiles. Cutting makes two copies of each part, so
+more parts need less memory for these copies.
 """
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """How the memory evolves: `residual = decay * residual + signal`, then `residual -= alpha *
-    sent`.
+    """How the memory of unsent values changes at a step: `residual = decay * residual + signal`,
+    then `residual -= alpha * sent`.
 
     Args:
         decay: From 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of
@@ -50,10 +51,11 @@ class Feedback:
 
 
 class Memory:
-    """The fp32 residual of one replica, private to it: 4 bytes per local coordinate.
+    """The memory of what one replica has computed and not sent yet (its residual): 4 bytes in fp32
+    for each local coordinate. No other replica sees it.
 
-    Its padding stays zero: values that a transform writes there belong to no parameter and must not
-    compete for selection.
+    The padding of the residual stays zero. Values that a transform writes there belong to no
+    parameter, and must not compete for selection.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class Memory:
         return Memory(layout, self.feedback, self._device, residual)
 
     def absorb(self, signals: Sequence[Tensor | None], bad: Tensor | None = None) -> Tensor:
-        """Decays the residual and adds a signal.
+        """Multiplies the residual by the decay, and adds the new signals (gradients, or changes of
+        the parameters).
 
         Args:
             signals: One tensor per parameter; an absent one is zero.
@@ -112,8 +115,8 @@ class Memory:
     def _absorb_in_place(
         self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None
     ) -> None:
-        """Adds fp32 signals to the views of the residual. With `bad`, adds to a copy, which
-        replaces the residual only if `bad` is False.
+        """Adds fp32 signals to the views of the residual. If the flag `bad` is on the device, adds
+        the signals to a copy, which replaces the residual only if `bad` is False.
         """
         if bad is None:
             to = self.residual
@@ -130,7 +133,7 @@ class Memory:
             torch.where(bad, self.residual, to, out=self.residual)
 
     def release(self, sent: Iterable[Tensor]) -> None:
-        """Subtracts the sent values.
+        """Subtracts the sent values, times `alpha`, from the residual.
 
         Shapes: consecutive rows from the first on, `[n, chunk]` each.
         """
@@ -143,7 +146,7 @@ class Memory:
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
     def clear(self) -> None:
-        """Sets the residual to zero, and drops all kept rows."""
+        """Sets the residual to zero, and drops the copies of its rows that `keep` made."""
         self.residual.zero_()
         for kept in self._kept:
             kept.forget()
@@ -187,7 +190,7 @@ def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -
 
 @dataclass(frozen=True)
 class LocalState:
-    """The state of objects, as tensors that share their memory.
+    """The state of one or several objects, as tensors that share memory with these objects.
 
     Args:
         flats: By kind (`residual`, `anchor`, ...), `[rows, chunk]` each.
@@ -201,8 +204,8 @@ class LocalState:
     loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
-        """Read-only tensors: `kind.parameter` in the parameter's local shape, followed by all other
-        tensors.
+        """Read-only tensors by name: first `kind.parameter` for each kind and parameter, in the
+        local shape of the parameter, then all other tensors.
 
         Shapes: -> one local shape per kind and parameter.
         """
@@ -214,8 +217,8 @@ class LocalState:
         return parts | dict(self.others)
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores the result of `named`."""
-        with torch.no_grad():  # a decorator would need torch at import
+        """Copies the saved tensors, a result of `named`, back into the state."""
+        with torch.no_grad():  # no decorator, because that would need torch at import
             for kind, flat in self.flats.items():
                 self.layout.write(
                     flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots]

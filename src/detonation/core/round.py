@@ -52,7 +52,8 @@ class Round:
 
     @property
     def stays_open(self) -> bool:
-        """True if a step may leave the round open or its update in flight."""
+        """True if there are steps after which a round has not ended, or its update is still in
+        flight."""
         return self.every > 1 or self.delay > 0
 
     def sends(self, step: int) -> bool:
@@ -61,8 +62,8 @@ class Round:
 
 
 class LocalSteps:
-    """The local steps that each replica runs among the `every` steps of a round. They are equal on
-    all replicas.
+    """The local steps that each replica runs among the `every` steps of a round. All replicas know
+    the local steps of every replica.
 
     A replica with fewer local steps skips evenly spread steps. All replicas run the last step.
 
@@ -84,7 +85,7 @@ class LocalSteps:
         self.counts.fill_(every)
 
     def taken(self, step: int) -> Tensor:
-        """The replicas that run `step`.
+        """For each replica, whether it runs `step`.
 
         Shapes: -> `[replicas]` bool.
         """

@@ -23,7 +23,7 @@ _AS_IT_IS = nullcontext()
 @cache
 def _products() -> dict[str, Any]:
     """torch's settings of matrix products, by kind of device. They are looked up on first use,
-    because `plan` does not import torch.
+    because the command `plan` does not import torch.
     """
     on_cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     return {"cuda": torch.backends.cuda.matmul, "cpu": on_cpu}
@@ -44,10 +44,10 @@ def fp32_products() -> str:
 def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
     allowed = [each.fp32_precision for each in _products().values()]
     legacy = "highest"
-    # torch raises if the caller has set only its newer precision settings
+    # torch raises an error here if the caller has set only the newer precision settings of torch
     with suppress(RuntimeError):
         legacy = torch.get_float32_matmul_precision()
-        # if old and new settings differ, torch raises when either is read
+        # also set the old setting, because torch raises an error on reading settings that differ
         torch.set_float32_matmul_precision("highest")
     products.fp32_precision = "ieee"
     try:
@@ -60,15 +60,15 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
 
 
 def accelerator_is_played() -> bool:
-    """True if the CPU or the device `meta` simulates an accelerator for tests and counts:
-    DETONATION_KERNELS is "triton".
+    """True if the CPU or the device `meta` simulates an accelerator for tests and counts. The
+    environment variable DETONATION_KERNELS is "triton" then.
     """
     return os.environ.get("DETONATION_KERNELS") == "triton"
 
 
 def decides_on_device(device: torch.device) -> bool:
-    """True if decisions about tensors on `device` are computed there, because the host would have
-    to wait for the device.
+    """True if decisions about tensors on `device` are computed on the device, because the host
+    would have to wait for it.
     """
     return device.type != "cpu" or accelerator_is_played()
 
@@ -93,8 +93,8 @@ class Runtime:
     stops_when_bad: bool = False
 
     def exact_arithmetic(self) -> AbstractContextManager[None]:
-        """Makes a step compute in fp32 in any context of the caller: without autocast, TF32 or bf16
-        products.
+        """A context in which a step computes in fp32, whatever the caller has set: without
+        autocast, and without matrix products in TF32 or bf16.
         """
         kind = self.device.type
         if kind == "cpu":
@@ -153,8 +153,8 @@ PROGRESS = Progress()
 
 
 def recorded(device: torch.device) -> Any:
-    """An event for all work queued so far on the current stream of an accelerator; None on a
-    CPU.
+    """An event that is complete when all work queued so far on the current stream of an accelerator
+    is done; None on a CPU.
     """
     if device.type == "cpu":
         return None
@@ -180,7 +180,8 @@ class Readback:
         self._event = recorded(numbers.device)
 
     def wait(self) -> Tensor:
-        """The copy on the host. Waits as `read` does.
+        """The copy on the host. Waits for work queued on the device before the copy, but not for
+        later work.
 
         Shapes: as the tensor.
         """

@@ -1,5 +1,5 @@
-"""All changes to the file system that saving makes, as small operations, so that a test can stop
-before each of them.
+"""All changes that a save makes to the file system, each as a small function, so that a test can
+stop a save before each change.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def touch(path: Path) -> None:
 def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
     """Writes a new file and waits until it is on disk. Returns its size and sha256 (hex).
 
-    Raises `OSError` if that fails; then a part of the file may exist.
+    Raises `OSError` if the file cannot be written. A part of the file may exist in that case.
     """
     digest = hashlib.sha256()
     count = 0
@@ -58,7 +58,7 @@ def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
 def rename(source: Path, target: Path) -> None:
     """Moves `source` to `target` and waits until the move is on disk.
 
-    After a crash the entry is at exactly one of the two paths.
+    After a crash, the file or directory is at exactly one of these two paths.
     """
     _about_to("rename", source)
     source.rename(target)

@@ -1,4 +1,5 @@
-"""A caller's values as JSON, which decodes to values equal in value and type.
+"""Encodes the values that a caller saves in a checkpoint as JSON. They are decoded to values that
+are equal in value and type.
 
 A value that would not decode to an equal value is refused, and the error names its key. Plain JSON
 values are written unchanged: text, booleans, integers, finite floats, None, lists, and dicts whose
@@ -63,9 +64,9 @@ def encoded_extra(extra: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def decoded_extra(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of `encoded_extra`; a table of an earlier version is returned unchanged.
+    """Decodes the result of `encoded_extra`. A table of an earlier version is returned unchanged.
 
-    Raises `CorruptCheckpoint` for anything else, and if a class or package is missing.
+    Raises `CorruptCheckpoint` for any other content, and if a class or package is missing.
     """
     if _MARK not in table:
         return dict(table)
@@ -91,7 +92,8 @@ def encoded_number(value: float | None) -> Any:
 
 
 def decoded_value(value: Any) -> Any:
-    """Inverse of `encoded_number`, also inside lists and tables. Raises like `decoded_extra`."""
+    """Decodes the result of `encoded_number`, also inside lists and tables. Raises the same errors
+    as `decoded_extra`."""
     if isinstance(value, list):
         return [decoded_value(each) for each in value]
     if not isinstance(value, dict):
@@ -111,7 +113,8 @@ def decoded_value(value: Any) -> Any:
 
 
 class _Encoder:
-    """Encodes one value. tagged: True if the value contains anything other than plain JSON."""
+    """Encodes one value as JSON. tagged: True if the value contains any value that plain JSON does
+    not have."""
 
     def __init__(self) -> None:
         self.tagged = False
@@ -258,7 +261,7 @@ _FACTORIES: dict[str, Any] = {
 
 
 def _foreign(value: Any, path: str) -> tuple[str, Any]:
-    """Name and content of a tensor, an array or an enum.
+    """The type name and the encoded content of a tensor, an array or an enum.
 
     Raises `ValueError` for any other value.
     """
@@ -367,7 +370,8 @@ def _read_enum(content: Any) -> enum.Enum:
 
 
 def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
-    """Class of an already imported module, because a file must not cause imports."""
+    """Finds an enum class in a module that is already imported, because reading a file must not
+    import modules. None if there is no such class."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)

@@ -1,4 +1,5 @@
-"""Manifest: the description of a checkpoint. It is written last, and a reader checks every byte."""
+"""Manifest: the file that describes a checkpoint. It is written last, and a reader checks every
+byte of it."""
 
 import hashlib
 import json
@@ -24,14 +25,15 @@ MOST_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a checkpoint after `step` steps of a world of `replicas` x `shards`.
+    """Describes a checkpoint after `step` steps of a run with `replicas` replicas of `shards`
+    shards each.
 
-    levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer: the class
-    of the base optimizer. alike: True if all replicas held the same weights. files: size and
-    checksum of each file, by name. versions: versions of python, torch and detonation. extra: the
-    caller's values, as `encoded_extra` writes them; `given` decodes them. volumes: for each file,
-    in the order of `files`, the number of the directory to which it was written; empty if all files
-    share one directory.
+    levels: the chained schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer:
+    the class of the base optimizer. alike: True if all replicas held the same weights. files: size
+    and checksum of each file, by name. versions: versions of python, torch and detonation. extra:
+    the caller's values, as `encoded_extra` writes them; `given` decodes them. volumes: for each
+    file, in the order of `files`, the number of the directory to which it was written; empty if all
+    files share one directory.
     """
 
     step: int
@@ -47,7 +49,7 @@ class Manifest:
     volumes: list[int] = field(default_factory=list)
 
     def dumps(self) -> str:
-        """JSON of the manifest. The last entry is its own checksum.
+        """The manifest as JSON. The last entry is the checksum of all other entries.
 
         Raises `ValueError` if the text is larger than a reader accepts.
         """
@@ -66,7 +68,8 @@ class Manifest:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Values of the caller, decoded. Raises `ValueError` if they are damaged."""
+        """The values that the caller saved in the checkpoint, decoded. Raises `ValueError` if they
+        are damaged."""
         return decoded_extra(self.extra)
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
@@ -114,7 +117,8 @@ def manifest_bytes(checkpoint: Path) -> bytes:
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """Inverse of `dumps`, byte for byte. Raises `CorruptCheckpoint` for any other content."""
+    """Reads the manifest that `dumps` wrote. Raises `CorruptCheckpoint` if `content` differs in any
+    byte from what `dumps` writes."""
     if len(content) > MOST_BYTES:
         raise CorruptCheckpoint(f"{MANIFEST_NAME} is larger than {MOST_BYTES:,} bytes")
     try:
@@ -222,7 +226,8 @@ def _check_volumes(volumes: Any, files: int) -> None:
 
 
 def _summary(name: str, value: Any) -> ShardSummary:
-    """Size and checksum of one file. Raises `CorruptCheckpoint` for any other value."""
+    """Reads the size and the checksum of one file from the manifest. Raises `CorruptCheckpoint` for
+    any other value."""
     if not (isinstance(value, dict) and value.keys() == {"bytes", "sha256"}):
         raise CorruptCheckpoint(
             f"{name} in {MANIFEST_NAME} needs bytes and sha256, and nothing else"

@@ -1,4 +1,4 @@
-"""Readers of a checkpoint and its shard files: each can read any box of a tensor."""
+"""Readers of a checkpoint and of its shard files. They can read any part (box) of a tensor."""
 
 import json
 import math
@@ -19,7 +19,8 @@ from detonation.core.flat.tensors import Piece, bare_name
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor of shape `whole`, with the shape `shape`, at `offset`."""
+    """A part of a tensor: it has the shape `shape`, and begins at `offset` in the whole tensor of
+    shape `whole`."""
 
     whole: tuple[int, ...]
     offset: tuple[int, ...]
@@ -51,7 +52,7 @@ class Box:
     def from_json(cls, value: Any) -> "Box":
         """The part that a shard file describes as [whole, offset, shape].
 
-        Raises `CorruptCheckpoint`.
+        Raises `CorruptCheckpoint` for any other value.
         """
         if (
             isinstance(value, list)
@@ -69,7 +70,8 @@ class Box:
         )
 
     def overlap(self, other: "Box") -> tuple[slice, ...] | None:
-        """Overlap of both boxes, in the coordinates of the whole; None if it is empty."""
+        """The overlap of this box and `other`, in coordinates of the whole tensor; None if there is
+        no overlap."""
         starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [min(a, b) for a, b in zip(self._ends, other._ends, strict=True)]
         if all(a < b for a, b in zip(starts, ends, strict=True)):
@@ -81,12 +83,12 @@ class Box:
         return [start + size for start, size in zip(self.offset, self.shape, strict=True)]
 
     def within(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Converts `part` from coordinates of the whole to coordinates of this box."""
+        """Converts `part` from coordinates of the whole tensor to coordinates of this box."""
         return tuple(slice(s.start - o, s.stop - o) for s, o in zip(part, self.offset, strict=True))
 
 
 MOVED = "moved."
-"""Prefix of keys for the distances that tensors moved."""
+"""Prefix of the keys under which a shard file stores how far each tensor moved in training."""
 _REST: dict[str, type] = {
     "boxes": dict,
     "wrapped": list,
@@ -116,7 +118,8 @@ class CheckpointReader:
         return [self.file(replica, shard) for shard in range(self.manifest.shards)]
 
     def part(self, replica: int, key: str, box: Box) -> Tensor:
-        """Part `box` of the tensor `key` of one replica, assembled from its shards."""
+        """The part `box` of the tensor `key` of one replica, assembled from the replica's
+        shards."""
         return assemble(
             [file.piece(key) for file in self.shards(replica) if key in file.boxes], box, key
         )
@@ -124,7 +127,7 @@ class CheckpointReader:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One shard's part of a tensor. read: returns a slice of it."""
+    """The part of a tensor that one shard has. read: returns a slice of this part."""
 
     box: Box
     dtype: torch.dtype
@@ -132,12 +135,12 @@ class TensorPart:
 
 
 class ShardReader:
-    """File of one shard. Raises `CorruptCheckpoint` if it is not a shard file."""
+    """Reads the file of one shard. Raises `CorruptCheckpoint` if `path` is not a shard file."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            # earlier versions kept the names of wrappers in keys
+            # without names of wrappers, which earlier versions of this library kept in keys
             self._saved_as = {bare_name(key): key for key in self._file.entries}
             self.keys = sorted(self._saved_as)
             rest = json.loads(bare_name(self._file.metadata.get("json", "")))
@@ -171,7 +174,8 @@ class ShardReader:
 
     @property
     def moved(self) -> dict[str, float]:
-        """`Closeness.movements` of replicas that were close. Empty if they were bitwise equal."""
+        """How far each tensor moved in training (`Closeness.movements`), if the replicas were equal
+        only up to rounding. Empty if the replicas were bitwise equal."""
         moved = {}
         for key, value in self.values.items():
             if key.startswith(MOVED):
@@ -217,8 +221,8 @@ class ShardReader:
 class ReplicaFiles:
     """Merged keys, boxes and plain values of the files of several replicas.
 
-    A replica may lack the optimizer state of a parameter, if the parameter has had no gradient
-    there.
+    A replica may lack the optimizer state of a parameter, if the parameter never had a gradient on
+    this replica.
     """
 
     def __init__(self, files: Sequence[ShardReader]) -> None:

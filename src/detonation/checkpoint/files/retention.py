@@ -1,6 +1,6 @@
-"""A directory with the newest checkpoints of a run.
+"""Creates, names and removes the checkpoints of a run in their directory.
 
-Only one of the processes that share the directory makes changes.
+Only one of the processes that share the directory makes changes in it.
 """
 
 import contextlib
@@ -22,14 +22,16 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_path(directory: Path, step: int) -> Path:
-    """Directory for the checkpoint of `step` until it is complete."""
+    """The temporary directory of the checkpoint of `step`, used until the checkpoint is
+    complete."""
     return directory / f".{checkpoint_name(step)}.part"
 
 
 def saved_checkpoints(directory: Path) -> list[Path]:
     """Checkpoints of `directory` by name, newest first; their contents are not checked.
 
-    A partial directory with a manifest counts: a crash prevented its renaming.
+    A directory with a temporary name counts as a checkpoint if it has a manifest: the checkpoint is
+    complete, but a crash prevented its renaming.
     """
     found = [
         path for path in directory.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()
@@ -41,9 +43,10 @@ def saved_checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints in the order in which loading tries them.
+    """Sorts checkpoints in the order in which loading tries them, the newest first.
 
-    If a step has a partial directory and a final directory, the partial directory is newer.
+    If a step has a directory with a temporary name and a directory with the final name, the one
+    with the temporary name is newer.
     """
     return sorted(
         checkpoints, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True
@@ -59,7 +62,7 @@ def committed(directory: Path, name: str) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """Step of a checkpoint by its name; -1 for any other name."""
+    """The step in the name of a checkpoint; -1 if `path` is not named like a checkpoint."""
     match = _NAME.fullmatch(path.name)
     if match:
         return int(match[1] or match[2])
@@ -67,10 +70,10 @@ def step_of(path: Path) -> int:
 
 
 def begin(directory: Path, step: int) -> None:
-    """Creates the partial directory for the checkpoint of `step`.
+    """Creates the temporary directory for the checkpoint of `step`.
 
-    Partial directories that a crash left behind get their final name if they are complete; all
-    others are removed.
+    Temporary directories that a crash left behind get their final name if they are complete, and
+    are removed if they are not.
     """
     if directory.is_dir():
         for probe in directory.glob(f"{PROBE}*"):
@@ -85,12 +88,13 @@ def begin(directory: Path, step: int) -> None:
 
 
 def put_manifest(directory: Path, step: int, manifest: str) -> None:
-    """Writes the manifest into the partial directory, under a temporary name."""
+    """Writes the manifest, under a temporary name, into the temporary directory of the checkpoint
+    of `step`."""
     disk.write_file(_unfinished(directory, step), [memoryview(manifest.encode())])
 
 
 def commit(directory: Path, step: int) -> None:
-    """Turns the partial directory into a checkpoint.
+    """Gives the manifest and the directory of the checkpoint of `step` their final names.
 
     At any moment either the previous checkpoint or the new checkpoint is complete.
     """

@@ -41,7 +41,7 @@ DTYPES = {
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
 _MOST_ELEMENTS = 1 << 60
-_MOST_DIMENSIONS = 64  # torch's limit
+_MOST_DIMENSIONS = 64  # the largest number of dimensions of a torch tensor
 
 
 class CorruptCheckpoint(DetonationError, ValueError):
@@ -81,7 +81,7 @@ class TensorFile:
     def read(self, key: str, rows: slice = slice(None)) -> Tensor:
         """Reads the tensor `key`, or `rows` of it, into new memory.
 
-        Raises `OSError`, also if the file has become shorter.
+        Raises `OSError` if reading fails, or if the file has become shorter since it was opened.
         """
         entry = self.entries[key]
         first = 0
@@ -121,7 +121,7 @@ def header_length(begin: bytes, size: int) -> int:
 
 
 def tensors_in(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Metadata and tensors in the header `text` of a file of `size` bytes.
+    """The metadata and the tensors that the header `text` of a file of `size` bytes describes.
 
     Raises `CorruptCheckpoint` if the header does not fit the file, and `ValueError` if it is no
     JSON.
@@ -180,7 +180,7 @@ class ShardSummary:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> ShardSummary:
-    """Writes contiguous host tensors, and `rest` as JSON in the header.
+    """Writes contiguous host tensors into a safetensors file, and `rest` as JSON into its header.
 
     Raises `OSError` if the disk is full or fails, and `ValueError` if safetensors lacks a dtype.
     """

@@ -1,8 +1,9 @@
-"""Codec: basis x selection x precision, and aggregation. Encoding and decoding are pure functions
-between a flat and a message.
+"""Codecs of messages: a transform (basis), a selection of coefficients, and a number format
+(precision); also the aggregation of messages. Encoding and decoding are pure functions between a
+flat matrix of parameters and a message.
 
-Each part is a frozen dataclass behind a Protocol, so users can write their own parts. Other
-packages import from here.
+Each part of a codec is a frozen dataclass behind a Protocol, so users can write their own parts.
+Other packages import the parts from this package.
 """
 
 from detonation.core.codec.aggregate import (

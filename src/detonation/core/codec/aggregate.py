@@ -26,8 +26,8 @@ class Aggregation(Protocol):
     """Combines the coefficients of all replicas to one update. It is a pure function whose results
     are bitwise equal on every replica.
 
-    Indices within a row are unique, so two writes of one replica never collide. Replicas are added
-    in rank order.
+    Indices within a row of a message are unique, so one replica never writes twice to the same
+    coordinate. The values of the replicas are added in rank order.
     """
 
     @property
@@ -53,18 +53,19 @@ class _Rowwise:
 
 @dataclass(frozen=True)
 class Mean(_Rowwise):
-    """Mean over all replicas. A replica that does not send a coefficient counts as 0."""
+    """Mean over all replicas. If a replica does not send a coefficient, its value counts as 0."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
-        if len(values) == 1:  # the result may share memory with the message
+        if len(values) == 1:  # not divided in place: `total` may share memory with the message
             return total
         return total.div_(len(values))
 
 
 @dataclass(frozen=True)
 class MeanNonzero(_Rowwise):
-    """Mean over the replicas that sent a nonzero coefficient, as in the published code of DeMo."""
+    """Mean of each coefficient over the replicas that sent a nonzero value for it, as in the
+    published code of DeMo."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         senders = scatter_sum((values != 0).to(values.dtype), indices, chunk)
@@ -73,7 +74,8 @@ class MeanNonzero(_Rowwise):
 
 @dataclass(frozen=True)
 class MajorityVote(_Rowwise):
-    """The sign that most replicas sent, times the mean magnitude; 0 for a tie."""
+    """For each coefficient, the sign that most replicas sent times the mean magnitude over all
+    replicas; 0 if as many replicas sent plus as minus."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         signs = scatter_sum(values.sign(), indices, chunk).sign()
@@ -82,11 +84,12 @@ class MajorityVote(_Rowwise):
 
 @dataclass(frozen=True)
 class RescaledMean(_Rowwise):
-    """Mean over all replicas, each row rescaled to the mean norm of the replicas' rows.
+    """Mean over all replicas, in which each row is rescaled: its norm becomes the mean norm that
+    this row has in the messages.
 
-    Messages that point in different directions have a mean with a smaller norm. If they are
-    orthogonal, the norm is smaller by the square root of their number; this is the largest factor
-    that scales up a row.
+    The mean of messages that point in different directions has a smaller norm than each message.
+    If the messages are orthogonal, it is smaller by the square root of the number of replicas. No
+    row is scaled up by more than this square root.
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -100,12 +103,12 @@ class RescaledMean(_Rowwise):
 
 
 class NormWeighing(Aggregation, Protocol):
-    """An aggregation that weighs messages by their norms, which needs one pass over all messages
-    first.
+    """An aggregation that weighs each message by its norm. All messages are read once to compute
+    the norms, before they are aggregated.
     """
 
     def weights(self, norms: Tensor) -> Tensor:
-        """The weight of each replica.
+        """The weight of each replica's message, computed from the norms of all messages.
 
         Shapes: `[replicas]` fp32 -> `[replicas]` fp32.
         """
@@ -113,10 +116,10 @@ class NormWeighing(Aggregation, Protocol):
 
 @dataclass(frozen=True)
 class ClippedMean:
-    """Mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv
-    2508.15706).
+    """Mean over all replicas. A message whose norm exceeds the median norm is first scaled down to
+    the median norm (SparseLoCo, arXiv 2508.15706).
 
-    So one replica with far too large values, faulty or hostile, cannot dominate the other replicas.
+    So one faulty or hostile replica that sends far too large values cannot dominate the update.
     """
 
     rowwise: ClassVar[bool] = False
@@ -126,7 +129,7 @@ class ClippedMean:
         return WeightedMean(self.weights(norms))(values, indices, chunk)
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> [replicas] fp32
-        # torch.nanmedian synchronises the host with the device in several versions of torch
+        # a sort, because torch.nanmedian makes the host wait for the device in some torch versions
         empty = norms <= 0
         rising = norms.masked_fill(empty, torch.inf).sort().values
         last = empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0)
@@ -136,7 +139,10 @@ class ClippedMean:
 
 @dataclass(frozen=True)
 class WeightedMean:
-    """Mean over all replicas, with a weight for each replica: `[replicas]` fp32."""
+    """Mean over all replicas, after each message is multiplied by the weight of its replica.
+
+    of_replicas: the weights, `[replicas]` fp32.
+    """
 
     of_replicas: Tensor
     rowwise: ClassVar[bool] = True
@@ -170,12 +176,13 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "clipped_mean": ClippedMean(),
     "rescaled_mean": RescaledMean(),
 }
-"""Aggregations by name."""
+"""The built-in aggregations, by the name that the argument `aggregate` of a scheme takes."""
 
 
 @dataclass(frozen=True)
 class Divided:
-    """Mean of messages whose sum the network already computed."""
+    """Mean of messages that an all-reduce has already added: divides their sum by the number of
+    replicas."""
 
     replicas: int
     rowwise: ClassVar[bool] = True
@@ -207,20 +214,21 @@ class Coefficients:
 
     @property
     def shared(self) -> bool:
-        """True if all replicas sent the same coefficients."""
+        """True if all replicas sent coefficients at the same indices, or whole rows."""
         return self.indices is None or (
             isinstance(self.indices, torch.Tensor) and self.indices.dim() == 2
         )
 
     def is_sparse(self, chunk: int) -> bool:
-        """True if each replica chose its own coefficients and they are so few that the inverse
-        transform is a sum of basis vectors.
+        """True if each replica chose its own coefficients, and all replicas together sent so few
+        that the inverse transform is computed as a sum of basis vectors.
         """
         replicas, _, k = self.values.shape
         return not self.shared and replicas * k <= most_summed(chunk)
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """All coefficients divided by the number of replicas, with their indices, in replica order.
+        """Puts the coefficients of all replicas side by side in each row, in replica order, each
+        divided by the number of replicas. Also returns their indices.
 
         An index that several replicas sent occurs several times.
 
@@ -243,7 +251,8 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
     indices = coefficients.indices
     if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
-    together = aggregation(values, None, chunk)  # combine all messages before scattering them once
+    # all messages have the same indices: combine their values, then scatter the result once
+    together = aggregation(values, None, chunk)
     if indices is None:
         return together
     return scatter_sum([together], [narrow(indices)], chunk)

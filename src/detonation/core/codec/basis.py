@@ -24,8 +24,9 @@ class Basis(Protocol):
     """An orthonormal transform of every row. Both directions are pure functions; `inverse` undoes
     `forward` up to rounding.
 
-    Rounding in `forward` may differ between processors, because only its result is sent. `inverse`
-    must have the same bits on every processor.
+    `forward` may round differently on different processors, because each replica sends its result
+    to all. `inverse` must give the same bits on every processor, because each replica computes the
+    same update by itself.
     """
 
     @property
@@ -59,7 +60,7 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        # column-major, because top-k reads one coefficient of all rows, then the next
+        # column-major, because top-k reads the same coefficient of all rows at a time
         if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)
@@ -68,7 +69,8 @@ class DCT:
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))
 
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
-        """Inverts rows with few nonzero coefficients. Coefficients with the same index add up.
+        """Computes the inverse transform of rows with few nonzero coefficients. Coefficients with
+        the same index add up.
 
         Shapes: values `[rows, k]` fp32, indices `[rows, k]` integer -> `[rows, chunk]` fp32.
         """
@@ -77,10 +79,10 @@ class DCT:
 
 @dataclass(frozen=True)
 class TileDCT:
-    """Orthonormal DCT-II of every tile along both sides, as in DeMo.
+    """Orthonormal DCT-II of every square tile along both of its sides, as in DeMo.
 
-    Each direction is a product with a matrix of side `tile`. The inverse transform processes lines
-    first, then columns.
+    The transform along one side is a product with a matrix of `tile` x `tile` numbers. The inverse
+    transform processes the lines of a tile first, then its columns.
     """
 
     tile: int
@@ -104,18 +106,20 @@ class TileDCT:
 def dct_matrix(size: int, device: torch.device) -> Tensor:
     """The matrix whose columns are the DCT-II basis vectors, with the same bits on every machine.
 
-    It is computed in integer arithmetic. The cosine of a library differs in its last bit between
-    processors, and an FFT differs between thread counts, so replicas would diverge.
+    The cosines are computed in integer arithmetic. A library's cosine differs in its last bit
+    between processors, and the result of an FFT depends on the number of threads. Replicas that
+    used either would diverge.
 
     Shapes: -> `[size, size]` fp32.
     """
     at = torch.arange(size, dtype=torch.int64, device="cpu")
-    steps = torch.outer(2 * at + 1, at) % (4 * size)  # steps of pi / (2 * size)
+    steps = torch.outer(2 * at + 1, at) % (4 * size)  # angles in units of pi / (2 * size)
     scale = math.isqrt(2 * _ONE * _ONE // size)
     waves = [_cosine(number, 2 * size) * scale / (_ONE * _ONE) for number in range(2 * size + 1)]
     cosines = torch.tensor(waves, dtype=torch.float64, device="cpu")
     matrix = cosines[torch.minimum(steps, 4 * size - steps)]
-    matrix[:, 0] = math.sqrt(1 / size)  # every processor rounds a square root correctly
+    # every processor rounds a square root correctly, so its bits are equal everywhere
+    matrix[:, 0] = math.sqrt(1 / size)
     return matrix.to(torch.float32).to(device)
 
 
@@ -133,7 +137,7 @@ def _cosine(number: int, steps: int) -> int:
 
 @lru_cache(maxsize=16)
 def dct_waves(size: int, device: torch.device) -> Tensor:
-    """The basis vectors, one per row.
+    """The DCT-II basis vectors, one per row: the transpose of `dct_matrix`.
 
     Shapes: -> `[size, size]` fp32, contiguous.
     """
@@ -150,7 +154,7 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 def _product(one: Tensor, other: Tensor) -> Tensor:
     """`one @ other.T`, computed by oneDNN on a CPU.
 
-    MKL, torch's default, has half the throughput on AMD processors.
+    MKL, which torch uses by default, has half the throughput of oneDNN on AMD processors.
     """
     if one.device.type == "cpu" and one.numel() and other.numel() and (product := _one_dnn()):
         return product(one, other, None, "none", [], "")

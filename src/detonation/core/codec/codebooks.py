@@ -1,4 +1,6 @@
-"""Codebooks: values in blocks, with statistics per block and a packed code per value."""
+"""Codebooks: number formats that send a short code for each value, and for each block of values the
+statistics that decode its codes.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockCodebook:
-    """Base class: a packed code of `width` bits per value and `statistics` numbers per block of
-    values.
+    """Base class of number formats that send a packed code of `width` bits for each value, and
+    `statistics` numbers for each block of values.
 
     Statistics are sent in bf16. The sender decodes its own message from these rounded statistics,
     as every receiver does.
     """
 
     width: ClassVar[int]
-    statistics: ClassVar[int]  # numbers per block
+    statistics: ClassVar[int]  # number of statistics per block
     block: ClassVar[int] = 1024
     summable: ClassVar[bool] = False
 
@@ -47,7 +49,8 @@ class BlockCodebook:
         return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
 
     def all_levels(self, statistics: Tensor) -> Tensor:
-        """The levels of all blocks of each message, from the bytes of the statistics.
+        """The values that the codes stand for (levels), for each block of each message. They are
+        computed from the bytes of the statistics.
 
         Shapes: `[..., nbytes]` uint8 -> `[..., blocks, 2**width]` fp32.
         """
@@ -74,7 +77,7 @@ class BlockCodebook:
         # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
         if line.device.type == "cpu" or line.storage_offset() % 2:
-            # torch needs aligned addresses for bf16
+            # copied, because torch reads bf16 only from aligned addresses
             line = line.clone()
         blocks = octets.shape[-1] // (2 * self.statistics)
         return line.view(torch.bfloat16).float().view(*octets.shape[:-1], blocks, self.statistics)
@@ -95,14 +98,16 @@ class BlockCodebook:
         raise NotImplementedError
 
     def levels(self, statistics: Tensor) -> Tensor:
-        """The value of each code of a block; by default the statistics themselves.
+        """The value that each code stands for, in each block. By default these values are the
+        statistics themselves.
 
         Shapes: `[blocks, statistics]` fp32 -> `[blocks, 2**width]` fp32.
         """
         return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
-        """True for each finite statistic that `quantise` can return.
+        """True for each finite statistic that `quantise` can return; any other statistic comes from
+        a damaged message. NaN and infinity are found by the norm in `check`.
 
         Shapes: `[blocks, statistics]` fp32 -> the same in bool.
         """
@@ -111,8 +116,8 @@ class BlockCodebook:
 
 @dataclass(frozen=True)
 class Sign(BlockCodebook):
-    """One bit: the sign, times the mean magnitude of the block (Karimireddy et al., arXiv
-    1901.09847)."""
+    """One bit per value: its sign. A value decodes to its sign times the mean magnitude of its
+    block (Karimireddy et al., arXiv 1901.09847)."""
 
     width = 1
     statistics = 1
@@ -129,12 +134,12 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits: values are split at 0 and at plus and minus one standard deviation. Each of the
-    four parts decodes to its mean.
+    """Two bits per value: the values of a block are divided into four ranges at 0 and at plus and
+    minus one standard deviation. A value decodes to the mean of its range.
 
-    MuLoCo (arXiv 2505.23725) found that two bits need the means of the parts instead of evenly
-    spaced levels. The two parts next to 0 share the mean of their magnitudes, so that a zero
-    decodes to the same magnitude with either sign.
+    MuLoCo (arXiv 2505.23725) found that a code of two bits needs the means of the ranges instead
+    of evenly spaced values. The two ranges next to 0 share the mean of their magnitudes. So a zero
+    decodes to the same magnitude, whether it is sent as positive or as negative.
     """
 
     width = 2
@@ -165,8 +170,8 @@ class TwoBit(BlockCodebook):
 
 @dataclass(frozen=True)
 class E3M0(BlockCodebook):
-    """Four bits: a sign and one of seven powers of two below the block's largest magnitude (arXiv
-    2501.18512).
+    """Four bits per value: a sign, and one of eight exponents. Seven exponents stand for the
+    block's largest magnitude divided by 1, 2, 4 and so on to 64 (arXiv 2501.18512).
 
     The smallest exponent stands for zero, as in every floating-point format.
     """
@@ -199,11 +204,12 @@ class E3M0(BlockCodebook):
 
 @dataclass(frozen=True)
 class Int8(BlockCodebook):
-    """Eight bits: 255 bins over six standard deviations on either side of 0. A bin decodes to the
-    mean of its values.
+    """Eight bits per value: 255 bins of equal width, which reach six standard deviations to either
+    side of 0. A value decodes to the mean of all values in its bin.
 
-    INTELLECT-1 (arXiv 2412.01152) has the same bins, with one codebook per 65,536 values. Here bins
-    are centred on 0 instead of on the mean of the values, and the bin that contains 0 decodes to 0.
+    INTELLECT-1 (arXiv 2412.01152) has the same bins, with one codebook per 65,536 values. In this
+    class the bins are centred on 0 instead of on the mean of the values, and the bin that contains
+    0 decodes to 0.
     """
 
     width = 8
@@ -220,7 +226,8 @@ class Int8(BlockCodebook):
         # sums of whole numbers are exact, so the order of scatter_add does not matter
         sizes = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device)
         sizes.scatter_add_(1, codes, ones(len(blocks), blocks.device).expand_as(codes))
-        sizes[:, 128:129] -= self.block - counts  # padding is zeros
+        # the zeros of the padding were counted in the bin of 0
+        sizes[:, 128:129] -= self.block - counts
         units = scaled.mul_(_FIXED_POINT).round_().double()
         totals = torch.zeros_like(sizes, dtype=torch.float64).scatter_add_(1, codes, units)
         totals[:, 128] = 0
@@ -231,17 +238,17 @@ class Int8(BlockCodebook):
 
 
 _FIXED_POINT = 4096
-"""Fixed-point units per width of a bin. The sum of a block is at most 2**41 units, and fp64 is
-exact up to 2**53.
+"""Number of fixed-point units in the width of a bin. The sum of a block is at most 2**41 units, so
+it is exact in fp64, which holds every integer up to 2**53.
 """
 
 
 def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """True for values that are sent as negative. Values no larger than the rounding error of values
-    of size `scale` count as zero.
+    """True for values that are sent as negative. A value counts as zero if it is no larger than the
+    rounding error of values of size `scale`.
 
-    Without new signals a momentum never reaches exactly 0: rounding errors of the basis remain, and
-    later denormal numbers, which decay does not reduce.
+    A momentum that gets no new gradients never becomes exactly 0: rounding errors of the transform
+    remain in it, and later denormal numbers, which the decay does not reduce.
 
     Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
     """
@@ -260,7 +267,7 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
     missing = -lines.shape[-1] % block
     if missing:
         lines = torch.nn.functional.pad(lines, (0, missing))
-    blocks = lines.reshape(-1, block)  # blocks of the first line, then of the second, and so on
+    blocks = lines.reshape(-1, block)  # all blocks of the first line come before those of the next
     of_a_line = lines.shape[-1] // block
     return blocks, _counts(len(blocks), of_a_line, block - missing, block, lines.device)
 
@@ -292,7 +299,7 @@ def ones(count: int, device: torch.device) -> Tensor:
 def decoded(
     packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], width: int, block: int
 ) -> Tensor:
-    """Decodes rows of one or several messages.
+    """Decodes the values of some rows from their codes, for one or several messages.
 
     Args:
         packed: Codes of `width` bits.
@@ -320,7 +327,7 @@ def decoded(
         values = torch.where(codes.view(torch.bool), levels[..., read, 1:], levels[..., read, :1])
     else:
         firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
-        # int32 needs half the memory of int64
+        # `_firsts` is int32 where possible, because int64 positions would need twice the memory
         positions = firsts.view(*levels.shape[:-1], 1)[..., read, :] + codes
         values = levels.view(-1).index_select(0, positions.view(-1)).view(codes.shape)
     return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
@@ -340,8 +347,8 @@ def _firsts(blocks: int, levels: int, device: torch.device) -> Tensor:
 
 
 def _exact_kernel(values: Tensor) -> kernel_library.Library | None:
-    """The kernels that compute the same bits as torch, so replicas with and without kernels
-    agree.
+    """The compiled kernels for `values` on a CPU; None on another device or without kernels. They
+    compute the same bits as torch, so replicas with and without kernels get equal results.
     """
     if values.device.type != "cpu":
         return None
@@ -350,8 +357,8 @@ def _exact_kernel(values: Tensor) -> kernel_library.Library | None:
 
 @lru_cache(maxsize=1)
 def octave_limits() -> Tensor:
-    """The largest ratio that `E3M0` rounds to each number of octaves from 0 to 5, as torch rounds
-    logarithms on this machine.
+    """For each number of octaves from 0 to 5, the largest ratio that `E3M0` rounds to it. The
+    ratios follow torch's rounding of logarithms on this machine.
 
     Shapes: -> `[6]` fp32.
     """
@@ -368,6 +375,6 @@ def _powers(device: torch.device) -> Tensor:
     """The value of each code of `E3M0`, relative to the block's largest magnitude."""
     falling = torch.ones(8, dtype=torch.float32, device=device)
     for exponent in range(1, 8):
-        falling[exponent:] *= 0.5  # `exp2` is not exact on every processor
+        falling[exponent:] *= 0.5  # halved, because `exp2` is not exact on every processor
     falling[7] = 0
     return falling

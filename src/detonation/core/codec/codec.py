@@ -1,5 +1,5 @@
-"""A codec: basis x selection x precision. Its pure functions convert between a flat matrix and a
-message.
+"""A codec combines a transform (basis), a selection of coefficients and a number format
+(precision). Its pure functions convert between a flat matrix of parameters and a message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Selected:
 
 
 class PartLengths(dict[int, tuple[int, ...]]):
-    """Cache of `Codec.lengths` by number of rows, because every step needs the same numbers."""
+    """Cache of `Codec.lengths` by number of rows, because every step needs the same lengths."""
 
     def __init__(self, codec: Codec) -> None:
         self._of = codec
@@ -61,9 +61,10 @@ class PartLengths(dict[int, tuple[int, ...]]):
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes a signal as a message, and decodes messages to an update.
+    """Encodes a signal (gradients, or a change of the parameters) as a message, and decodes
+    messages to an update.
 
-    `Scheme.aligned` describes `alignment`.
+    alignment: messages are padded to a multiple of this number of bytes; see `Scheme.aligned`.
     """
 
     basis: Basis
@@ -80,8 +81,8 @@ class Codec:
 
     @property
     def keeps_zeros(self) -> bool:
-        """True if a coordinate that is zero on all replicas gets a zero update for any values of
-        its neighbours.
+        """True if a coordinate that is zero on all replicas always gets a zero update, whatever the
+        values of its neighbours are.
         """
         return isinstance(self.basis, Identity) and not isinstance(self.precision, Sign | TwoBit)
 
@@ -92,8 +93,8 @@ class Codec:
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
-        """Objects that engines made for this codec, by the engines' own keys. Keys are cheaper to
-        hash than a codec.
+        """Cache of objects that engines made for this codec, by keys that the engines choose. These
+        keys are cheaper to hash than a codec.
         """
         return {}
 
@@ -107,8 +108,8 @@ class Codec:
         return sum(self.lengths[rows])
 
     def select(self, flat: Tensor, step: int, seed: int, out: Tensor | None = None) -> Selected:
-        """Selects the coefficients of `flat` that are sent at `step`. `flat` does not change.
-        `pick` describes `out`.
+        """Selects the coefficients of `flat` that are sent at `step`, without changing `flat`.
+        `out` is the same as in `pick`.
 
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
@@ -132,7 +133,8 @@ class Codec:
     def pick(
         self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None
     ) -> Selected:
-        """Gathers the coefficients at the shared indices, or else at the indices of the selection.
+        """Gathers the coefficients to send: those at the `shared` indices or, if these are None,
+        those that the selection chooses from the data.
 
         Args:
             coefficients: After the basis.
@@ -151,7 +153,7 @@ class Codec:
         return Selected(torch.gather(coefficients, 1, indices, out=out), indices)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
-        """Content of an empty message: zeros at valid indices.
+        """The content of an empty message: zeros at valid indices.
 
         Shapes: -> values `[rows, k]`.
         """
@@ -184,13 +186,14 @@ class Codec:
         return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
 
     def sent(self, rows: int, room: int) -> int:
-        """Bytes sent for a run: a header of `room` bytes, the rows, and padding with undefined
-        content.
+        """Bytes sent for `rows` rows of a message: a header of `room` bytes, the rows, and padding
+        with undefined content.
         """
         return -(-(room + self.nbytes(rows)) // self.alignment) * self.alignment
 
     def write(self, selected: Selected, run: MessageRows) -> None:
-        """Encodes a selection into a run, unless the run already holds its values."""
+        """Encodes selected coefficients into the memory `run` of a message. Values that are already
+        in this memory are not copied."""
         values = selected.values
         indices = selected.indices
         count = 1
@@ -198,13 +201,13 @@ class Codec:
             values, indices = self._dealt(selected, run.owners)
             count = run.owners.replicas
         encoded: list[Tensor | None] = []
-        # try the encoding before the run allocates its memory
+        # encode before the run allocates its memory, because the encoding may fail
         if not isinstance(self.precision, Float):
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
-        elif run.owners:  # messages of owners may start at any address
+        elif run.owners:  # written as bytes, because messages for owners may start at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:
@@ -224,7 +227,8 @@ class Codec:
         copy(targets, encoded)
 
     def _dealt(self, selected: Selected, owners: RowOwners) -> tuple[Tensor, Tensor | None]:
-        """The values and indices grouped by owner of rows. Padding is zeros at valid indices.
+        """The values and indices, grouped by the owner of each row (the replica that aggregates
+        it). Padding rows hold zeros at valid indices.
 
         Shapes: -> `[owners, owned, k]` each.
         """
@@ -238,8 +242,8 @@ class Codec:
         return values, indices
 
     def written(self, run: MessageRows) -> Tensor:
-        """The values of a run as every receiver decodes them. In fp32 the values may share memory
-        with the run.
+        """The values that a run contains, as every receiver decodes them. In fp32 the values may
+        share memory with the run.
 
         Shapes: -> `[rows of the flat, k]` fp32.
         """
@@ -264,21 +268,21 @@ class Codec:
             return values.view(len(parts[0]), rows, k).to(torch.float32)
         encoded = list(parts)
         if not self.selection.shared:
-            encoded.pop()  # the indices
+            encoded.pop()  # the last part holds the indices
         return self.precision.decode(torch.cat(encoded, 1), rows, k)
 
     @cached_property
     def unit(self) -> int:
-        """Messages can be cut at multiples of this number of rows: whole blocks of the precision
-        and whole bytes.
+        """Messages can be cut after multiples of this number of rows, because such a part has whole
+        blocks of the precision and whole bytes.
         """
         block = self.precision.block
         return math.lcm(block // math.gcd(block, self.selection.k), 8)
 
     @cached_property
     def lengths(self) -> Mapping[int, tuple[int, ...]]:
-        """Bytes of each part of a message with this number of rows. Each part can be cut at aligned
-        rows.
+        """For each number of rows, the bytes of each part of a message with so many rows: values,
+        statistics and indices. Each part can be cut at multiples of `unit` rows.
         """
         return PartLengths(self)
 

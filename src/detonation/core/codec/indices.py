@@ -1,4 +1,4 @@
-"""Indices: the positions of a message's coefficients, encoded in a size that is known in
+"""Indices: the positions of the coefficients in a message. Their encoded size is known in
 advance.
 """
 
@@ -34,7 +34,8 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
 
 
 def _words(indices: Tensor, chunk: int) -> Tensor:
-    """Each row's bitmap as one number."""  # [rows, k] integer -> [rows * chunk / 8] uint8
+    """The bytes of each row's bitmap, computed as one number per row."""
+    # [rows, k] integer -> [rows * chunk / 8] uint8
     words = torch.empty(len(indices), dtype=unit_dtype(chunk // 8), device="cpu")
     some = _cached_rows(chunk)
     for part, found in zip(torch.split(indices, some), torch.split(words, some), strict=True):
@@ -43,12 +44,13 @@ def _words(indices: Tensor, chunk: int) -> Tensor:
 
 
 def _cached_rows(chunk: int) -> int:
-    """Rows of `chunk` numbers of 8 bytes that fit into a cache."""
+    """How many rows of `chunk` numbers of 8 bytes fit into a CPU's cache."""
     return max(1, CACHE_BLOCK // chunk)
 
 
 def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.dtype) -> Tensor:
-    """The first `k` set bits of each row in rising order, padded with 0 if a row has fewer.
+    """The positions of the first `k` set bits of each row in rising order, padded with 0 if a row
+    has fewer set bits.
 
     Shapes: `[..., ceil(rows * chunk / 8)]` uint8 -> `[..., rows, k]` of `dtype`.
     """
@@ -64,7 +66,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         counted = counted.cumsum(-1, dtype=torch.int32)
     wanted = torch.arange(1, k + 1, dtype=counted.dtype, device=bitmap.device)
     wanted = wanted.expand(*messages, rows, k).contiguous()
-    # the position at which the count of set bits reaches each wanted count, or `chunk`
+    # positions at which the count of set bits reaches each wanted count; `chunk` if it never does
     positions = torch.searchsorted(counted.contiguous(), wanted, out_int32=True)
     del counted
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
@@ -72,8 +74,9 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
 
 
 def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The positions of the set bits of each row in rising order, then zeros. torch would search row
-    by row, so each bit writes its position at its rank instead.
+    """The positions of the set bits of each row in rising order, followed by zeros. Each set bit
+    writes its position to the place that its rank gives, because torch's own search would process
+    one row at a time.
 
     Shapes: `[rows, chunk]` uint8 -> `[rows, chunk]` of `dtype`.
     """
@@ -90,7 +93,7 @@ def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-    """2 for each bitmap in which the number of set bits of some row is not `k`, else 0.
+    """The fault of each bitmap: 2 if some row does not have exactly `k` set bits, else 0.
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """
@@ -99,14 +102,15 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
-    else:  # this path does not expand each bit to a byte
+    else:  # rows of whole bytes are counted by a table, without a byte of memory for each bit
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
     return (counts != k).any(1) * 2
 
 
 def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
-    """1 if an index is not below `chunk`, 2 if the indices of a row do not rise, else 0.
+    """The fault of the indices of each message: 1 if an index is not below `chunk`, 2 if the
+    indices of a row do not rise, else 0.
 
     Shapes: `[messages, rows, k]` integer -> `[messages]` int64.
     """
@@ -121,7 +125,8 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
 class IndexCoding:
     """Encodes `k` strictly rising indices per row, each below `chunk`.
 
-    An index needs ceil(log2(chunk)) bits. A row is sent as a bitmap if its bitmap is smaller.
+    A packed index needs ceil(log2(chunk)) bits. Each row is sent as a bitmap instead if a bitmap is
+    smaller than `k` packed indices.
     """
 
     chunk: int
@@ -134,7 +139,7 @@ class IndexCoding:
 
     @cached_property
     def bitmap(self) -> bool:
-        """True if a bitmap is smaller than packed numbers."""
+        """True if rows are sent as bitmaps, because a bitmap is smaller than packed indices."""
         return self.chunk < self.k * self.width
 
     @cached_property
@@ -216,7 +221,8 @@ class PackedIndices:
     def part(self, first: int, end: int) -> Tensor | PackedIndices:
         """The indices of rows `first` to `end`, excluding `end`. `first` is a multiple of 8.
 
-        A decoded bitmap is eight times as large, so large bitmaps are decoded part by part.
+        A decoded bitmap is eight times as large as the bitmap, so large bitmaps are decoded part by
+        part.
 
         Shapes: -> `[..., end - first, k]` integer.
         """
@@ -228,8 +234,8 @@ class PackedIndices:
         return PackedIndices(self.coding, self.encoded[..., begin:], end - first)
 
     def blank(self, skipped: Tensor) -> None:
-        """Sets the decoded indices of refused messages to zero, because their bytes are cleared to
-        zeros.
+        """Sets the decoded indices of refused messages to zero, because the bytes of these messages
+        are cleared to zeros.
 
         Shapes: `[messages]` bool.
         """
@@ -245,7 +251,7 @@ class Unpackable(Protocol):
 
 
 def narrow(indices: Tensor | Unpackable) -> Tensor:
-    """The indices as a tensor in their own integer dtype.
+    """The indices as a tensor in their own integer dtype, unpacked if they are packed.
 
     Shapes: -> `[..., rows, k]` integer.
     """

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Workspace:
-    """Buffers of messages, by name. With a `depth` of 0 every call makes a new buffer.
+    """Buffers for messages, which are reused by name. With a `depth` of 0 every call allocates a
+    new buffer.
 
     A message stays in its buffer until its collective ends. The stream that encodes a message first
-    waits for the previous message's collective, so `depth` buffers suffice.
+    waits for the collective of the previous message, so `depth` buffers of each name suffice.
 
     Args:
         depth: Messages of one name that may be in flight together.
@@ -58,10 +59,11 @@ class Workspace:
 
 @dataclass(frozen=True)
 class MessageRows:
-    """Consecutive rows of a message in their wire format. Every engine writes into this memory.
+    """Consecutive rows of a message in their wire format (a run). Every engine writes the rows that
+    it encodes into this memory.
 
-    If rows have owners, a run holds the same rows of several messages, one for each owner. The
-    first write allocates the memory.
+    If rows have owners (replicas that aggregate them), a run holds the same rows of several
+    messages, one message for each owner. The first write allocates the memory.
 
     Args:
         codec: Precision and index coding, which define the parts.
@@ -69,8 +71,8 @@ class MessageRows:
         room: Bytes of `octets` before the first part.
         owners: How rows of the flat are assigned to messages; None for one message.
         negative_zeros: See `Precision.encode`.
-        is_summed: Whether the network adds into this memory once it is sent.
-        whole: The run of all rows, if these are a part of it.
+        is_summed: Whether an all-reduce overwrites this memory with the sum.
+        whole: The run of all rows of the message, if these rows are a part of it.
     """
 
     codec: Codec
@@ -90,7 +92,7 @@ class MessageRows:
 
     @cached_property
     def octets(self) -> Tensor:
-        """The whole buffer: bytes for a header, these rows, and possibly later rows.
+        """The whole buffer: bytes for a header, these rows, and possibly the rows after them.
 
         Shapes: -> `[messages, room + nbytes or more]` uint8.
         """
@@ -100,7 +102,7 @@ class MessageRows:
 
     @property
     def body(self) -> Tensor:
-        """The bytes after the header.
+        """The bytes of these rows in each message, after the header.
 
         Shapes: -> `[messages, nbytes]` uint8.
         """
@@ -108,7 +110,8 @@ class MessageRows:
 
     @cached_property
     def parts(self) -> Sequence[Tensor]:
-        """The values, their statistics and the indices; see `Codec.lengths`.
+        """The parts of each message as views: the values, their statistics and the indices, as
+        long as `Codec.lengths` says.
 
         Shapes: -> `[messages, length]` uint8 each.
         """
@@ -119,23 +122,24 @@ class MessageRows:
 
     @property
     def padding(self) -> Tensor | None:
-        """Bytes between the last row and the end of its checksum line; a checksum counts them as
-        zeros.
+        """Bytes between the last row and the end of its checksum line, which the checksum counts as
+        zeros; None if there is no padding.
 
-        Only rows with a header on an accelerator have padding.
+        Only the last rows of a message with a header on an accelerator have padding.
 
         Shapes: -> `[messages, n]` uint8.
         """
         whole = self.whole or self
-        is_end = bool(whole.room) and self.first + self.rows == whole.rows  # a sum has no header
+        # a message for an all-reduce has no header, and so no padding
+        is_end = bool(whole.room) and self.first + self.rows == whole.rows
         if not is_end or whole.octets.device.type == "cpu":
             return None
         return whole.octets[:, whole.room + whole.nbytes :]
 
     @cached_property
     def numbers(self) -> Tensor | None:
-        """The values of one message as a view of numbers; None if they are codes, or belong to
-        several messages.
+        """The values of the message as a view of floating-point numbers; None if the values are
+        sent as codes, or belong to several messages.
 
         Shapes: -> `[rows, k]` of the type of the precision.
         """
@@ -168,7 +172,8 @@ class MessageRows:
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
-    """Joins a header and all runs, part by part, padded with zeros to whole checksum lines.
+    """Joins a header and the runs of a message: first the values of all runs, then their
+    statistics, then their indices. Zeros pad the message to whole checksum lines.
 
     Args:
         runs: Parts of each run, in the order of their rows.
@@ -200,7 +205,7 @@ def zero_byte(device: torch.device) -> Tensor:
 def indices_by_rule(
     selection: Selection, rows: int, step: int, seed: int, device: torch.device
 ) -> Tensor:
-    """The indices of a shared selection. They are independent of the data.
+    """The indices that a shared selection chooses at `step`. They do not depend on the data.
 
     Shapes: -> `[rows, k]` int64.
     """
@@ -213,7 +218,7 @@ class SharedIndices:
     """The indices of a shared selection for a range of rows at one step. They are computed once, on
     first use.
 
-    Kernels compute indices themselves and read only `step`.
+    Kernels compute these indices themselves and read only `step` from this object.
     """
 
     selection: Selection

@@ -1,4 +1,4 @@
-"""Precisions: encodings of the coefficients in a message."""
+"""Precisions: the number formats in which the coefficients of a message are sent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class Precision(Protocol):
-    """A pure encoding of values. Receivers decode with `decode(encode(values), rows, k)`.
+    """A number format for the values of a message, as two pure functions. Receivers decode with
+    `decode(encode(values), rows, k)`.
 
-    The encoding is odd: negated values, with the opposite sign for zeros, decode to the negated
-    result. Without this property parameters with values around zero would drift in one direction.
-    Leading dimensions index messages.
+    The encoding is an odd function: negated values, with the opposite sign for zeros, decode to the
+    negated result. Without this property parameters whose sent values are around zero would drift
+    in one direction. The leading dimensions of a tensor number the messages.
     """
 
     @property
@@ -31,7 +32,7 @@ class Precision(Protocol):
         """Number of values that are encoded together. A message can be cut between blocks."""
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
-        """Encodes values.
+        """Encodes values in this number format.
 
         Args:
             negative_zeros: Whether zeros are sent as negative, if no code stands for zero; see
@@ -43,7 +44,8 @@ class Precision(Protocol):
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor: ...  # -> [..., rows, k] fp32
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
-        """Bytes of each part of an encoding. Every part can be cut at a block boundary."""
+        """Bytes of each part of an encoding, such as codes and statistics. Every part can be cut
+        between two blocks."""
 
     def nbytes(self, rows: int, k: int) -> int: ...
 
@@ -61,7 +63,7 @@ class Precision(Protocol):
 @dataclass(frozen=True)
 class Float:
     """Values in a floating-point type of torch with `size` bytes. The dtype is given by name, so
-    that `plan` need not import torch.
+    that the command `plan` need not import torch.
     """
 
     name: str
@@ -100,7 +102,7 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    # torch rejects an odd stride, although a single message does not use its stride
+    # a single message is viewed without its stride, because torch rejects an odd stride
     if messages == 1:
         octets = octets[0]
     size = dtype.itemsize

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from detonation.core.flat.rows import RowOwners
 
 NORM_BLOCKS = 4
-"""Largest number of blocks in which norms of messages are computed."""
+"""Largest number of blocks of rows into which messages are cut to compute their norms."""
 NORM_BLOCK = 2**18
-"""Smallest number of coefficients in a block of a norm."""
+"""Smallest number of coefficients in a block of rows for which norms of messages are computed."""
 
 
 class Received:
@@ -62,14 +62,14 @@ class Received:
         return None
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, excluding `end`. Both are multiples of `unit`; `end` may
-        also be the number of rows.
+        """Decodes rows `first` to `end`, excluding `end`. Both numbers are multiples of `unit`, but
+        `end` may also be the number of rows.
         """
         raise NotImplementedError
 
     def weigh(self) -> None:
-        """Replaces an aggregation that needs norms of whole messages by an equal aggregation that
-        works block by block.
+        """Computes the norms of the whole messages, and replaces the aggregation that needs these
+        norms by a weighted mean. The mean gives the same result and works block by block.
         """
         rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
         norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
@@ -86,11 +86,13 @@ class Received:
         return self.read(start, stop).part(first - start, end - start)
 
     def rows_of(self, first: int, rows: int) -> Received:
-        """A view of `rows` rows from row `first` on. Messages must allow a cut at both ends."""
+        """A view of `rows` rows from row `first` on. It must begin and end at rows at which
+        messages can be cut, see `unit`."""
         return ReceivedRows(self, first, rows)
 
     def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
-        """Yields blocks of `rows` rows, rounded up to a multiple of `unit`.
+        """Decodes the messages and yields them in blocks of `rows` rows, where `rows` is rounded up
+        to a multiple of `unit`.
 
         Args:
             rows: Rows per block.
@@ -106,7 +108,8 @@ class Received:
             del decoded_rows  # free the decoded rows before decoding the next rows
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
-        """Decodes `rows` rows at a time, rounded up to a multiple of `unit`."""
+        """Decodes and yields `rows` rows at a time; `rows` is rounded up to a multiple of
+        `unit`."""
         step = max(1, -(-rows // self.unit)) * self.unit
         for first in range(0, max(1, self.rows), step):
             yield self.read(first, min(first + step, self.rows))
@@ -166,7 +169,8 @@ class Arrived(Received):
         return self
 
     def facts(self) -> tuple[Tensor, Tensor]:
-        """Computes the facts on the device that decide whether a message may be used.
+        """Checks the content of each message on its device: finds impossible indices and
+        statistics, and computes the norm. The guard refuses a message by these facts.
 
         Shapes: -> faults `[replicas]` int64 from `IndexCoding.faults`, or 3 for statistics that no
         encoder produces; and the norm `[replicas]` fp32.
@@ -188,19 +192,19 @@ class Arrived(Received):
         Shapes: `[replicas]` bool.
         """
         self.body.masked_fill_(skipped.unsqueeze(1), 0)
-        for known in ("levels", "_encoded"):  # the cached `_encoded` may be a copy
+        for known in ("levels", "_encoded"):  # these caches may still hold the old bytes
             vars(self).pop(known, None)
         if self._packed is not None:
             self._packed.blank(skipped)
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, excluding `end`. Messages must allow a cut at both
-        rows.
+        """Decodes rows `first` to `end`, excluding `end`. Both must be rows at which messages can
+        be cut, see `unit`.
         """
         return Coefficients(self.values(first, end), self.indices(first, end))
 
     def values(self, first: int, end: int) -> Tensor:
-        """The values of rows `first` to `end`.
+        """The decoded values of rows `first` to `end`, excluding `end`.
 
         Shapes: -> `[replicas, end - first, k]` fp32.
         """
@@ -218,7 +222,7 @@ class Arrived(Received):
         return decoded(parts[0], self.levels, begin, (rows, k), precision.width, precision.block)
 
     def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
-        """The indices of rows `first` to `end`; see `Coefficients`.
+        """The indices of rows `first` to `end`, excluding `end`; see `Coefficients`.
 
         Shapes: -> `[..., end - first, k]` integer.
         """
@@ -230,7 +234,8 @@ class Arrived(Received):
 
     @cached_property
     def parts(self) -> tuple[Tensor, ...]:
-        """The parts of each message; see `Codec.lengths`.
+        """The parts of each message as views: values, statistics and indices. `Codec.lengths` gives
+        their sizes.
 
         Shapes: -> `[replicas, length]` uint8 each.
         """
@@ -238,7 +243,7 @@ class Arrived(Received):
 
     @cached_property
     def _encoded(self) -> Tensor:
-        """The encoded values, as sent.
+        """The values of all messages in the encoding in which they were sent.
 
         Shapes: -> `[replicas, rows, k]` of a floating-point type, or `[replicas, nbytes]` uint8.
         """
@@ -251,7 +256,8 @@ class Arrived(Received):
 
     @cached_property
     def levels(self) -> Tensor:
-        """The levels of all blocks, for precisions that send codes."""
+        """The values that the codes of each block stand for; only for precisions that send
+        codes."""
         assert isinstance(self.codec.precision, BlockCodebook)
         return self.codec.precision.all_levels(self.parts[1])
 
@@ -264,7 +270,8 @@ class Arrived(Received):
 
 
 class Collected(Received):
-    """The replies of all owners of rows, as one message."""
+    """The replies of all owners (replicas that each aggregate some of the rows), put together to
+    one message with all rows."""
 
     def __init__(self, replies: Arrived, owners: RowOwners) -> None:
         self._replies = replies
@@ -300,7 +307,7 @@ class Collected(Received):
 
 @dataclass(eq=False)
 class Sums(Received):
-    """The sum of the messages of all replicas, computed by the network.
+    """The sum of the messages of all replicas, computed by an all-reduce.
 
     Args:
         runs: First row and values `[rows, k]` of each run of rows, in rising order.

@@ -1,7 +1,7 @@
 """Selections: the choice of coefficients that are sent from every row.
 
-A *shared* selection is a pure function of (seed, step, rows). Every replica computes it, so no
-indices are sent.
+A *shared* selection is a pure function of (seed, step, rows). Every replica computes its indices,
+so messages contain no indices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Selection(Protocol):
 
     @property
     def period(self) -> int:
-        """Number of steps in which every coordinate is sent at least once; 0 if there is no such
-        bound.
+        """Number of steps in which every coordinate is sent at least once; 0 if a coordinate may
+        wait for any number of steps.
         """
 
     def indices(
@@ -103,7 +103,8 @@ class TopK:
 
 
 SMALLEST_RATE = 1e-6
-"""A smaller rate would make a row longer than any model."""
+"""Smallest rate of a selection. A smaller rate would need rows of more than a million
+coordinates."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,9 @@ class Rotation:
         return self.shares * self.k
 
     def phase(self, step: int, seed: int) -> tuple[int, int, int]:
-        """Number of the cycle, number of the share that `step` sends, and the number that is XORed
-        with each row's permutation number.
+        """Three numbers that define the selection of `step`: the number of its cycle, the number of
+        the share that it sends of each row, and a number that is XORed with the permutation number
+        of each row.
         """
         return *divmod(step, self.shares), 0
 
@@ -159,11 +161,11 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Random(Rotation):
-    """A random subset, the same on every replica.
+    """A random subset of the coordinates, the same on every replica.
 
-    Each row sends its coordinates in the order of one of 64 permutations. Every cycle of `shares`
-    steps draws new permutations, and assigns these to rows again. Work and memory per step grow
-    with the coefficients sent, not with the flat.
+    Each row sends its coordinates in the order of one of 64 permutations. For each cycle of
+    `shares` steps new permutations are drawn and assigned to the rows. Work and memory per step
+    grow with the number of sent coefficients, not with the size of the flat.
 
     Args:
         cycle: True if a row keeps its permutation for a cycle, so that each coordinate is sent once
@@ -206,7 +208,7 @@ class Random(Rotation):
 
 @dataclass(frozen=True)
 class Striding(Rotation):
-    """A comb: every `period`-th coordinate, with an offset that grows by one each step."""
+    """Every `period`-th coordinate of a row, from an offset that grows by one at each step."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         _, offset, _ = self.phase(step, seed)
@@ -232,8 +234,8 @@ def random_start(*key: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    """Random permutations: the ranks of random words. The low bits of a word are its index, so no
-    two words are equal.
+    """64 random permutations of `size` numbers: each is the order that sorts random words. The low
+    bits of each word are replaced by its index, so that no two words are equal.
 
     Shapes: -> `[64, size]` int64.
     """
@@ -250,11 +252,12 @@ def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
 
 
 def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
-    """`count` random words that depend on `key` alone, so a resumed run restores no counter.
+    """`count` random words that depend on `key` alone, so that a resumed run needs no saved state
+    of a generator.
 
-    They are computed by splitmix64 (Steele, Lea & Flood, 2014) in integers. Torch's generators give
-    different numbers on different devices, even on GPUs of different sizes; replicas would select
-    different coordinates.
+    The words are computed by splitmix64 (Steele, Lea & Flood, 2014) in integer arithmetic. torch's
+    generators give different numbers on different devices, even on GPUs of different sizes, so
+    replicas that used them would select different coordinates.
 
     Shapes: -> `[count]` int64.
     """
@@ -273,7 +276,7 @@ def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
 _TABLES = 64
 """Number of permutations to which rows are assigned; a power of two."""
 _BLOCK = 1 << 14
-"""Number of words computed at once: they fit into a CPU's cache."""
+"""Number of random words computed at once, so few that they fit into a CPU's cache."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """The shifts and factors of splitmix64."""

@@ -1,6 +1,6 @@
-"""Compute: arithmetic on flat memory (packing, bitmaps, checksums, top-k, sign steps) with compiled
-fast paths.
+"""Arithmetic on tensors (bit packing, bitmaps, checksums, top-k, sums in a fixed order) in plain
+torch, and in compiled kernels where these exist.
 
-Only `kernel_library` imports `detonation.kernels`. Every package of core may call these functions,
-which know nothing of messages.
+Only `kernel_library` imports `detonation.kernels`. Every package of core may call the functions of
+this package, which know nothing of the format of messages.
 """

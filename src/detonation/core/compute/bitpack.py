@@ -1,4 +1,5 @@
-"""Bit packing: small whole numbers without gaps, in a known number of bytes."""
+"""Bit packing: stores small integers without gaps between their bits, in a number of bytes that is
+known in advance."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def packed_bytes(count: int, width: int) -> int:
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:
-    """Packs numbers of `width` bits, lowest bits first; each line is packed separately.
+    """Packs numbers of `width` bits, lowest bits first. Each line (the last dimension) is packed
+    separately.
 
     Args:
         numbers: Each from 0 to below 2**width.
@@ -49,7 +51,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `pack`.
+    """Unpacks the numbers that `pack` has packed.
 
     Shapes: `[..., packed_bytes(count, width)]` uint8 -> `[..., count]` of `dtype`.
     """
@@ -71,7 +73,7 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
 
 
 def _bits(width: int, like: Tensor) -> Tensor:
-    """Positions of the bits of a number.
+    """The positions of the bits of a number: 0 to `width` - 1.
 
     Shapes: -> `[width]` of the type of `like`.
     """
@@ -103,7 +105,8 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
-    """Computes `_pack` in fewer operations; this is slower on a CPU."""
+    """Computes the same as `_pack` in fewer operations, for an accelerator. On a CPU this would be
+    slower."""
     if 8 % width == 0:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
         placed = octets.mul(_places(width, 8 // width, octets.dtype, octets.device))
@@ -119,7 +122,7 @@ def _is_looked_up(octets: Tensor, width: int) -> bool:
 
 def _unpack(octets: Tensor, width: int) -> Tensor:
     # [n * width / 8] uint8 -> [n] integer; n is a multiple of 8
-    # the conversion copies, so any tensor layout works
+    # the conversion to int32 copies the bytes, so they need not be contiguous
     if _is_looked_up(octets, width):
         return (
             _octets(octets.device, width)
@@ -136,9 +139,9 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
             octets = octets.clone()
         units = octets.view(unit_dtype(unit)).view(-1, width // unit)
         words = torch.nn.functional.pad(units, (0, (8 - width) // unit)).view(torch.int64)
-        del octets, units  # both may be copies
+        del octets, units  # frees their memory, because both may be copies
     else:
-        # the first eight bytes hold four numbers, the last hold four
+        # the first eight bytes hold four of eight numbers, the last eight bytes hold the other four
         lane = 16
         wide = torch.uint16
         octets = octets.view(-1, width)
@@ -180,7 +183,7 @@ def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
 
 
 def signed(word: int) -> int:
-    """The 64 bits of `word` as torch reads them in int64.
+    """The signed int64 that has the same 64 bits as the unsigned number `word`.
 
     >>> signed(2**64 - 1)
     -1
@@ -190,7 +193,8 @@ def signed(word: int) -> int:
 
 @lru_cache(maxsize=8)
 def _octets(device: torch.device, width: int) -> Tensor:
-    """Lookup table: the numbers of `width` bits in each byte value, as the bytes of one word."""
+    """Lookup table: for each byte value, the numbers of `width` bits that it contains, each in one
+    byte of a word."""
     # [256] integer
     numbers, shifts = (
         torch.arange(0, stop, step, dtype=torch.int64, device=device)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINE_BYTES = 4096
-"""Bytes of a checksum line. A message is summed by line and by column, which needs no temporary of
-its size.
+"""Bytes of a checksum line. The words of a message are arranged in lines, and summed by line and by
+column, which needs no temporary as large as the message.
 """
 _WORDS = LINE_BYTES // 4
 _STRIDE = 0x9E3779B97F4A7C15
@@ -33,11 +33,11 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     """The checksum of each message: the sum of its 32-bit words, each times an odd factor, modulo
     2**64.
 
-    A message is padded with zeros to whole lines of `LINE_BYTES`. The factor of a word is the sum
-    of an even number of its line and an odd number of its column, so lines and columns are summed
-    first, in 32 bits. The checksum detects every change within one word, and misses about one in
-    four billion of all other changes. It does not protect against attackers, who can compute it,
-    too.
+    A message is padded with zeros to whole lines of `LINE_BYTES`. Each line has an even number and
+    each column an odd number; the factor of a word is the sum of these two numbers. So words are
+    summed by line and by column first, in 32 bits. The checksum detects every change within one
+    word, and misses about one in four billion of all other changes. It does not protect against
+    attackers, because they can compute the checksum, too.
 
     Args:
         messages: May be views of larger rows.
@@ -93,7 +93,6 @@ def _numbers(lines: int, device: torch.device) -> Tensor:
     """Odd factors of all columns, followed by even factors of all lines. Neighbouring factors are
     unrelated, so errors do not cancel.
     """
-    # layout: columns, then lines
     at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(_STRIDE)
     mixed = at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF))
     mixed[:_WORDS].bitwise_or_(1)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL_CHUNKS", "WORTH_A_CALL", "Library", "SignRate", "library_for", "load_library"]
 
 WORTH_A_CALL = 4096
-"""Smallest number of elements for which a kernel that may round differently from torch is called.
+"""A kernel that may round differently from torch is called only for at least this number of
+elements.
 """
 
 

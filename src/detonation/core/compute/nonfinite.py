@@ -1,5 +1,5 @@
-"""Finds values that must not enter a memory. A NaN would win every top-k and freeze its chunk on
-all replicas.
+"""Finds NaN, infinite and far too large values before they are added to the memory of unsent
+values. A NaN in this memory would win every top-k, and so freeze its chunk on all replicas.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,24 @@ from detonation.core.compute import kernel_library
 from detonation.core.runtime import Runtime
 
 LIMIT = 1e18
-"""Largest norm of a message. The square of a larger norm overflows fp32, as in Adam's second
-moment.
+"""Largest allowed norm of a message. The squares of much larger values overflow fp32, for example
+in Adam's second moment.
 """
 SIGNAL_LIMIT = 1e12
-"""Largest value of a signal.
+"""Largest allowed magnitude in a signal (gradients, or a change of the parameters).
 
-A million such values have the norm `LIMIT`, so the sender detects bad values before its receivers.
+Even the norm of a million such values is below `LIMIT`, so a sender finds its own bad values before
+its receivers do.
 """
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of inspecting the signals of a message or of a bucket.
+    """The result of checking the signals of a message or of a bucket.
 
-    bad: whether these signals must not enter the memory. If only the device knows, `bad` is a
-    tensor in which any nonzero number means True. status: the header's status for these signals;
-    see `Header`.
+    bad: True if these signals must not be added to the memory of unsent values. If only the device
+    knows the result, `bad` is a tensor in which any nonzero number means True. status: the status
+    that the header of the message carries for these signals; see `Header`.
     """
 
     bad: bool | Tensor
@@ -37,14 +38,14 @@ class Verdict:
 
 
 FINE = Verdict(False, 0)
-"""Verdict on finite signals, and on signals that nobody sends."""
+"""The verdict on signals without a bad value, and on a message without a signal."""
 
 
 def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
-    """The verdict on signals, computed in plain torch or by a compiled kernel on a CPU.
+    """Checks signals for bad values, in plain torch or by a compiled kernel on a CPU.
 
-    A signal is bad if it contains NaN or a magnitude above `SIGNAL_LIMIT`. If the device decides,
-    the host does not wait.
+    A signal is bad if it contains NaN or a magnitude above `SIGNAL_LIMIT`. If the device computes
+    the verdict, the host does not wait for it.
 
     Shapes: any.
     """
@@ -65,7 +66,8 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
             at = library.beyond(tensors, SIGNAL_LIMIT)
             return FINE if at < 0 else Verdict(True, 1 + present[at][0])
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-        if (norms <= SIGNAL_LIMIT).all():  # no value is larger than the norm of all values
+        # no value of a signal is larger than the norm of the signal
+        if (norms <= SIGNAL_LIMIT).all():
             return FINE
     numbers, within = signals_within(signals, tensors[0].device)
     found = first_outside([numbers], [within])
@@ -78,7 +80,8 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
 def signals_within(
     signals: Sequence[Tensor | None], device: torch.device
 ) -> tuple[list[int], Tensor]:
-    """The numbers of the nonempty signals, and for each whether it is within the limit.
+    """The numbers of the signals that are not empty, and for each of these signals whether all its
+    values are within `SIGNAL_LIMIT`.
 
     Shapes: any -> `[signals that are not empty]` bool.
     """
@@ -95,8 +98,8 @@ def signals_within(
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
-    """1 + the smallest number in `numbers` whose signal exceeds the limit; 0 if no signal does.
-    Computed on the device.
+    """1 + the smallest number in `numbers` whose signal exceeds `SIGNAL_LIMIT`; 0 if no signal
+    exceeds it. Computed on the device.
 
     Shapes: `[signals]` bool each -> `[]` int64.
     """
@@ -105,14 +108,14 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
     if len(within) > 1:
         together = torch.cat(list(within))
     count = max(each) + 1
-    # for a signal within the limit, the position is past the end; it becomes 0
+    # a signal within the limit gets a number past the end, which the remainder turns into 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 
 
 @lru_cache(maxsize=64)
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Adds 1 to each number.
+    """Each of `numbers` plus 1, as a cached tensor on `device`.
 
     Shapes: -> `[numbers]` int64.
     """

@@ -1,4 +1,5 @@
-"""Sums in a fixed order. They are bitwise equal on every processor and with every library."""
+"""Sums in a fixed order, so that they are bitwise equal on every processor and with every
+library."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ONE_PASS_CHUNK = 256
 LANES = 4096
 """Number of squares that one program on an accelerator adds in parallel; see `SumOfSquares`."""
 SUM_PARTS = 128
-"""Number of programs that add squares."""
+"""Largest number of programs that add squares on an accelerator; see `SumOfSquares`."""
 
 
 @lru_cache
@@ -29,8 +30,9 @@ def most_summed(chunk: int) -> int:
     """Largest number of coefficients of a row, over all replicas, that are decoded as a weighted
     sum of basis vectors.
 
-    More coefficients are aggregated first and then multiplied by the basis (`product_in_order`).
-    The two methods round differently, so all engines switch at this number.
+    If there are more coefficients, they are aggregated first and then multiplied by the basis
+    (`product_in_order`). The two methods round differently, so all engines must switch between
+    them at this number.
     """
     return min(chunk // 2, 64)
 
@@ -38,9 +40,9 @@ def most_summed(chunk: int) -> int:
 class SumOfSquares:
     """Sums of the squares of fp32 numbers that arrive in blocks of any size.
 
-    Number n belongs to lane n % `LANES` of part n // `LANES` % `SUM_PARTS`. Each lane adds
-    its squares in order; then `added` adds the lanes of each part, and the parts. Products and sums
-    are rounded one by one.
+    Number n belongs to lane n % `LANES` of part n // `LANES` % `SUM_PARTS`. Each lane adds its
+    squares in order. Then `added` adds the lanes of each part, and after that the parts. Each
+    product and each sum is rounded separately, so the result does not depend on the blocks.
     """
 
     def __init__(self, sums: int, numbers: int, device: torch.device) -> None:
@@ -61,7 +63,7 @@ class SumOfSquares:
             self._at = (self._at + count) % width
 
     def total(self) -> Tensor:
-        """The sums of all numbers so far.
+        """The sums of the squares of all numbers so far.
 
         Shapes: -> `[sums]` fp32.
         """
@@ -97,7 +99,8 @@ def square_root(numbers: Tensor) -> Tensor:
 def scatter_sum(
     values: Tensor | Sequence[Tensor], indices: Tensor | Sequence[Tensor | None] | None, chunk: int
 ) -> Tensor:
-    """The sum of all messages in replica order. It may share memory with `values`.
+    """Adds the values of all replicas in replica order, each value at its index in its row. The
+    result may share memory with `values`.
 
     Shapes: values `[replicas, rows, k]`, indices `[replicas, rows, k]` integer, or None for whole
     rows; or one `[rows, k]` each per replica -> `[rows, chunk]`.
@@ -149,7 +152,8 @@ def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
 
 
 def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
-    """`weights @ vectors`. Each element begins at zero and is a chain of fused multiply-adds.
+    """The matrix product `weights @ vectors` in a fixed order: each element begins at zero and is a
+    chain of fused multiply-adds.
 
     Shapes: weights `[rows, n]`, vectors `[n, m]` fp32 -> `[rows, m]`.
     """
@@ -166,7 +170,7 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _added(values: Tensor | Sequence[Tensor]) -> Tensor:
-    """The sum of whole rows."""  # per replica [rows, k] -> [rows, k]
+    """The sum of the whole rows of all replicas."""  # per replica [rows, k] -> [rows, k]
     if len(values) == 1:
         return values[0]
     if isinstance(values, torch.Tensor) and values.device.type != "cpu":
@@ -184,7 +188,7 @@ def _units(chunk: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Offset of each row in the flattened indices. For a matrix torch would recompute these offsets
-    at every call.
+    """Offset of each row in the flattened indices, cached. If torch got the indices as a matrix, it
+    would compute these offsets again at every call.
     """
     return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]

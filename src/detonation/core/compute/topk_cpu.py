@@ -1,4 +1,5 @@
-"""Top-k of every row on a CPU in plain torch. torch's own top-k sorts one row at a time."""
+"""Top-k of every row on a CPU in plain torch, for many rows at once. torch's own top-k sorts one
+row at a time."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     """The indices of the `count` largest magnitudes of every row, in rising order. The chunk is one
     of `TOPK_CHUNKS`.
 
-    Magnitudes that differ only in their lowest log2(chunk) bits count as equal: the index replaces
-    these bits in a key, so that one comparison orders both. As many rows as fit into a cache
-    (`some`) are processed at a time.
+    Magnitudes that differ only in their lowest log2(chunk) bits count as equal, because the index
+    replaces these bits in the key that is sorted. So one comparison orders magnitude and index.
+    `some` rows are processed at a time, as many as fit into a cache.
 
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """
@@ -50,9 +51,11 @@ def _rising(keys: Tensor, chunk: int) -> Tensor:
 
 
 class SortingNetwork:
-    """A bitonic sorting network. It compares whole lines, so that every column is sorted at once.
+    """A bitonic sorting network that sorts all columns of a matrix at once, by comparing whole
+    lines.
 
-    The views of all comparisons are made once: making them takes longer than the comparisons.
+    The views for all comparisons are made in advance, because making them takes longer than the
+    comparisons.
 
     Args:
         lines: Numbers of each column, a power of two.
@@ -121,5 +124,6 @@ class SortingNetwork:
 def _network(
     thread: int, lines: int, count: int, columns: int, dtype: torch.dtype
 ) -> SortingNetwork:
-    """A network for one thread alone, because it stores its numbers."""
+    """A cached sorting network. Each thread has a network of its own, because a network stores the
+    numbers that it sorts."""
     return SortingNetwork(lines, count, columns, dtype)

@@ -1,8 +1,9 @@
-"""Engines: they encode, release and decode for one replica, in plain torch, in blocks, or compiled,
-under the same laws.
+"""Engines: for one replica, an engine encodes signals, subtracts what was sent from the memory of
+unsent values, and decodes messages. Engines in plain torch and compiled engines must compute the
+same bits.
 
-`engine_for` chooses an engine. The channel and the self-test call it. An engine knows memory and
-codec, but no link.
+`engine_for` chooses an engine. The channel and the self-test call the engine. An engine knows
+memory and codec, but nothing of network links.
 """
 
 from detonation.core.engine.inspector import SignalInspector

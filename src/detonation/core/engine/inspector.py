@@ -12,8 +12,8 @@ from detonation.core.runtime import Runtime
 
 
 class SignalInspector:
-    """Inspects one message after the other on the host. The buckets of a message always have the
-    same order.
+    """Checks the signals of one message after the other for bad values, on the host. The buckets of
+    a message always have the same order.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -21,13 +21,13 @@ class SignalInspector:
         self._status = 0
 
     def begin(self) -> None:
-        """Forgets the previous message."""
+        """Begins a new message: forgets the status of the previous message."""
         self._status = 0
 
     def look(
         self, pieces: Sequence[Tensor | None], numbers: Sequence[int], engine: Any
     ) -> bool | Tensor:
-        """Checks whether the signals of the next bucket are bad; see `Verdict.bad`.
+        """Checks the signals of the next bucket for bad values; see `Verdict.bad`.
 
         Args:
             pieces: Of the parameters with these `numbers`.
@@ -43,12 +43,13 @@ class SignalInspector:
         return verdict.bad
 
     def status(self) -> int | Tensor:
-        """The status of all buckets since `begin`; see `Header`."""
+        """The status of the message: the status of all its buckets since `begin`; see `Header`."""
         return self._status
 
 
 class DeviceInspector(SignalInspector):
-    """Leaves the decision to the device, so the host does not wait."""
+    """Checks signals for bad values on the device, so that the host need not wait for the
+    result."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
@@ -74,7 +75,7 @@ class DeviceInspector(SignalInspector):
 
 
 def inspector_of(runtime: Runtime) -> SignalInspector:
-    """The inspector for signals in plain torch."""
+    """The inspector that checks signals in plain torch, on the host or on the device."""
     if runtime.decides_on_device:
         return DeviceInspector(runtime)
     return SignalInspector(runtime)

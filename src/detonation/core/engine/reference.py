@@ -1,6 +1,6 @@
 """The reference engine: the step of one replica in plain torch.
 
-All other engines must compute the same bits.
+All other engines must compute the same bits as this engine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,14 +42,14 @@ from detonation.core.runtime import Runtime
 from detonation.plugins import plugins
 
 READS = 2
-"""Number of parts in which replies of owners are decoded if few kernel launches matter more than
-memory.
+"""Number of parts in which the replies of owners are decoded, if few kernel launches matter more
+than memory.
 """
 
 
 class Replier(Protocol):
-    """Encodes an owner's reply: coefficients of its residual plus the update. `reads` is True for
-    messages that this engine can decode.
+    """Encodes the reply of an owner (a replica that aggregates some rows for all): coefficients of
+    the update plus the owner's residual. `reads` is True for messages that it can decode.
     """
 
     def reads(self, received: Received) -> bool: ...
@@ -58,19 +58,19 @@ class Replier(Protocol):
 
 
 class ReferenceEngine(Rule):
-    """Encodes signals, releases memory and decodes messages in plain torch, on any device, block by
-    block.
+    """Encodes signals, subtracts what was sent from the memory, and decodes messages, in plain
+    torch, on any device, block by block.
     """
 
     name = "torch"
     reads_status = False
-    """True if `bad` may be a status tensor (see `Header`), which saves a conversion. Signals are
-    then encoded as a whole.
+    """True if the argument `bad` of `encode` may be the status of the message as a tensor (see
+    `Header`), which saves a conversion. All signals of a message are then encoded together.
     """
     guard: type[Guard] = Guard
-    """Class of the guard for the messages of this engine."""
+    """Class of the guard, which seals and validates the messages of this engine."""
     inspect = staticmethod(inspected)
-    """Computes the verdict on the signals of a whole message."""
+    """Checks the signals of a whole message for bad values."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ReferenceEngine(Rule):
         self._encodes_codes = self._on_cpu and _sends_codes(codec, layout)
         # a message of codes can be cut only between the blocks of its codebook
         unit = codec.unit if self._encodes_codes else 8
-        # rows of one operation
+        # number of rows that one operation processes, so that they fit into the cache
         self._cached_rows = max(unit, CACHE_BLOCK // codec.selection.chunk // unit * unit)
         self._released_rows = self._cached_rows
         self._absorbed_rows = self._cached_rows
@@ -99,26 +99,26 @@ class ReferenceEngine(Rule):
         self._encoded_at_once = self._selected_rows
         if codec.dense or (self._on_cpu and codec.selection.shared):
             self._encoded_at_once = layout.rows
-        # messages can be cut only at multiples of this unit
+        # each block of rows is computed once, because every step has the same blocks
         self._block = cache(partial(Bucket.of, layout))
         self._memories: dict[int, Memory] = {}
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if the result of `encode` is so large that its memory should be freed before the
         message is sent."""
-        # whole signals in a floating-point dtype are written directly into the message
+        # signals that are sent as whole floating-point rows are written directly into the message
         sends_signals = memory is None and codec.dense and isinstance(codec.basis, Identity)
         self._as_it_is = sends_signals and isinstance(codec.precision, Float) and not layout.tiled
         # True if no rounding error is kept, so that `release` can subtract the selected values
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as receivers decode them."""
-        # True if each block of memory is released while it is still in the cache
+        # True if sent values are subtracted from a block of memory while it is still in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
         self.releases_at_once = memory is None or self._by_block
-        """True if `encode` already subtracts the sent values from memory, so that `release` has
-        nothing to do.
+        """True if `encode` already subtracts the sent values from the memory, so that `release`
+        has nothing to do.
         """
 
     def encode(
@@ -128,7 +128,7 @@ class ReferenceEngine(Rule):
         bad: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Selected:
-        """Adds a signal to the memory and selects the coefficients to send.
+        """Adds signals to the memory of unsent values, and selects the coefficients to send.
 
         Args:
             bad: On a device that decides by itself, `[]` bool: if it is True, zeros are selected,
@@ -184,8 +184,9 @@ class ReferenceEngine(Rule):
     def _absorbed_parts(
         self, signals: Sequence[Tensor | None], bad: Tensor | None
     ) -> Iterator[tuple[int, Tensor, Memory | None]]:
-        """Adds a signal to the memory in parts of rows. Yields the first row of each part, its
-        values, and its memory. Without a memory the values are the signal itself.
+        """Adds signals to the memory of unsent values, part by part. Yields the first row of each
+        part, the new values of its rows, and its memory. If the scheme has no memory, the values
+        are the signals themselves.
         """
         rows = self.layout.rows
         memory = self.memory
@@ -210,7 +211,8 @@ class ReferenceEngine(Rule):
             yield first, memory.absorb(pieces, bad), memory
 
     def _memory_of(self, block: Bucket) -> Memory:
-        """The memory of a block, whose views and padding are found once."""
+        """The part of the memory that belongs to a block of rows. It is cached, so that its views
+        and its padding are computed only once."""
         assert self.memory
         known = self._memories.get(block.first)
         if known is None:
@@ -227,7 +229,7 @@ class ReferenceEngine(Rule):
     ) -> Selected:
         """Encodes like `encode`, and writes the coefficients into `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # torch would round fp64 directly to the message's dtype, while engines round to fp32 first
+        # not fp64: torch would round it to the message's dtype, other engines round to fp32 first
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -246,8 +248,8 @@ class ReferenceEngine(Rule):
         return selected
 
     def _encode_codes(self, run: MessageRows, signals: Sequence[Tensor | None]) -> Selected:
-        """Writes whole rows as codes and subtracts them from memory, block by block: each block
-        stays in the cache, and no temporary has the size of the model.
+        """Writes whole rows as codes into `run`, and subtracts the sent values from the memory,
+        block by block. Each block stays in the cache, and no temporary has the size of the model.
         """
         for first, flat, memory in self._absorbed_parts(signals, None):
             part = run.of_rows(first, len(flat))
@@ -262,7 +264,7 @@ class ReferenceEngine(Rule):
         return Selected(nobody_needs_them, None, released=True)
 
     def inspector(self, buckets: int) -> SignalInspector:
-        """An inspector for messages that are sent in `buckets` buckets."""
+        """An inspector that checks the signals of messages that are sent in `buckets` buckets."""
         return inspector_of(self._runtime)
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
@@ -281,15 +283,16 @@ class ReferenceEngine(Rule):
         owners: RowOwners,
         owner: int,
     ) -> Replier | None:
-        """The engine for the replies of an owner whose coefficients remain in `residual`; None if
-        plain torch computes the replies.
+        """The engine that encodes the replies of `owner`, whose unsent part stays in `residual`;
+        None if plain torch computes the replies.
 
         Shapes: residual `[owned, chunk]` fp32.
         """
         return None
 
     def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
-        """Sets the selection to zeros if it is `bad`, and casts indices to the smallest dtype."""
+        """Sets the selected values to zero if the signals are `bad`, and casts the indices to the
+        smallest dtype."""
         values = selected.values
         indices = selected.indices
         if bad is not None:
@@ -299,15 +302,15 @@ class ReferenceEngine(Rule):
         return Selected(values, indices)
 
     def empty(self, step: int) -> Selected:
-        """Content of an empty message: zeros. The memory does not change.
+        """The content of an empty message: zeros. The memory does not change.
 
         Shapes: -> values `[rows, k]`.
         """
         return self.codec.empty(self.layout.rows, step, self._seed, self.device)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
-        """Subtracts the sent values from memory: `own` (as every receiver decodes them), or else
-        the selected coefficients.
+        """Subtracts the sent values from the memory: `own`, which are the values as every receiver
+        decodes them, or without `own` the selected coefficients.
 
         Shapes: own `[rows, k]` fp32.
         """
@@ -347,7 +350,7 @@ class ReferenceEngine(Rule):
         return flat
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
-        """Decodes the update into `targets`."""
+        """Decodes the update, and writes it into `targets`, one tensor per parameter."""
         at_once = self._cached_rows
         if not self._on_cpu:
             at_once = self._decoded_at_once(received)
@@ -372,7 +375,8 @@ class ReferenceEngine(Rule):
     def apply_signs(
         self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]
     ) -> None:
-        """Moves `weights` by the signs of the update, which is never stored."""
+        """Moves `weights` by the signs of the update, each parameter at its own rate. The whole
+        update is never stored."""
         if self.layout.tiled:
             at_once = self._decoded_at_once(received)
             for strip, part in self._decoded_tiles(received, at_once):
@@ -398,19 +402,19 @@ class ReferenceEngine(Rule):
             del block, part, signs  # free these tensors before allocating the next tensors
 
     def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
-        """The update in lines of about `at_once` tiles, parameter by parameter. A line may end
-        inside a block of rows.
+        """Yields the update in strips of about `at_once` tiles, one parameter after the other. A
+        strip can also end at a row at which messages cannot be cut.
         """
         for strip in Bucket.strips(self.layout, at_once):
             sent = received.part(strip.rows.start, strip.rows.stop)
             yield strip, self.update(sent, received.aggregation)
 
     def _decoded_parts(self, received: Received) -> Iterator[Tensor]:
-        """The update in blocks of rows."""
+        """Decodes the update, and yields it in blocks of rows."""
         at_once = self._decoded_at_once(received)
         read = at_once
         if self._room.few_launches and received.owners:
-            # reading the replies of owners launches kernels
+            # more rows per read, because each read of the owners' replies launches kernels
             read = received.rows
             if not self.codec.selection.shared:
                 read = -(-received.rows // READS)
@@ -447,8 +451,8 @@ def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[Si
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The first engine that supports `codec` with at most `room` bytes of temporaries, or plain
-    torch if there are no kernels.
+    """The first engine that supports `codec` and whose temporaries fit into `room`, or the engine
+    in plain torch if there are no kernels.
 
     Engines of installed packages are tried first, then built-in engines from the fastest to the
     slowest.

@@ -1,9 +1,10 @@
 """Block sizes: how many rows an accelerator processes at once, so that temporaries need no more
 memory than one bucket.
 
-A bucket in fp32 is at most a quarter of the flat. All sizes are bytes per row. Each block costs
-kernel launches, most of all with owners and majority votes. In these cases a flat below `LARGE` is
-processed in fewer blocks, which need up to two buckets of memory.
+A bucket in fp32 is at most a quarter of the flat. All sizes in this module are bytes per row. Each
+block costs kernel launches, most of all in an exchange through owners and with a majority vote. In
+these two cases a flat below `LARGE` is processed in fewer blocks, which need up to two buckets of
+memory.
 """
 
 from dataclasses import dataclass
@@ -17,16 +18,16 @@ UNIT = 64
 differently.
 """
 LARGE = 2**28
-"""Number of coordinates from which saving memory matters more than saving launches: a step then
-needs 10 ms or more, and 80 fewer launches would save 0.4 ms.
+"""From this number of coordinates on, saving memory matters more than saving kernel launches: a
+step then takes 10 ms or more, and 80 fewer launches would save only 0.4 ms.
 """
 MOST_BLOCKS = 32
-"""Largest number of blocks of a bucket."""
+"""Largest number of blocks into which a bucket is cut."""
 
 
 def kept_until_sent(codec: Codec) -> int:
-    """Bytes of the values and indices of an encoded row, which are kept until they are subtracted
-    from memory during the collective.
+    """Bytes of the values and indices of an encoded row. They are kept until they are subtracted
+    from the memory, which happens during the collective.
     """
     of_each = 4
     if not codec.dense:
@@ -35,8 +36,8 @@ def kept_until_sent(codec: Codec) -> int:
 
 
 def is_heavy(codec: Codec) -> bool:
-    """True if the kept values and indices of all rows need more memory than half a bucket. They are
-    then subtracted from memory before the message is sent.
+    """True if the values and indices of all encoded rows need more memory than half a bucket. They
+    are then not kept, but subtracted from the memory before the message is sent.
     """
     return 2 * BUCKETS * kept_until_sent(codec) > 4 * codec.selection.chunk
 
@@ -55,21 +56,21 @@ class Room:
 
 
 def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
-    """Out of `rows` rows: how many absorb a signal at once, and how many one selection
-    processes.
+    """Two numbers, each at most `rows`: to how many rows of the memory a signal is added at once,
+    and for how many rows coefficients are selected at once.
     """
     if room.few_launches:
-        at_once = _rows(rows, 8, room, 9)  # a bucket may end later
+        at_once = _rows(rows, 8, room, 9)  # 9 / 8 of a bucket: the last one can be longer
         return at_once, at_once
     k = codec.selection.k
     line = 4 * codec.selection.chunk
     message = codec.nbytes(UNIT) // UNIT
     if is_heavy(codec):
-        # bytes of the indices that the update needs
+        # bytes of the message, and of the indices that the update needs later
         kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    # messages do not exist yet, so their memory can be used here
+    # received messages do not exist yet, so temporaries can use their memory
     free = line + BUCKETS * (2 * message - kept)
     chosen = line * _transforms(codec)
     if not codec.selection.shared:
@@ -78,7 +79,7 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
 
 
 def released_at_once(codec: Codec, rows: int, room: Room) -> int:
-    """Out of `rows` rows: how many are subtracted from memory at once."""
+    """From how many of the `rows` rows of the memory the sent values are subtracted at once."""
     if room.few_launches:
         return _rows(rows, 8, room, 9)
     free = 4 * codec.selection.chunk
@@ -88,7 +89,8 @@ def released_at_once(codec: Codec, rows: int, room: Room) -> int:
 
 
 def replied_at_once(codec: Codec, answer: Codec, replicas: int, room: Room) -> int:
-    """Number of rows that an owner aggregates and answers at once."""
+    """Number of rows that an owner (a replica that aggregates some rows for all) aggregates and
+    answers at once."""
     if room.few_launches:
         return room.rows
     width = replicas * codec.selection.k
@@ -133,7 +135,7 @@ def _decoded(codec: Codec, width: int) -> int:
         return 2 * line
     summed = line
     if not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK:
-        summed += 12 * width  # bytes of values, positions and bags of an embedding bag
+        summed += 12 * width  # bytes of the values, positions and bags of `torch.embedding_bag`
     else:
         summed += 16 * codec.selection.k
     products = (1, 3, 6)[_transforms(codec)]

@@ -25,7 +25,7 @@ class Rule:
 
     Args:
         codec: Basis, selection and precision.
-        memory: Momentum that was not sent yet; None for a scheme without one.
+        memory: Momentum that was not sent yet; None for a scheme without a memory.
         seed: Seed of random selections, the same on all replicas.
     """
 
@@ -45,7 +45,8 @@ class Rule:
         bad: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Selected:
-        """Adds signals to the decayed memory, and selects the coefficients to send.
+        """Adds signals to the decayed memory of unsent values, and selects the coefficients to
+        send.
 
         Args:
             bad: `[]` bool: if it is True, the memory does not change.
@@ -71,8 +72,8 @@ class Rule:
     def update(self, sent: Coefficients, aggregation: Aggregation) -> Tensor:
         """Aggregates the coefficients of all replicas to the update of the parameters.
 
-        If few coefficients were sent, the inverse transform is a sum over them (docs/design.md: one
-        arithmetic).
+        If few coefficients were sent, the inverse transform is computed as a sum over these
+        coefficients (docs/design.md: one arithmetic).
 
         Shapes: -> `[rows, chunk]` fp32; its padding is undefined.
         """

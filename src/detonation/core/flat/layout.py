@@ -59,7 +59,7 @@ class Tiles:
         return self.down * self.across
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Copies the tiles of `tensor`.
+        """Cuts `tensor` into tiles, as a copy.
 
         Shapes: any of height * width elements -> `[rows, side * side]`.
         """
@@ -70,7 +70,7 @@ class Tiles:
         return squares.reshape(self.rows, side * side)
 
     def join(self, tiles: Tensor) -> Tensor:
-        """The inverse of `cut`, as a copy.
+        """Puts tiles together to a matrix, as a copy. It is the inverse of `cut`.
 
         Shapes: `[rows, side * side]` -> `[height, width]`.
         """
@@ -82,10 +82,10 @@ class Tiles:
 FragmentUnit = Literal["parameter", "block"]
 
 CACHE_BLOCK = 330_000
-"""Coordinates per operation of plain torch on a CPU: few enough for the cache, enough to outweigh
-the call.
+"""Number of coordinates that plain torch processes in one operation on a CPU: so few that they fit
+into the cache, and so many that the overhead of the call does not matter.
 
-A power of two would map neighbouring lines to the same cache sets.
+It is not a power of two, because neighbouring lines would then map to the same cache sets.
 """
 
 
@@ -162,11 +162,12 @@ class Layout:
     def fragments(
         self, count: int, unit: FragmentUnit = "parameter", sizes: Mapping[str, int] | None = None
     ) -> list[Layout]:
-        """The layouts of `count` fragments of nearly equal size: none exceeds the mean by more than
-        the largest unit.
+        """The layouts of `count` fragments of nearly equal size: no fragment exceeds the mean size
+        by more than the largest unit.
 
-        Each unit goes to the smallest fragment, the largest unit first, equal units in model order.
-        So equal layers are assigned round robin.
+        Units (parameters or blocks) are assigned one by one, the largest first, each to the
+        fragment that is the smallest so far. Units of equal size keep the order of the model, so
+        equal layers are assigned round robin.
 
         Args:
             count: At least 1.
@@ -209,11 +210,12 @@ class Layout:
 
     @cached_property
     def tiled(self) -> bool:
-        """True if any parameter is in tiles."""
+        """True if any parameter is cut into tiles."""
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A flat matrix of zeros in fp32. In bf16 a decay close to 1 would not change a number.
+        """A flat matrix of zeros. It is in fp32, because in bf16 a multiplication by a decay close
+        to 1 would leave most numbers as they are.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
@@ -246,7 +248,8 @@ class Layout:
         return found
 
     def scatter(self, parts: Iterable[Tensor], targets: Sequence[Tensor]) -> None:
-        """Writes `parts`, consecutive rows of a flat, into `targets`.
+        """Writes `parts`, which are consecutive rows of a flat, into the tensors `targets` of the
+        parameters.
 
         Shapes: parts `[n, chunk]` each; targets contiguous, one local shape per parameter.
         """
@@ -301,7 +304,7 @@ class Layout:
             copy(self.views(flat), tensors)
 
     def padding(self, device: torch.device) -> Tensor:
-        """Positions in the flattened matrix that belong to no parameter.
+        """The positions of the padding in the flattened matrix, which belong to no parameter.
 
         Shapes: -> `[padded]` int64.
         """
@@ -317,7 +320,8 @@ class Layout:
         return torch.cat(found)
 
     def row_numbers(self, parameters: Iterable[int]) -> Tensor:
-        """The number of the parameter of each row; -1 in rows of parameters not in `parameters`.
+        """For each row, the number of the parameter that it belongs to, or -1 if this parameter is
+        not in `parameters`.
 
         Shapes: -> `[rows]` int64 on the host.
         """

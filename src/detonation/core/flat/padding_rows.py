@@ -9,11 +9,12 @@ from torch.distributed.tensor import DTensor
 from detonation.core.flat.tensors import bare_name, local
 
 _USED = "padding_row_is_used"
-"""The attribute of a parameter whose padding row has a gradient."""
+"""Name of the attribute that marks a parameter whose padding row gets gradients."""
 
 
 def note_padding(model: nn.Module) -> None:
-    """Sets `padding_row` on the shard that holds it, for each embedding with a `padding_idx`.
+    """For each embedding with a `padding_idx`, stores the number of its padding row as the
+    attribute `padding_row` of the shard that holds this row.
 
     Skips weights whose padding row gets a gradient: weights that are also used by another module,
     such as an output layer, and weights marked by `mark_used`.

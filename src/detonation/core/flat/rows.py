@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 BUCKETS = 4
 """Largest number of buckets of a flat. On an accelerator each bucket costs kernel launches."""
 SMALL_BUCKETS = 8
-"""Largest number of buckets if the network adds messages, or at the end of a round. A sum needs
-fewer launches per bucket, and rounds are rare; smaller buckets need less memory.
+"""Largest number of buckets if an all-reduce adds the messages, or if messages are sent at the end
+of a round. A sum needs fewer kernel launches per bucket, and rounds end rarely, so that more and
+smaller buckets are affordable; these need less memory.
 """
 
 
@@ -114,11 +115,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Assigns `rows` rows to `replicas`: runs of `run` rows round robin, and the remaining rows in
-    equal parts.
+    """Assigns each of `rows` rows to an owner, the replica that aggregates this row. Runs of `run`
+    rows are assigned round robin, and the remaining rows in equal parts.
 
-    So a row has the same owner in the whole flat and in a bucket that begins and ends at full
-    rounds.
+    So a row has the same owner in the whole flat and in a bucket, if the bucket begins and ends at
+    multiples of `replicas` * `run` rows.
     """
 
     rows: int
@@ -136,14 +137,15 @@ class RowOwners:
         return self._turns * self.run
 
     def of_bucket(self, rows: int) -> RowOwners:
-        """The owners of a bucket of `rows` rows that begins at a full round."""
+        """The owners of a bucket of `rows` rows that begins at a multiple of `replicas` * `run`
+        rows."""
         if rows == self.rows:
             return self
         return RowOwners(rows, self.replicas, self.run)
 
     @cached_property
     def missing(self) -> int:
-        """Number of padding rows."""
+        """Number of padding rows, which make the parts of all owners equally long."""
         return self.owned * self.replicas - self.rows
 
     def deal(self, lines: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -154,7 +156,8 @@ class RowOwners:
         return self.deal_each([(lines, padding)])[0]
 
     def deal_each(self, lines: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-        """`deal` for several matrices, each with its own padding, in one operation.
+        """Groups the rows of several matrices by owner as `deal` does, each matrix with its own
+        padding, in one operation.
 
         Shapes: as in `deal`, for each.
         """
@@ -170,7 +173,8 @@ class RowOwners:
         return found
 
     def collect(self, parts: Tensor | Sequence[Tensor]) -> Tensor:
-        """The inverse of `deal`, without the padding.
+        """Puts the rows of all owners back in the order of the flat, without the padding. It is the
+        inverse of `deal`.
 
         Shapes: `[replicas, owned, n]`, or `[owned, n]` of each owner -> `[rows, n]`.
         """
@@ -179,7 +183,7 @@ class RowOwners:
         return self.collect_each([parts])[0]
 
     def collect_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """`collect` for several matrices, in one operation.
+        """Puts the rows of several matrices back in order as `collect` does, in one operation.
 
         Shapes: `[replicas, owned, n]` -> `[rows, n]`, for each.
         """
@@ -210,15 +214,15 @@ class RowOwners:
         return pairs
 
     def _free(self, parts: Tensor) -> list[Tensor]:
-        """Views of the padding in `parts`."""
+        """Views of the padding rows in `parts`."""
         own = self._turns * self.run
         whole, left = self._remainder
         return [parts[whole, own + left :], parts[whole + 1 :, own:]]
 
     @cached_property
     def _remainder(self) -> tuple[int, int]:
-        """Number of owners with a full part of the remainder, and number of rows of the next
-        owner.
+        """How the rows are divided that were not assigned round robin: the number of owners with a
+        full part, and the number of rows that the next owner gets.
         """
         own = self._turns * self.run
         if own == self.owned:
@@ -227,12 +231,12 @@ class RowOwners:
 
     @cached_property
     def _turns(self) -> int:
-        """Number of full rounds."""
+        """How often each owner gets `run` rows round robin."""
         return self.rows // (self.replicas * self.run)
 
 
 class KeptRows:
-    """A copy of rows of `memory`.
+    """A copy of some rows of `memory`, with which a step in these rows can be undone.
 
     Args:
         memory: `[rows, n]`.
@@ -248,8 +252,8 @@ class KeptRows:
         self._is_change = False
 
     def become_change(self) -> None:
-        """Replaces the copy by the change since the copy was made, in case further steps change the
-        rows before `restore`.
+        """Stores how the rows changed since they were copied, instead of the copy. `restore` then
+        undoes only this change and keeps what further steps add to the rows.
         """
         self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
         self._is_change = True
@@ -267,7 +271,7 @@ class KeptRows:
             self._memory.index_copy_(0, rows, kept)
 
     def forget(self) -> None:
-        """Drops all rows."""
+        """Drops all copied rows, so that `restore` changes nothing."""
         self._rows = self._rows[:0]
         self._numbers = self._numbers[:0]
         self._kept = self._kept[:0]

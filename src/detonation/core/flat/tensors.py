@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 _WRAPPERS = re.compile(r'(?<![^."])(?:_orig_mod|_checkpoint_wrapped_module)\.')
 
 GradientStamp = tuple[Tensor | None, int, int]
-"""A gradient, its version, and the version of its local shard, because torch counts both for a
-DTensor.
+"""A gradient, its version counter, and the version counter of its local shard. For a DTensor torch
+counts the writes to these two tensors separately.
 """
 
 
@@ -30,11 +30,11 @@ def bare_name(name: str) -> str:
 
 
 class Piece(Tensor):
-    """Rows of a parameter that replicate separately: a view of the local shard, and of its
-    gradient.
+    """Rows of a parameter that are replicated on their own: a view of these rows in the local shard
+    and in its gradient.
 
-    Replicas may shard a parameter at different rows. All replicas have the same pieces, each on one
-    rank of every replica.
+    Two replicas can cut a parameter into shards at different rows. Pieces are cut so that all
+    replicas have the same pieces, and each piece is on one rank of every replica.
 
     Attributes:
         whole: The parameter.
@@ -53,7 +53,7 @@ class Piece(Tensor):
     largest_shape: tuple[int, ...]
     padding_row: int | None
     cut: Callable[[Mapping[str, Tensor]], Mapping[tuple[int, ...], Mapping[str, Tensor]]]
-    # torch operations on it return plain tensors
+    # torch operations on a piece return plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -89,7 +89,7 @@ class Piece(Tensor):
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None:
             self.whole.grad = None
-        elif self.whole.grad is None:  # zeros to write into
+        elif self.whole.grad is None:  # the caller writes into zeros
             self.whole.grad = torch.zeros_like(self.whole)
 
 
@@ -171,7 +171,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """A view of the memory of a contiguous host tensor. It keeps the tensor alive."""
+    """A view of the bytes of a contiguous host tensor. The view keeps the tensor alive."""
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
@@ -192,9 +192,9 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     """The local gradient of each parameter, sharded like the parameter; None if the parameter has
     none.
 
-    Each gradient then has memory of its own, because the update is written there.
-    `torch.autograd.grad` may return one tensor for two parameters, or an expanded number for many
-    coordinates.
+    A gradient that shares its memory is replaced by a copy, because the update is written into each
+    gradient: `torch.autograd.grad` may return one tensor for two parameters, or an expanded number
+    for many coordinates.
 
     Raises:
         ValueError: A gradient is sparse.
@@ -232,7 +232,8 @@ def _resharded(parameter: Tensor, gradient: DTensor) -> DTensor:
 
 
 def gradient_stamps(parameters: Mapping[str, Tensor]) -> dict[str, GradientStamp]:
-    """The stamp of each gradient, by the name of its parameter."""
+    """The stamp of each gradient (see `GradientStamp`), by the name of its parameter. A write to
+    the gradient changes its stamp."""
     found: dict[str, GradientStamp] = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad

@@ -9,7 +9,8 @@ from torch import nn
 ON_MOVE: list[Callable[[], object]] = []
 """Called on all ranks after weights changed without an optimizer step."""
 ON_COMPARISON: list[Callable[[nn.Module], object]] = []
-"""Called with the model when replicas are compared, and after rounds were completed. Collective."""
+"""Called with the model when replicas are compared, and after rounds were completed. All ranks call
+these hooks together."""
 
 
 def moved() -> None:
@@ -21,6 +22,7 @@ def moved() -> None:
 
 
 def compared(model: nn.Module) -> None:
-    """Calls the hooks for a comparison of the replicas of `model`. Collective."""
+    """Calls the hooks for a comparison of the replicas of `model`. All ranks must call this
+    function together."""
     for hook in ON_COMPARISON:
         hook(model)

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 Stamp = tuple[int, int, int]
 """Identity of a tensor, its version, and the address of its memory."""
 WeightPlace = tuple[Mapping[str, Parameter | None], str]
-"""A module's parameters by name, and one of these names."""
+"""Where a weight is stored: the parameters of its module by name, and its name among these."""
 
 
 def stamp(tensor: Tensor) -> Stamp:
@@ -48,7 +48,7 @@ class WrittenWeights:
     _stamps: dict[str, Stamp] = field(default_factory=dict)
 
     def note(self) -> None:
-        """Notes the stamps of all weights."""
+        """Stores the current stamps of all weights, with which `found` compares."""
         self._stamps = {name: stamp(tensor) for name, tensor in self._tensors()}
 
     def forget(self) -> None:

@@ -61,11 +61,12 @@ AGAIN = (
     "It ended this optimizer, which takes no step until the state is replaced on all ranks: load a "
     "checkpoint or a state dict"
 )
-"""Appended to an error that is raised again."""
+"""Text that is appended to the message of an error when the error is raised again."""
 
 
 class FaultCounts:
-    """Counts the faults of the replicas of one level, from messages that all of them receive.
+    """Counts the faults of the replicas of one level of replication, from messages that all these
+    replicas receive.
 
     Attributes:
         skipped: Contributions of all replicas that were omitted because a gradient was not finite.
@@ -122,20 +123,21 @@ class FaultCounts:
     def report_later(
         self, due: int, numbers: Readback, report: Callable[[list[Any]], object]
     ) -> None:
-        """Makes `catch_up` call `report` with the `numbers` of a message that is due at step
-        `due`."""
+        """Makes `catch_up` call `report` with the `numbers` of a message that is due at step `due`,
+        once the device has computed these numbers."""
         self.reports.append((due, numbers, report))
 
     def catch_up(self, until: float) -> None:
-        """Counts the messages due at steps up to `until`, so that all ranks have equal counts."""
+        """Waits for the messages that are due at steps up to `until`, and counts their faults. All
+        ranks then have equal counts."""
         ready = [each for each in self.reports if each[0] <= until]
         self.reports = [each for each in self.reports if each[0] > until]
         for _, numbers, report in ready:
             report(numbers.read())
 
     def stop_if_apart(self) -> None:
-        """Records a reason to stop, unless all replicas that must announce a change announced the
-        same change.
+        """Records a reason to stop if some replicas, but not all that must, announced a change of
+        the trained parameters.
         """
         if self.changed_apart:
             replicas = sum({_bit(sender) for sender in self.changed})
@@ -147,35 +149,39 @@ class FaultCounts:
         return bool(self.changed) and len({*self.changed, *self.missing}) != self.changing
 
     def announced(self, sender: int, name: str) -> None:
-        """Records that `sender` announced a change of `name`."""
+        """Records that `sender` announced that it began or stopped training the parameter
+        `name`."""
         self.changed[sender] = name
 
     def miss(self, absent: Collection[int]) -> None:
-        """Records that the replicas `absent` were lost before their message was complete."""
+        """Records that the replicas `absent` were lost before their message was complete. They need
+        not announce a change of the trained parameters."""
         if self.changing:
             self.missing.update(absent)
 
     def end_change(self) -> None:
-        """Forgets the announcements, because all ranks have made the change."""
+        """Forgets the announced change of the trained parameters, because all ranks have made
+        it."""
         self.changing = 0
         self.changed = {}
         self.missing = set()
 
     def announcement(self, name: str) -> int:
-        """The number that a rank sends over other links after announcing a change of `name`."""
+        """The number by which a rank tells its other links that it announced a change: it began or
+        stopped training the parameter `name`."""
         return _CHANGING << 56 | _bit(self._replica) << 32 | self.names.index(name)
 
     @staticmethod
     def is_announcement(fatal: int) -> bool:
-        """True for a number from `announcement`. Such a number does not stop a rank that announced
-        the same change.
+        """True if `fatal` is a number from `announcement`. This number does not stop a rank that
+        announced the same change.
         """
         return fatal >> 56 == _CHANGING
 
     @staticmethod
     def announced_apart(announcements: Sequence[int]) -> int:
-        """The largest announcement of a group of ranks, or a reason to stop if their announcements
-        differ.
+        """The largest `announcement` of a group of ranks, or a reason to stop if the ranks
+        announced different changes.
         """
         largest = max(announcements)
         if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
@@ -206,8 +212,9 @@ class FaultCounts:
             self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """Counts a message of `sender` that is empty or partly zeros, because its parameter `name`
-        is not finite. If `name` is `Changed`, records an announcement.
+        """Counts a message of `sender` that is empty or partly zeros, because the signal of its
+        parameter `name` is not finite. If `name` is `Changed`, instead records that `sender`
+        announced a change of the trained parameters.
         """
         if isinstance(name, Changed):
             self.announced(sender, name)
@@ -226,7 +233,8 @@ class FaultCounts:
             self._warn(step, sender, f"{text}; contribution skipped ({count})")
 
     def refuse(self, sender: int, fault: str, step: int) -> None:
-        """Counts an unused message of `sender` at `step` and its `fault`."""
+        """Counts and logs a message of `sender` that was refused at `step` because of its
+        `fault`."""
         self.refused += 1
         if self._good[sender] >= FORGIVEN:
             self._strikes[sender] = 0
@@ -246,13 +254,13 @@ class FaultCounts:
         self.refuse(_ALL_REPLICAS, fault, step)
 
     def misplace(self, sender: int, step: int) -> None:
-        """Records that `sender` added a message of another step, level or optimizer to the sum of
-        `step`."""
+        """Records that `sender` added a message of another step, level of replication or optimizer
+        to the sum of `step`."""
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
-        """Records the senders whose options of parameter groups deviate at `step`, or that received
-        other messages in earlier steps.
+        """Finds the senders whose options of parameter groups differ from those of most replicas at
+        `step`, or that received other messages in earlier steps. Records a reason to stop.
 
         Args:
             digests: By sender, the digests of messages in the upper bits and of options in the
@@ -280,7 +288,8 @@ class FaultCounts:
         self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:
-        """The error at `step` for the reason `fatal`, which may come from any rank of this level.
+        """The error at `step` for the reason `fatal`, which any rank of this level of replication
+        may have found.
 
         The rank raises it again at each later step until `forget`, with the step of its first
         occurrence and a remedy.
@@ -331,7 +340,7 @@ class FaultCounts:
         self.fatal = max(self.fatal, kind << 56 | sender << 32 | number)
 
     def _warn(self, step: int, sender: int, text: str) -> None:
-        """Logs once per step and sender, on the first replica and on the sender."""
+        """Logs `text` on replica 0 and on the sender, once for each step and sender."""
         if (step, sender) not in self._warned and self._replica in (0, sender):
             self._warned = {(step, sender), *(pair for pair in self._warned if pair[0] == step)}
             _log.warning(text)

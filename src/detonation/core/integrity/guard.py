@@ -43,11 +43,12 @@ from detonation.core.integrity.observer import StepObserver
 from detonation.core.integrity.sums import SumGuard
 
 LOUDER = 1000.0
-"""Largest allowed ratio of a norm to the reference norm: a momentum with decay 0.999 is at most
-1000 gradients.
+"""Largest allowed ratio of the norm of a message to the reference norm. Valid messages stay within
+it, because a momentum with decay 0.999 is at most as large as 1000 gradients.
 """
 FORGET = 0.9999
-"""Decay of the reference norm per exchange while most messages are smaller."""
+"""Factor by which the reference norm shrinks at each exchange, while most messages have a smaller
+norm."""
 
 _ROWS = attrgetter("rows")
 _REFUSED = itemgetter(-1)
@@ -105,7 +106,7 @@ def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
 def decide_usable(
     words: Tensor, added: Tensor, content: Tensor, norms: Tensor, expected: Expected, usual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Decides which messages are refused.
+    """Decides which messages are refused, because of their header, checksum, content or norm.
 
     A norm is too large if it exceeds `LOUDER` times both the current median norm and the reference
     norm. Replicas with sparse gradients send almost zeros for many steps, and then messages as
@@ -125,7 +126,7 @@ def decide_usable(
     `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
     header = expected.header
-    # bits of nonnegative floats sort like the floats; NaN sorts highest
+    # norms are compared as integers: bits of nonnegative floats sort like the floats, NaN highest
     bits = norms.abs().double().view(torch.int64)
     found = torch.cat([words, torch.stack([added, content, bits], 1)], 1)
     replicas = len(words)
@@ -138,7 +139,7 @@ def decide_usable(
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)
         senders = (heard > 0).sum(0, keepdim=True)
-        # the larger norm of the two, so that neither is refused; 0 if all messages are zeros
+        # the median of two norms is the larger one, so that neither of the two messages is refused
         middle = senders.sub_(1).div_(2, rounding_mode="trunc")
         median = heard.sort(descending=True).values.gather(0, middle)
         bound = torch.maximum(median, usual).mul_(LOUDER)
@@ -155,8 +156,9 @@ def decide_usable(
 def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Smallest and largest valid value of the first columns of the table, except step and checksum,
-    and a 1 in the column of the step.
+    """The smallest and the largest valid value of the first 11 columns of the table that
+    `decide_usable` makes, without step and checksum. Also returns a row of zeros with a 1 in the
+    column of the step, with which the step is added.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
     """
@@ -218,8 +220,8 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
 
 
 def _take_recorded(message: Message) -> None:
-    """Marks a message as read from a playback, which owns its memory. Empty headers mark absent
-    replicas.
+    """Prepares a message that comes from a recorded run: the recording owns its memory, and a
+    header of zeros marks a replica that was absent.
     """
     message.recycle = None
     headers = message.arrived[0][:, :HEADER_BYTES]
@@ -227,7 +229,8 @@ def _take_recorded(message: Message) -> None:
 
 
 def _empty_headers(whole: Tensor, absent: Collection[int]) -> None:
-    """Clears the headers of `absent` replicas, so that a replay recognises them."""
+    """Sets the headers of `absent` replicas to zero, so that a replay recognises these replicas as
+    absent."""
     for sender in absent:
         whole[sender, :HEADER_BYTES] = 0
 
@@ -248,17 +251,19 @@ class Guard(SumGuard):
     The decision on a message depends only on the received bytes of the exchange, so replicas that
     received the same bytes decide alike. Each replica's next message carries a digest of the bytes
     that it received. A refused message counts as zeros. The mean remains a mean over all replicas,
-    so no replica gains weight through another's refused message.
+    so the refusal of a message gives no other replica more weight.
 
-    A subclass may seal and inspect on the device; the engine selects it (`ReferenceEngine.guard`).
+    A subclass can seal and validate messages in kernels on the device. The engine names the class
+    to use (`ReferenceEngine.guard`).
     """
 
     on_kernels = False
-    """True if kernels seal and inspect; messages then reuse their memory from step to step."""
+    """True if kernels seal and validate messages. The memory of messages is then reused from step
+    to step."""
 
     def seal(self, message: Message, status: int | Tensor | None, phase: int = 0) -> Tensor:
-        """Returns the bytes of the prepared run for its collective. The last run of a message
-        starts with the header.
+        """Returns the bytes that the next collective sends: the waiting run of rows of `message`.
+        The last run of a message begins with the header.
 
         Args:
             status: 0, or 1 + the number of the parameter because of which a part of the message is
@@ -334,7 +339,7 @@ class Guard(SumGuard):
             _empty_headers(whole, absent)
             observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
-        if not arrived:  # nothing to restore, because `whole` has its own memory
+        if not arrived:  # no buffer to return, because `whole` has memory of its own
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
@@ -342,7 +347,8 @@ class Guard(SumGuard):
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:
-            if found.body.device.type == "cpu":  # simulated replicas share one receive buffer
+            # work on a copy, because simulated replicas share one receive buffer
+            if found.body.device.type == "cpu":
                 found = replace(found, body=found.body.clone())
             found.blank(refused)
         return found
@@ -377,8 +383,8 @@ class Guard(SumGuard):
         return refused
 
     def hear(self, missing: Missing, table: runtime.Readback, absent: Collection[int] = ()) -> None:
-        """Gives `missing` a function that reads the missing gradients of all replicas from a table
-        of `decide_usable`.
+        """Stores in `missing` a function that reads from a table of `decide_usable` what each
+        replica reports about its parameters without a gradient.
         """
 
         def said() -> dict[int, int]:
@@ -436,8 +442,8 @@ class Guard(SumGuard):
     def _compare_received(
         self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int
     ) -> None:
-        """Compares the digests of all replicas. They differ if some replicas received a damaged
-        message."""
+        """Compares the digests that all replicas sent of the bytes they received earlier. The
+        digests differ if only some replicas received a damaged message."""
         received = [(row[7], fault) for row, fault in zip(rows, faults, strict=True)]
         self._received[self._opened] = hash63(repr(received))
         self._received.pop(self._opened - 2 - self._delay, None)

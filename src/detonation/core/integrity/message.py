@@ -38,7 +38,7 @@ represents them exactly.
 
 @dataclass(frozen=True)
 class Header:
-    """The content of a header. Each word is from 0 to below 2**63.
+    """The content of the header of a message, which is sent as eight words of 64 bits.
 
     Args:
         schema: Hash of all settings that sender and receiver must share to read the message.
@@ -58,14 +58,14 @@ class Header:
 
     @property
     def origin(self) -> int:
-        """The fourth word of the header: sender and position of the message."""
+        """The fourth word of the header: the sender of the message, and its place number."""
         return self.sender << 32 | self.place
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
-        Numbers that change at each step reach the device as arguments of a kernel launch. Copying a
-        list would block the host.
+        Numbers that change at each step reach the device as arguments of a kernel launch, because
+        copying a list to the device would block the host.
 
         Shapes: `[messages, 64 + nbytes + padding]` uint8, each aligned for int64, with zeros as
         padding.
@@ -132,7 +132,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # the padding at the end of the last checksum line may be undefined
+    # zeros replace the padding at the end of the last checksum line, which may be undefined
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
@@ -153,21 +153,24 @@ def put(place: Tensor, value: int | Tensor) -> None:
 
 
 UNUSED_PLACE = 1 << 30
-"""Added to the position of observed messages: marks the record of parameters that no replica used
-in a step.
+"""This number is added to the place number that an observer sees. It marks a record of the
+parameters that no replica used in a step, in contrast to messages.
 """
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
-"""A message's report on missing gradients: none are missing; a new set; or a set exchanged earlier,
-as `FIRST_KNOWN` plus its number among the remembered ones.
+"""What a message says about its sender's parameters without a gradient: there are none; they are a
+new set, which the replicas must exchange; or they are a set that was exchanged earlier, named by
+`FIRST_KNOWN` plus its number among the remembered sets.
 """
 MOST_KNOWN = 14
-"""Number of exchanged sets that all replicas remember, and that a message can name."""
+"""Largest number of exchanged sets of parameters without a gradient that all replicas remember, so
+that a message can name a set by its number."""
 RECEIVED_BITS = 59
-"""Bits of the digest in the seventh word of a header that reports missing gradients."""
+"""Number of bits of the digest in the seventh word of a header, if this word also reports
+parameters without a gradient."""
 NO_PARAMETERS: frozenset[int] = frozenset()
 
 MissingSets = Sequence[bytes]
-"""Set of missing gradients of each replica, one bit per parameter."""
+"""For each replica, the set of its parameters without a gradient, as one bit per parameter."""
 
 
 @dataclass(eq=False)
@@ -178,7 +181,7 @@ class Missing:
     Args:
         step: Step at which the message was sent.
         octets: Set of the parameters, one bit each in the order of the layout.
-        says: What the message says of them: see `NONE_MISSING`.
+        says: What the message says about these parameters, see `NONE_MISSING`.
         known: Exchanges of sets that a message could name when this one was sent.
         rows: Number of the parameter of each row of the flat, see `Layout.row_numbers`.
         kept: Copies of rows of memories that the step changes.
@@ -198,7 +201,8 @@ class Missing:
 
 
 def with_said(received: int, says: int) -> int:
-    """The seventh word of a header, negative if it reports missing gradients.
+    """The seventh word of a header: it joins the digest `received` with `says`, the report on
+    parameters without a gradient. The word is negative if there are such parameters.
 
     >>> with_said(7, NONE_MISSING), said_in(with_said(7, 3)), with_said(7, 3) & 7
     (7, 3, 7)
@@ -209,14 +213,15 @@ def with_said(received: int, says: int) -> int:
 
 
 def said_in(received: int) -> int:
-    """The report on missing gradients in the seventh word of a header; see `NONE_MISSING`."""
+    """The report on parameters without a gradient, read from the seventh word of a header; see
+    `NONE_MISSING`."""
     if received >= 0:
         return NONE_MISSING
     return 1 + (received >> RECEIVED_BITS & 15)
 
 
 def packed(numbers: Collection[int], count: int) -> bytes:
-    """A set of numbers below `count` as one bit each.
+    """A set of numbers below `count`, as bytes with one bit for each number.
 
     >>> packed([0, 9], 12)
     b'\\x01\\x02'
@@ -241,10 +246,10 @@ def in_all(sets: Iterable[bytes]) -> frozenset[int]:
 
 @dataclass
 class Message:
-    """The messages of one collective stage of a step: one message for all replicas, or one for
-    each.
+    """What one replica sends and receives in one stage of an exchange: one message for all
+    replicas, or one message for each replica.
 
-    A message may need several collectives. Each collective sends a run of rows; the last run begins
+    A message may need several collectives. Each collective sends a run of rows. The last run begins
     with the header for all runs.
 
     Args:
@@ -276,7 +281,8 @@ class Message:
     played: bool = False
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
-        """Stores the indices of rows from row `first` of the flat on."""
+        """Stores the indices of the rows that begin at row `first` of the flat, which all replicas
+        know."""
         if isinstance(indices, SharedIndices):
             self.shared[first] = indices
         elif indices is not None:
@@ -284,7 +290,7 @@ class Message:
 
     @property
     def indices(self) -> Tensor | SharedIndices | None:
-        """The indices of all rows of the flat; None if only the message contains them.
+        """The indices of all rows of the flat; None if they are known only from the message.
 
         Shapes: -> `[rows, k]` integer.
         """

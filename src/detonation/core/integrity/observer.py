@@ -23,8 +23,8 @@ class StepObserver:
         """Called with the weights before each step and each `synchronize` of a `Replicated`."""
 
     def moved(self, optimizer: Any) -> None:
-        """Called with the weights after the base optimizer has moved them, before its hooks after a
-        step run.
+        """Called with the weights after the base optimizer has moved them, but before the post-step
+        hooks of this optimizer run.
         """
 
     def received(self, place: int, step: int, message: Tensor) -> None:

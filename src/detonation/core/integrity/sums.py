@@ -15,7 +15,8 @@ from detonation.core.integrity.message import DIGITS, FIRST_KNOWN, MOST_KNOWN, M
 
 
 class SumGuard:
-    """Seals and validates the sums of one channel. `Guard` extends it to messages.
+    """Seals what one replica contributes to the all-reduces of one channel, and validates the sums.
+    `Guard` extends this class to gathered messages.
 
     Args:
         schema: All settings that sender and receiver must share to read a message.
@@ -54,10 +55,10 @@ class SumGuard:
         self.usual = usual
         self._forget = forget
         self.statuses = 1 + len(self._names)
-        # a status also reports missing gradients; see `missing`
+        # a status number also reports parameters without a gradient; see `Missing`
         self.most_known = max(1, (1 << 16) // self.statuses - FIRST_KNOWN)
         self._most_said = FIRST_KNOWN + min(self.most_known, MOST_KNOWN)
-        # the last of three status numbers also contains a mark of the step, and is below 256
+        # the last of the three status numbers also contains a mark of the step, and stays below 256
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks = min(251, 256 // self._high - 1)
         first = (self._schema + 5 * place) % 251
@@ -67,13 +68,14 @@ class SumGuard:
         self.noted = 0
         self._sent = 0
         self._opened = 0
-        self._received: dict[int, int] = {}  # received digests, by the number of their exchange
+        # digests of what was received in earlier exchanges, by the number of the exchange
+        self._received: dict[int, int] = {}
 
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
     ) -> None:
-        """Writes this replica's status after the values of an all-reduce, with a mark of schema,
-        position and step.
+        """Writes this replica's status after the values of an all-reduce, with a mark that depends
+        on the schema, the place of the message and the step.
 
         Each replica writes three numbers for itself and zeros for the other replicas, so the sum
         needs no header. The last number contains the mark, which is never 0.
@@ -94,12 +96,12 @@ class SumGuard:
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> bool | Tensor:
-        """Counts the statuses of all replicas in a sum. Returns False if zeros must replace the
-        values, because a value is not finite, or a replica that is not `absent` added another
-        step's message.
+        """Validates a sum, and counts the faults that the statuses of all replicas in it report.
+        Returns False if zeros must replace the values: a value is not finite, or a replica that is
+        not `absent` added the message of another step.
 
-        On an accelerator the device replaces nonfinite values. A subclass may instead return a
-        report for the decoder of the values (see `Sums`).
+        On an accelerator the device itself replaces values that are not finite. A subclass may
+        instead return a report, by which the decoder replaces the values (see `Sums`).
 
         Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
         """
@@ -124,8 +126,8 @@ class SumGuard:
         return self._report_sum(step, absent, [fine, *said])
 
     def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
-        """Counts the status of each replica, and a nonfinite sum. Returns False for a nonfinite sum
-        and for an unexpected mark.
+        """Counts the faults that the status of each replica reports, and a sum that is not finite.
+        Returns False for a sum that is not finite, and for the mark of another step.
         """
         finite, *digits = found
         if absent:
@@ -149,8 +151,8 @@ class SumGuard:
     def hear_sum(
         self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
     ) -> None:
-        """Gives `missing` a function that reads the missing gradients of all replicas from the sum
-        of `step`.
+        """Stores in `missing` a function that reads from the sum of `step` what each replica
+        reports about its parameters without a gradient.
 
         Shapes: `[3 * replicas]`.
         """
@@ -171,8 +173,8 @@ class SumGuard:
 def statuses_of_sum(
     digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]
 ) -> list[int]:
-    """The status of each replica in the digits of an all-reduce; -1 if its mark differs or is
-    missing.
+    """Reads the status of each replica from the status numbers (digits) of an all-reduce; -1 if the
+    replica's mark differs from that of this step, or is missing.
 
     Args:
         replica: The replica that reads.
@@ -200,8 +202,8 @@ def statuses_of_sum(
 
 
 def _mean_digit(mean: float, mark: int) -> int:
-    """The digit of a single message. It is computed from a mean, because bf16 rounds the sum of
-    three marks.
+    """The digit of one message, computed from the mean over several equal messages. A mean close to
+    `mark` counts as `mark`, because bf16 rounds the sum of three marks.
     """
     if abs(mean - mark) <= mark / 256:
         return mark
@@ -209,7 +211,8 @@ def _mean_digit(mean: float, mark: int) -> int:
 
 
 def _status(digits: Sequence[float], mark: int, high: int) -> int:
-    """The status of one replica; -1 if a digit is not a byte, or if the mark differs."""
+    """Reads the status of one replica from its digits; -1 if a digit is not a byte, or if the mark
+    is not that of this step."""
     *low, top = digits
     if any(not 0 <= digit <= 255 or digit != int(digit) for digit in low):
         return -1

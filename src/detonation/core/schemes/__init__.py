@@ -1,7 +1,7 @@
 """Schemes: frozen descriptions of messages and their schedule, a registry of schemes, and formulas
 for their bytes.
 
-Importing this package registers every scheme. A scheme knows nothing of links.
+Importing this package registers every built-in scheme. A scheme knows nothing of network links.
 """
 
 from detonation.core.schemes.buckets import (

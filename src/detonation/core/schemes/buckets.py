@@ -14,8 +14,8 @@ SMALLEST = 2**20
 
 
 def aligned_rows(*codecs: Codec) -> int:
-    """Messages of all `codecs` may be cut at multiples of this number of rows without changing a
-    bit.
+    """The number of rows at whose multiples messages of all `codecs` can be cut without changing a
+    bit of the result.
 
     It is at least 64, because a matrix product of fewer rows may round differently.
     """
@@ -23,8 +23,8 @@ def aligned_rows(*codecs: Codec) -> int:
 
 
 def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
-    """Number of consecutive rows of one owner, before the rows of the next owner. Messages and
-    replies may be cut at multiples of it.
+    """Number of consecutive rows that one owner (a replica that aggregates rows for all) gets
+    before the next owner gets rows. Messages and replies can be cut at multiples of this number.
     """
     return aligned_rows(scheme.codec, scheme.reply_codec(replicas))
 
@@ -32,11 +32,11 @@ def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
 def cut_into_buckets(
     layout: Layout, scheme: Scheme, unit: int, few: bool = False, late: Collection[str] = ()
 ) -> list[Bucket]:
-    """The buckets of `layout` in the order of their rows. Together they need the same bytes as one
-    whole message.
+    """Cuts the rows of `layout` into buckets, and returns the buckets in the order of their rows.
+    All buckets together are sent in as many bytes as one whole message.
 
-    Every bucket except the last has a multiple of `unit` rows (`traffic.buckets_of`). A layout in
-    tiles has one bucket, because a multiple of `unit` would end inside a line of tiles.
+    Every bucket except the last has a multiple of `unit` rows, see `traffic.buckets_of`. A layout
+    in tiles has one bucket, because a multiple of `unit` would end inside a line of tiles.
 
     Args:
         layout: Of the whole flat.
@@ -58,8 +58,8 @@ def cut_into_buckets(
 
 
 def _early_runs(layout: Layout, late: Collection[str], unit: int) -> Iterator[tuple[int, int]]:
-    """First row and end of the rows before, between and after the parameters in `late`, in
-    multiples of `unit`.
+    """Yields the first row and the end of each run of rows without a parameter in `late` (the
+    parameters whose gradients arrive last), in multiples of `unit`.
     """
     first = 0
     for slot in layout.slots:
@@ -72,10 +72,11 @@ def _early_runs(layout: Layout, late: Collection[str], unit: int) -> Iterator[tu
 def _cut(
     layout: Layout, early: Collection[tuple[int, int]], rows: int, smallest: int
 ) -> list[Bucket]:
-    """Buckets of about `rows` rows, which contain either `early` or late rows.
+    """Cuts the layout into buckets of about `rows` rows. A bucket contains either rows of the
+    `early` runs, or late rows whose gradients arrive last.
 
-    An early run of less than half a bucket counts as late, because a bucket for it would hide
-    little and would need one more collective.
+    An early run of less than half a bucket counts as late. A bucket of its own would save little
+    waiting time, and would need one more collective.
     """
     runs: list[tuple[int, int, bool]] = []
     end = 0
@@ -96,8 +97,8 @@ def _cut(
 def sending_order(buckets: Sequence[Bucket]) -> list[Bucket]:
     """The order in which all replicas send `buckets`: last rows first, as backward computes them.
 
-    Late buckets follow all other buckets. The bucket with the first rows is the last, because it
-    carries the header.
+    Late buckets, whose gradients arrive only at the end of backward, follow all other buckets. The
+    bucket with the first rows is sent last, because it carries the header.
     """
     return sorted(buckets, key=lambda each: (not each.first, each.late, -each.first))
 
@@ -120,5 +121,5 @@ def block_rows(scheme: Scheme, rows: int, few: bool) -> int:
 
 
 def codec_of(bucket: Bucket, codec: Codec, rows: int) -> Codec:
-    """The part of `codec` for the rows of `bucket`, in a flat of `rows` rows."""
+    """`codec` with its selection for the rows of `bucket` alone, in a flat of `rows` rows."""
     return replace(codec, selection=codec.selection.for_rows(bucket.first, rows))

@@ -35,9 +35,11 @@ def momentum(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """A scheme that accumulates gradients in a momentum and sends a selection of it at every step.
+    """A scheme that accumulates gradients in a momentum, and sends a selection of the momentum at
+    every step.
 
-    `demo`, `random` and `striding` are built on it; use it as the base of new schemes.
+    The schemes `demo`, `random` and `striding` call this function. Call it to make new schemes,
+    too.
 
     Args:
         basis: The transform of each row before the selection.
@@ -146,8 +148,8 @@ def demo(
     """Decoupled momentum: sends the `topk` largest DCT coefficients of every chunk of the momentum
     at every step.
 
-    With several shards per replica this is FlexDeMo. The papers step with the sign of the update:
-    use `SignSGD` for that. Any other optimizer works, too.
+    With several shards per replica this is FlexDeMo. The papers move the weights by the sign of the
+    update: use `SignSGD` to do this. Any other optimizer works, too.
 
     Args:
         topk: Coefficients sent per chunk, from 1 to chunk; per tile with `tiles`, from 1 to chunk *
@@ -208,7 +210,7 @@ def decoupled_adamw(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """The name of `demo` with AdamW: no replica sends AdamW's two moments.
+    """`demo` under another name, for use with AdamW: no replica sends the two moments of AdamW.
 
     The moments are computed from the agreed update, so they are equal on all replicas. Unlike the
     published code, it does not reduce the update to its sign, which would make AdamW a smoothed
@@ -277,7 +279,7 @@ def random_sign(
     """`random` in one bit per value with majority vote: replicas send signs, and the update is the
     sign of the majority.
 
-    Neither indices nor magnitudes are sent, so it needs 1 / 32 of the bytes of `random`.
+    Neither indices nor magnitudes are sent, so it needs 1 / 32 of the bytes of `random` in fp32.
 
     Args:
         rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one
@@ -315,7 +317,7 @@ def striding(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """Sends every n-th coordinate of the momentum, and shifts by one coordinate at each step.
+    """Sends every n-th coordinate of the momentum, and begins one coordinate later at each step.
 
     All coordinates are covered in turn. In the published code the offset does not move at
     power-of-two rates.

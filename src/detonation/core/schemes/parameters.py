@@ -31,9 +31,9 @@ def outer_sgd(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """A scheme whose signal is the movement of the parameters in a round.
+    """A scheme whose messages carry the movement of the parameters in a round.
 
-    The DiLoCo family is built on it; use it as the base of new schemes.
+    The schemes of the DiLoCo family call this function. Call it to make new schemes, too.
 
     Args:
         every: Local steps per round, at least 1.
@@ -77,12 +77,13 @@ def diloco(
     nesterov: bool = True,
     precision: str = "fp32",
 ) -> ParameterScheme:
-    """Local steps with any optimizer; every `every` steps the replicas average the movement of
-    their parameters.
+    """Each replica takes local steps with any optimizer. After every `every` steps the replicas
+    average the movement of their parameters.
 
-    The mean of anchor - parameters is the gradient of an outer SGD, which moves the anchor. All
-    replicas start the next round from the anchor, bitwise equal. The state of the inner optimizer
-    stays local. With outer_lr 1 and outer_momentum 0 this is plain averaging.
+    The anchor holds the weights on which all replicas agreed last. The mean of anchor - parameters
+    is the gradient of an outer SGD, which moves the anchor. All replicas start the next round from
+    the anchor, bitwise equal. The state of the inner optimizer stays local. With outer_lr 1 and
+    outer_momentum 0 this is plain averaging.
 
     Args:
         every: Local steps per round, at least 1.
@@ -119,10 +120,10 @@ def streaming_diloco(
 ) -> ParameterScheme:
     """`diloco` in fragments that are sent at different steps, so that the network load is even.
 
-    Fragments are as equal in size as their units allow. Fragment f (from 1) moves to its anchor
-    after f * every / fragments steps and then every `every` steps, except for the share `keep` of
-    its own movement. Its message is sent `delay` steps earlier, as in torchft. Anchors are bitwise
-    equal on all replicas; parameters are equal only after `synchronize()`.
+    Fragments are as equal in size as the size of a `unit` allows. Fragment f (from 1) moves to its
+    anchor after f * every / fragments steps and then after every `every` steps, but keeps the share
+    `keep` of its own movement. Its message is sent `delay` steps earlier, as in torchft. Anchors
+    are bitwise equal on all replicas; parameters are equal only after `synchronize()`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
@@ -149,7 +150,8 @@ def streaming_diloco(
 
 @register
 def local_sgd(every: int = 16, precision: str = "fp32") -> ParameterScheme:
-    """Local steps with any optimizer; every `every` steps the replicas' parameters are averaged.
+    """Each replica takes local steps with any optimizer. After every `every` steps the parameters
+    of all replicas are averaged.
 
     It is `diloco` without an outer optimizer (outer_lr 1, outer_momentum 0).
 
@@ -184,7 +186,7 @@ def muloco(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` for Muon as inner optimizer, in few bits with error feedback.
+    """`diloco` for the inner optimizer Muon, with messages of few bits and error feedback.
 
     Orthogonalised steps have the same norm on all replicas, so their sum tolerates few bits and
     needs less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
@@ -227,15 +229,15 @@ def muloco(
 
 @register
 def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
-    """Averages a random subset of the parameters themselves after every step, the same subset on
-    all replicas.
+    """After every step, averages a random subset of the parameters over all replicas. The subset is
+    the same on all replicas.
 
-    Any local optimizer works. Between two steps replicas differ. An anchor holds the last agreed
-    value of each coordinate, bitwise equal on all replicas. `synchronize()` averages every
-    coordinate once, in one whole cycle of messages, and so makes all replicas equal. The paper
-    draws and broadcasts a random mask; here every replica computes it, and each coordinate is sent
-    once in 1 / rate steps. Before `diloco` on the same axis, it keeps replicas close to each other
-    in long rounds.
+    Any local optimizer works. Replicas differ in the parameters that were not averaged. An anchor
+    holds the last agreed value of each coordinate, bitwise equal on all replicas. `synchronize()`
+    averages every coordinate once, in one whole cycle of messages, and so makes all replicas equal.
+    The paper draws and broadcasts a random mask; here every replica computes the same mask, and
+    each coordinate is sent once in 1 / rate steps. If `sparta` comes before `diloco` on the same
+    axis, it keeps replicas close to each other in long rounds.
 
     Args:
         rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to
@@ -267,12 +269,12 @@ def sparseloco(
     aggregate: str = "clipped_mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` that sends only the largest coordinates of the movement in two bits, and keeps the
-    rest in memory.
+    """`diloco` that sends only the largest coordinates of the movement in two bits each, and keeps
+    the unsent rest for later rounds.
 
     It selects the top-k of each chunk without a transform, uses error feedback instead of an outer
-    momentum, and clips every replica to the median norm. The defaults send about 0.002 bytes per
-    parameter and step.
+    momentum, and scales down every message whose norm exceeds the median norm. The defaults send
+    about 0.002 bytes per parameter and step.
 
     Args:
         every, outer_lr, precision: As in `diloco`.

@@ -1,6 +1,7 @@
-"""A scheme is a frozen, serialisable description of one level of replication.
+"""A scheme describes what the replicas of one level of replication exchange, and when. It is frozen
+and can be serialised.
 
-A scheme knows codec and round, but no link.
+A scheme contains a codec and a round, but knows nothing of network links.
 """
 
 import functools
@@ -41,8 +42,8 @@ from detonation.plugins import plugin, plugin_names
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
 ALIGNMENT = 16
-"""Messages begin at multiples of this number of bytes: NCCL and kernels then move 16 bytes at once
-instead of one.
+"""Messages begin at addresses that are multiples of this number of bytes, because NCCL and kernels
+then move 16 bytes at a time instead of one.
 """
 
 
@@ -72,7 +73,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The settings that all schemes share. The base class exchanges nothing.
+    """The settings that all schemes share. A scheme of this base class exchanges nothing.
 
     Args:
         codec: Turns a signal into a message, and messages into an update.
@@ -106,13 +107,14 @@ class Scheme:
 
     @property
     def fragments(self) -> int:
-        """Parts of the parameters that are exchanged at different steps."""
+        """Number of parts into which the parameters are divided. Each part is exchanged at steps of
+        its own."""
         return 1
 
     @property
     def rounds(self) -> list[Round]:
-        """The round of each fragment. Offsets of rounds are evenly spaced; the last fragment's
-        offset is 0.
+        """The round (the schedule of exchanges) of each fragment. The offsets of the fragments are
+        evenly spaced in a round; the last fragment has offset 0.
         """
         every = self.round.every
         count = self.fragments
@@ -120,7 +122,7 @@ class Scheme:
         return [replace(self.round, offset=offset) for offset in offsets]
 
     def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
-        """The layout of each fragment of `layout`.
+        """Divides `layout` into fragments, and returns the layout of each fragment.
 
         Args:
             sizes: Coordinates of each parameter over all shards, by name; those of `layout` when
@@ -130,8 +132,8 @@ class Scheme:
 
     @property
     def worth_overlapping(self) -> bool:
-        """True if sending during backward hides the exchange, because the same step needs the mean
-        of the gradients.
+        """True if messages should be sent while backward still computes. The same step needs the
+        mean of the gradients, so it would wait for messages that are sent after backward.
         """
         return self.signal == "gradients" and not self.round.delay
 
@@ -176,19 +178,21 @@ class Scheme:
         return self.codec.summable and isinstance(self.aggregation, Mean)
 
     def aligned(self, local_ranks: int = 1) -> Self:
-        """The scheme as an accelerator sends it. The ranks that share a gathered message pad it to
-        whole `ALIGNMENT` bytes each.
+        """The scheme with messages that are padded for an accelerator. If `local_ranks` ranks share
+        a gathered message, the part of each rank has a multiple of `ALIGNMENT` bytes.
         """
         return replace(self, codec=replace(self.codec, alignment=ALIGNMENT * local_ranks))
 
     def reply_codec(self, replicas: int) -> Codec:
-        """The codec for the replies of owners among `replicas` replicas.
+        """The codec for the replies of owners (replicas that aggregate some of the rows for all),
+        among `replicas` replicas.
 
         If each sender selects its own coefficients, messages contain different coefficients. A
-        reply as large as one message would leave most of them in the server residual, to be sent
-        late, which costs up to a third of loss. A reply therefore holds as many coefficients per
-        row as may have arrived, at most a quarter of the row or four messages, in two bits each
-        (research/log.md). With a shared selection a reply has the format of a message.
+        reply as large as one message would have no room for most of them. They would stay in the
+        owner's residual and be sent later, which raises the loss by up to a third. A reply
+        therefore holds as many coefficients per row as can have arrived, but at most a quarter of
+        the row or as many as four messages, in two bits each (research/log.md). With a shared
+        selection a reply has the format of a message.
 
         Example:
             >>> from detonation import demo
@@ -243,7 +247,8 @@ class ParameterScheme(Scheme):
 
     @property
     def averages(self) -> bool:
-        """True if a round ends at the mean of the parameters, independent of the anchor."""
+        """True if the parameters at the end of a round are the mean of all replicas' parameters,
+        whatever the anchor is."""
         whole = self.codec.selection.period == 1 or self.resume_from == "sent"
         exact = whole and self.summable and self.codec.precision == PRECISIONS["fp32"]
         return (
@@ -320,9 +325,10 @@ def _import_installed(name: str) -> None:
 def register(function: Callable[P, S]) -> Callable[P, S]:
     """Registers the scheme that `function` makes under the function's name.
 
-    Recipes, `--help`, `compare` and `plan` then offer it, and `detonation.testing.check_scheme`
-    checks it against the laws. The decorator records name and arguments, defaults included, and
-    checks each argument's type.
+    Recipes, `--help`, `compare` and `plan` then offer the scheme, and
+    `detonation.testing.check_scheme` checks it against the laws that every scheme must follow. The
+    decorator records the name and the arguments, defaults included, in the scheme, and checks the
+    type of each argument.
 
     Args:
         function: Returns a `GradientScheme` or a `ParameterScheme`; every parameter is annotated

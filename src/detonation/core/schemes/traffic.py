@@ -1,4 +1,5 @@
-"""The bytes that a scheme sends: formulas over layouts, which need no model in memory."""
+"""The bytes that a scheme sends, computed from the layout of the parameters without a model in
+memory."""
 
 from collections.abc import Collection, Mapping
 from functools import lru_cache
@@ -16,15 +17,16 @@ from detonation.core.schemes.scheme import Scheme
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 
 SMALL = 2**20
-"""Largest size in bytes of small messages, one for each replica."""
+"""Largest size in bytes, of the messages of all replicas together, at which an all-gather over gloo
+sends each message to all replicas at the same time instead of along a ring."""
 MANY_REPLICAS = 8
-"""From this number of replicas on, replies of owners cost at most 0.7 % of loss; among four
-replicas up to 1.0 % (research/log.md).
+"""From this number of replicas on, the replies of owners (replicas that aggregate rows for all)
+raise the loss by at most 0.7 %. Among four replicas they raise it by up to 1.0 % (research/log.md).
 """
 
 WORTH_A_ROUND = 0.9
-"""The exchange through owners must send less than this share of an all-gather's bytes, because it
-adds a second collective and a second rounding.
+"""The exchange through owners is used only if it sends less than this share of an all-gather's
+bytes, because it adds a second collective and a second rounding.
 """
 
 
@@ -35,13 +37,13 @@ class LargerThanDense(DetonationError, ValueError):
 def collective_for(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> CollectiveKind:
-    """The collective of the scheme; for "auto" the collective with the fewest bytes that costs no
-    loss.
+    """The collective that sends the messages of `scheme`. For the link "auto" it is the collective
+    with the fewest bytes that does not raise the loss.
 
-    It is an all-reduce if the network can add messages. Else it is an all-gather or, if that sends
-    more, a two-stage all-reduce through owners of rows. Among few replicas that select their own
-    coefficients, a small reply costs loss: owners are then used only if an all-gather would send
-    more than full synchronisation.
+    It is an all-reduce if an all-reduce can add the messages. Otherwise it is an all-gather or, if
+    an all-gather sends more, a two-stage all-reduce through owners (each replica aggregates some of
+    the rows). If few replicas each select their own coefficients, the small replies of owners raise
+    the loss. Owners are then used only if an all-gather would send more than full synchronisation.
     """
     if scheme.link != "auto":
         return scheme.link
@@ -71,10 +73,11 @@ def exchange_bytes(
 ) -> int:
     """Bytes that one of `replicas` sends on a ring if each message has `rows` rows.
 
-    For n bytes and R replicas: an all-reduce sends 2 n (R - 1) / R, an all-gather n (R - 1), and
-    owners send R - 1 slices and as many replies. If `local_ranks` ranks of a node share one
-    message, n is the part of each rank. bare: without the header of a message, or the status
-    numbers of an all-reduce.
+    For n bytes and R replicas, an all-reduce sends 2 n (R - 1) / R bytes, and an all-gather
+    n (R - 1) bytes. In an exchange through owners, a replica sends R - 1 slices of its message and
+    R - 1 replies. If `local_ranks` ranks of a node share one message, n is the part of each rank.
+
+    bare: True to leave out the header of a message, or the status numbers of an all-reduce.
     """
     codec = scheme.codec
     if kind == "owner":
@@ -92,7 +95,8 @@ def exchange_bytes(
 def stage_bytes(
     codec: Codec, rows: int, replicas: int, local_ranks: int = 1, bare: bool = False
 ) -> int:
-    """Bytes that one of `replicas` sends in one of the two collectives through owners."""
+    """Bytes that one of `replicas` replicas sends in one of the two collectives of an exchange
+    through owners (replicas that each aggregate some of the rows)."""
     nbytes = codec.sent(-(-rows // replicas), HEADER_BYTES * (not bare))
     return (replicas - 1) * bytes_per_rank(nbytes, local_ranks)
 
@@ -122,19 +126,21 @@ def ring_bytes(kind: Literal["all-reduce", "all-gather"], nbytes: int, replicas:
 
 
 def is_sent_at_once(nbytes: float, replicas: int) -> bool:
-    """True if all-gathers over gloo send a message of `nbytes` to all other replicas at once.
+    """True if an all-gather over gloo sends a message of `nbytes` to all other replicas at the same
+    time, instead of along a ring.
 
-    Gloo's own all-gather is a ring, which waits for one latency per other replica. The latency of a
-    larger message is small against its transfer, and its copies need memory.
+    Gloo's own all-gather is a ring, in which a message takes one latency for each other replica.
+    Larger messages use the ring: their latency is small against their transfer time, and the copies
+    for sending to all replicas at the same time would need memory.
     """
     return nbytes * replicas <= SMALL
 
 
 def hops(kind: str, replicas: int, nbytes: float = inf) -> int:
-    """Number of consecutive messages in one exchange, in which each replica has a message of
-    `nbytes`.
+    """Number of transfers that follow one another in one exchange, in which each replica sends a
+    message of `nbytes`. Each of these transfers costs one latency.
 
-    On a ring it is R - 1 for an all-gather and twice as many for an all-reduce.
+    On a ring of R replicas it is R - 1 for an all-gather, and 2 (R - 1) for an all-reduce.
 
     >>> hops("all-reduce", 4), hops("all-gather", 4), hops("all-gather", 4, nbytes=25)
     (6, 3, 1)
@@ -211,8 +217,8 @@ def buckets_of(
 ) -> list[Bucket]:
     """The buckets in which `layout` is sent during backward, or at the end of a round.
 
-    Every bucket except the last has a multiple of the rows at which each of the (replicas x local
-    ranks) ranks may cut a message. So owners get equal parts, and shares have no remainder.
+    Every bucket except the last can be cut into equal parts for all (replicas x local ranks) ranks.
+    So all owners get equally many rows, and the ranks of a node get equal shares of a message.
 
     Args:
         few: See `block_rows`.
@@ -227,8 +233,8 @@ def buckets_of(
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
-    """Bytes of `message_bytes` for gradients sent during backward. They are equal except for
-    rounding, because all buckets share one header.
+    """Bytes that one rank sends in one exchange of gradients, if the buckets are sent during
+    backward. They equal `message_bytes` except for rounding, because all buckets share one header.
     """
     way = collective_for(scheme, layout, replicas, local_ranks)
     last, *others = [
@@ -240,7 +246,7 @@ def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks:
         )
         return bare + exchange_bytes(way, scheme, last, replicas, local_ranks)
     bare = sum(stage_bytes(scheme.codec, rows, replicas, local_ranks, bare=True) for rows in others)
-    # all of it at once
+    # owners answer all buckets in one reply
     answer = stage_bytes(scheme.reply_codec(replicas), layout.rows, replicas, local_ranks)
     return bare + stage_bytes(scheme.codec, last, replicas, local_ranks) + answer
 
