@@ -133,7 +133,9 @@ class Proposal:
             self._advance()
 
     def lost(self, store: int) -> None:
-        """Forgets what the cell of `store` holds, because the last answer of this store was lost."""
+        """Forgets what the cell of `store` holds, because the last answer of this store was
+        lost.
+        """
         self._cells[store] = None
 
     def again(self) -> None:
@@ -220,7 +222,9 @@ class Removal:
         self._majority = stores // 2 + 1
 
     def request(self, store: int) -> Swap | None:
-        """Returns the request that removes the key from `store`; None if this store has removed it."""
+        """Returns the request that removes the key from `store`; None if this store has removed
+        it.
+        """
         if store in self._told:
             return None
         return b"", None
@@ -238,7 +242,9 @@ class Removal:
 
 
 def reads(value: bytes | None) -> tuple[bytes | None, Any]:
-    """The `Change` that reads a key: it keeps the value, and returns it as the result of the call."""
+    """The `Change` that reads a key: it keeps the value, and returns it as the result of the
+    call.
+    """
     return value, value
 
 
@@ -263,7 +269,9 @@ def compares(expected: bytes, desired: bytes) -> Change:
 
 
 def adds(amount: int) -> Change:
-    """Returns the `Change` that a call of `add` makes: it adds `amount` to the number in the key."""
+    """Returns the `Change` that a call of `add` makes: it adds `amount` to the number in the
+    key.
+    """
 
     def change(value: bytes | None) -> tuple[bytes | None, Any]:
         total = int(value or 0) + amount
