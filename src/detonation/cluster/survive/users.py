@@ -118,7 +118,7 @@ class Host:
         training state, and the number `user` of the optimizer that lets it in.
         """
         store = self.membership.store
-        # write the optimizer first, because a guest that finds the address starts to use both keys
+        # write the optimizer first, because all ranks read it after the guest has used the address
         store.set(axis_key("door", guest), str(user))
         feed = axis_key("feed", guest, self.membership.shard)
         store.set(feed, f"{self.membership.replica} {address}")
