@@ -222,16 +222,16 @@ class GuestEntry:
         return f"{self.user} {self.turn}"
 
     def is_at(self, step: int, ahead: int) -> bool:
-        """True if a state after `step` steps is the state at the beginning of this entry's turn.
+        """True if training is at the beginning of this entry's turn after `step` steps.
 
         ahead: the number of the turn minus `step`. The step number alone does not suffice, because
-        training may go back and repeat the step in a later turn.
+        training may go back, and repeat the step in a later turn.
         """
         return step == self.step and ahead == self.turn - step
 
 
 def turn_of(turns: Sequence[int], user: int) -> int:
-    """Returns the turn of the optimizer with number `user` from a list of the turns of all
+    """Returns the turn (step) of the optimizer with number `user` from a list of the turns of all
     optimizers; 0 for an optimizer that was created after the list.
 
     >>> turn_of([3, 5], 1), turn_of([3, 5], 2)

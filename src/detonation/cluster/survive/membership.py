@@ -408,7 +408,7 @@ class Membership:
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
-                # an agreement may be over meanwhile, so that `self.guest` is the next replica
+                # another thread may have set `self.guest` to the next replica meanwhile
                 self.guest_asks = guest == self.guest
         if not self.guest_asks or self.guest_comes:
             return
@@ -521,7 +521,7 @@ class Membership:
         """Ends this process if its replica is not a member any more, but its main thread still
         waits for something else.
         """
-        # read `self.epoch` once, because another thread may start the next epoch, without a record
+        # read `self.epoch` only once, because another thread may change it between two uses
         epoch = self.epoch + 1
         key = f"{epoch}/record"
         if not self.called or not self._beats.check([key]):

@@ -176,7 +176,7 @@ class Running:
     """
 
     def __init__(self, base: Store) -> None:
-        self._base: Store = base.clone()  # type: ignore[attr-defined]  # each thread needs its own
+        self._base: Store = base.clone()  # type: ignore[attr-defined]  # a store for each thread
         self._beats: list[bytes] = []
         self._asked = -math.inf
         self._began = self._changed = -math.inf

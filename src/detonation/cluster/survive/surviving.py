@@ -96,7 +96,7 @@ class SurvivingCommunicator(AxisEnd):
         self._kept: dict[int, NumberedCollective] = {}
         self._started = self._floor = floor
         self._entry = entry
-        # the joining replica: the turn of the optimizer that lets it in, and its number
+        # the joining replica: before which turn of an optimizer it joins, and its number
         self.guest: tuple[int, int] | None = None
         self.axis = self
         self.awaits = -1
@@ -148,7 +148,7 @@ class SurvivingCommunicator(AxisEnd):
                 self.settle()  # a report that this step has not begun must stay true
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
-            if entry:  # begin it, as all ranks do before they compare states
+            if entry:  # begin the step, as all ranks do before they compare states
                 user.begin_with_members(entry.step)
         return user
 
@@ -291,7 +291,7 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        # this gathers when each message leaves, and like all collectives survives a loss
+        # gathers the times at which the messages leave; like every collective, it survives a loss
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
@@ -477,8 +477,8 @@ class SurvivingCommunicator(AxisEnd):
 
     def _note(self, agreement: Agreement) -> None:
         """Records which replicas leave and which replica joins because of `agreement`, before a
-        turn that no rank has reached. Replicas leave only if enough replicas remain. A replica that
-        is already recorded keeps its turn.
+        turn (a step of an optimizer) that no rank has reached. Replicas leave only if enough
+        replicas remain. A replica that is already recorded keeps its turn.
         """
         membership = self._membership
         shards = membership.shards
@@ -494,7 +494,9 @@ class SurvivingCommunicator(AxisEnd):
             self.users.let_go()
 
     def _expect(self, turn: int, guest: int) -> None:
-        """Records that the replica `guest` joins before `turn` of the optimizer that lets it in."""
+        """Records that the replica `guest` joins before `turn`, a step of the optimizer that lets
+        it in.
+        """
         self.guest = turn, guest
         self._membership.guest_comes = True
         self.host.door = self.host.door_of(guest)

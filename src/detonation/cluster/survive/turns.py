@@ -42,16 +42,18 @@ class Turns:
     trained: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict)
 
     def of(self, step: int) -> int:
-        """Returns the turn in which the optimizer takes `step`."""
+        """Returns the turn (a step number that never falls) in which the optimizer takes `step`."""
         return step + self.ahead
 
     def resume_at(self, step: int) -> None:
-        """Makes `step` the step of the next turn, because training goes back or forward."""
+        """Makes `step` the step of the optimizer's next turn, because training goes back or forward
+        to another state.
+        """
         self.ahead = self.begun - step
 
     def begin(self, step: int) -> None:
-        """Records that the optimizer begins the turn of `step`. The optimizer may have begun this
-        turn before.
+        """Records that the optimizer begins the turn (see `Turns`) of `step`, also if it has begun
+        this turn before.
         """
         turn = self.of(step)
         self.begun = max(self.begun, turn + 1)
@@ -83,7 +85,7 @@ class AxisUsers:
         self._held: list[object] = []  # keeps optimizers alive until a replica has left
 
     def next_number(self) -> int:
-        """Returns the number of a new optimizer, and creates the `Turns` of this optimizer."""
+        """Returns the number of a new optimizer, and creates the `Turns` that count its steps."""
         entry = self.entry
         self.entry = None
         if entry is None:
@@ -192,7 +194,8 @@ def company(
 
 
 def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agreement]:
-    """Returns the agreements in `pending` that take effect before `turn` of the optimizer `user`.
+    """Returns the agreements in `pending` that take effect before `turn` (a step) of the optimizer
+    `user`.
 
     These are the last agreement at which no remaining rank had begun that turn, and all earlier
     agreements. The last agreement replaces the earlier agreements, because a rank that had begun
@@ -203,11 +206,11 @@ def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agree
 
 
 def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[Agreement]:
-    """Returns those of the successive `agreements` that change the members, which are `members` at
-    first.
+    """Returns those of the successive `agreements` that change the members. At first the members
+    are `members`.
 
     A rank may agree several times in one recovery. It uses each of these agreements, because other
-    ranks may have begun a turn after an earlier agreement.
+    ranks may have begun a turn (a step of an optimizer) after an earlier agreement.
     """
     found = []
     for each in agreements:
@@ -218,8 +221,8 @@ def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[
 
 
 def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> list[int]:
-    """Returns the replicas in `departing` that leave before `turn` of the optimizer `user`, or
-    earlier.
+    """Returns the replicas in `departing` that leave before `turn` (a step) of the optimizer
+    `user`, or before an earlier turn.
     """
     return [
         member for member, departure in departing.items() if turn_of(departure.turns, user) <= turn
@@ -229,11 +232,11 @@ def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> 
 def new_departures(
     agreement: Agreement, departing: Mapping[int, Departure], shards: int, least: int
 ) -> dict[int, Departure]:
-    """Returns the departures of members that were asked to leave according to `agreement`; none if
-    fewer than `least` members would stay.
+    """Returns the departures of members that were asked to leave according to `agreement`. Returns
+    none if fewer than `least` members would stay.
 
-    departing: departures on which all ranks agreed before. The replicas in it leave at the turns
-    that were agreed then.
+    departing: departures on which all ranks agreed before. Their replicas leave as it was agreed
+    then.
     """
     stay = {*agreement.members} - departing.keys()
     leave = sorted(stay & agreement.asked(shards))

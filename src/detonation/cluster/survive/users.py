@@ -136,22 +136,22 @@ class Host:
         return 0
 
     def tell_entry(self, guest: int, entry: GuestEntry) -> None:
-        """Tells the joining replica `guest` the turn and step before which it joins, because the
-        members now begin to wait for it there.
+        """Tells the joining replica `guest` before which turn and step of which optimizer it joins,
+        because the members now begin to wait for it there.
         """
         told = f"{entry.user} {entry.turn} {entry.step}"
         self.membership.store.set(axis_key("entry", guest), told)
 
     def awaits(self, guest: int, turn: str) -> bool:
-        """Announces that this rank has reached the `turn` before which the replica `guest` joins.
-        Returns True once all ranks of the members have reached this turn.
+        """Announces that this rank has reached the `turn` (a step of an optimizer) before which the
+        replica `guest` joins. Returns True once all ranks of the members have reached this turn.
         """
         self.membership.store.set(axis_key("at", guest, self.membership.rank), turn)
         return not self.not_at(guest, turn)
 
     def not_at(self, guest: int, turn: str) -> list[int]:
-        """Returns the ranks of members that have not reached the `turn` before which the replica
-        `guest` joins.
+        """Returns the ranks of members that have not reached the `turn` (a step of an optimizer)
+        before which the replica `guest` joins.
         """
         store = self.membership.store
         ranks = ranks_of_replicas(self.membership.members, self.membership.shards)
@@ -162,9 +162,9 @@ class Host:
         return [rank for rank, key in keys.items() if store.get(key).decode() != turn]
 
     def copy_turn(self, guest: int, number: int, turn: int) -> float:
-        """Returns the turn after which all shards of this replica give the joining replica `guest`
-        copy `number` of the training state; infinity while a shard of `guest` does not wait for
-        this copy yet.
+        """Returns the turn (step of the optimizer) after which all shards of this replica give the
+        joining replica `guest` copy `number` of the training state. Returns infinity while a shard
+        of `guest` does not wait for this copy yet.
 
         The shards of this replica are in the same turn or one turn apart. So with several shards
         the copy is made one turn later than with one shard.
@@ -235,8 +235,8 @@ class AxisEnd(ElasticCommunicator):
         return StoreTexts(self.axis.host.membership, self.layout, channel)
 
     def take(self, due: Sequence[Agreement], members: list[int], turn: int) -> None:
-        """Uses `members` from `turn` on, because the agreements `due` take effect before this
-        turn.
+        """Uses the replicas `members` from `turn` (a step of the optimizer) on, because the
+        agreements `due` take effect before this turn.
         """
         self.pending = [each for each in self.pending if each not in due]
         self.layout = members
@@ -283,18 +283,18 @@ class AxisUser(AxisEnd):
         return self._optimizer is None or self._optimizer() is not None
 
     def turn_of(self, step: int) -> int:
-        """Returns the turn in which the optimizer takes `step`."""
+        """Returns the turn (a step number that never falls) in which the optimizer takes `step`."""
         return self.turns.of(step)
 
     def turns_ahead(self) -> int:
-        """Returns the number of a turn minus the number of its step. The difference changes when
-        training goes back or forward.
+        """Returns the number of a turn (a step number that never falls) minus the number of its
+        step. The difference changes when training goes back or forward.
         """
         return self.turns.ahead
 
     def step_of(self, turn: float) -> float:
-        """Returns the step that the optimizer takes in `turn`, if training does not go back before
-        this turn.
+        """Returns the step that the optimizer takes in `turn` (a step number that never falls), if
+        training does not go back before this turn.
         """
         return turn - self.turns.ahead
 
@@ -384,8 +384,8 @@ class AxisUser(AxisEnd):
     def hand_over(self) -> None:
         """Makes the optimizer hand over its unsent state during a step of another optimizer.
 
-        The hand-over counts as a turn of the optimizer. In its next turn the optimizer uses the new
-        members.
+        The hand-over counts as a turn (step) of the optimizer. In its next turn the optimizer uses
+        the new members.
         """
         if (optimizer := self.optimizer) is not None:
             optimizer()
