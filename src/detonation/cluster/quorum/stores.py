@@ -132,7 +132,7 @@ class Stores:
         deadline = time.monotonic() + self._timeout_s
         pause = _BACK_OFF_S
         with self._changed:
-            # one change of a key at a time, because `Cell.applied` keeps one ballot of a client
+            # wait, because a client makes one change of a key at a time, see `Cell.applied`
             self._changed.wait_for(lambda: not self._uses_keys(proposals))
             self._calls.append(call)
             self._changed.notify_all()

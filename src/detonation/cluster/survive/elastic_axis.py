@@ -448,7 +448,7 @@ class Guest:
             time.sleep(_ASK_POLL_S)
         for guest in away:
             for rank in ranks_of_replicas([guest], self._shards):
-                # the members would wait for its loopback id
+                # without this key the members would wait for the loopback id of a rank that has ended
                 self._store.set(axis_key("loopback", rank), "")
                 note_gone(self._store, rank)
             self._store.set(axis_key("ask", guest), "1")
@@ -525,7 +525,7 @@ class Guest:
         formed = self._ahead.formed if self._ahead else []
         report = RankReport(_ALL, [], {}, entry.step, self.number, ahead=formed)
         if not has_state:
-            self.withdraw()  # first, so that the next agreement does not name this one
+            self.withdraw()  # before the report, so that no agreement names this replica
             report = replace(report, guest=-1)
         self._answered = entry
         postponed = self.postponed

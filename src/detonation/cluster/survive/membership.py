@@ -143,7 +143,7 @@ class Membership:
         self.ports: dict[int, str] = {}
         self._beats.set(axis_key("port", self.rank), self._port.name)
         self.ways = Ways(self.store, self.rank)
-        # seconds between two heartbeats; not measured yet, and the store may be far away
+        # seconds between two heartbeats; a guess until measured, because the store may be far away
         self._pace = 1.0
         self._beats.set(axis_key("beat", self.rank), beat_of(0, self._pace))
         if not is_guest:

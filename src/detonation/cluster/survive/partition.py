@@ -208,7 +208,7 @@ class PartitionWatch:
         membership = self._membership
         deadline = time.monotonic() + KNOCK_PATIENCE_S
         while time.monotonic() < deadline and not self._stopped.is_set():
-            # if the rank has ended and its host refuses, the network to this host works
+            # a host that refuses a connection is reachable, although the rank there has ended
             if knock(membership.ports[rank], KNOCK_PATIENCE_S) or membership.has_ended(rank):
                 self._reached[rank] = time.monotonic()
                 return

@@ -195,7 +195,7 @@ class Running:
         if not changed:
             return
         pause_s = 4 * max([_PRESENT_S, *map(pace_of, beats)])
-        if now - self._changed > pause_s:  # a run that begins after a pause of heartbeats
+        if now - self._changed > pause_s:  # heartbeats after a pause: a run has just begun
             self._began = now
         self._changed = now
         if now - self._began > RUNNING_S:

@@ -106,9 +106,9 @@ class SurvivingCommunicator(AxisEnd):
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
         """The optimizer in whose step replicas leave now; None if no replica is leaving."""
-        self.handed: Sequence[int] = ()  # the replicas that leave in that step
+        self.handed: Sequence[int] = ()  # the replicas that leave in the step of `acting`
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
-        self._own: AxisUser | None = None  # serves calls that come from no optimizer
+        self._own: AxisUser | None = None  # the user for calls that no optimizer makes
         for agreement in let_in:  # reports say which replicas leave or join
             for report in agreement.reports.values():
                 leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
@@ -145,7 +145,7 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             entry = self.users.entry
             if entry:
-                self.settle()  # a report that this step has not begun must stay true
+                self.settle()  # wait, so that a report that the step has not begun stays true
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
             if entry:  # begin the step, as all ranks do before they compare states
@@ -483,7 +483,7 @@ class SurvivingCommunicator(AxisEnd):
         membership = self._membership
         shards = membership.shards
         if membership.replica in agreement.asked(shards):
-            membership.leaves = False  # all ranks know the request now
+            membership.leaves = False  # all ranks know the request to leave now
         self.departing |= new_departures(agreement, self.departing, shards, membership.least)
         if agreement.guest >= 0 and agreement.guest != (self.guest or (0, -1))[1]:
             door = self.host.door_of(agreement.guest)
@@ -512,7 +512,7 @@ class SurvivingCommunicator(AxisEnd):
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        with self._changed:  # a new optimizer must be in both lists or in neither
+        with self._changed:  # a new optimizer must be in both lists of the report or in neither
             turns = list(self.users.turns)
             alive = self.users.hold()
         return RankReport(

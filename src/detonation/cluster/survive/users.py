@@ -62,7 +62,7 @@ class StoreTexts:
             self._membership.call_if_left()
             awaited.wait(partial(self._away, keys), _TEXT_POLL_S)
         values = self._store.multi_get(keys)
-        if self._count > 1:  # all ranks have read the previous texts, so delete this one
+        if self._count > 1:  # all ranks have read the previous texts, so delete this rank's text
             self._store.delete_key(self._key(self._count - 1, self._ranks[self.rank]))
         if any(value[:1] == _LOST for value in values):
             raise PeerLost("a replica was lost meanwhile")
