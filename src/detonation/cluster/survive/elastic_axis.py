@@ -448,7 +448,7 @@ class Guest:
             time.sleep(_ASK_POLL_S)
         for guest in away:
             for rank in ranks_of_replicas([guest], self._shards):
-                # without this key the members would wait for the loopback id of a rank that has ended
+                # without this key the members would wait for the loopback id of the ended rank
                 self._store.set(axis_key("loopback", rank), "")
                 note_gone(self._store, rank)
             self._store.set(axis_key("ask", guest), "1")
