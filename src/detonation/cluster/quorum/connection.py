@@ -1,4 +1,6 @@
-"""A connection to one of several stores, and the identity of the process that answers."""
+"""The connection of this process to one of several stores. It also reads the identity of the
+process that runs the store.
+"""
 
 import secrets
 import socket
@@ -19,13 +21,16 @@ _ANSWER_S = timedelta(seconds=5)
 class Connection:
     """The connection of this process to the store at `host` and `port`.
 
-    Each thread that asks the store has a `Connection` of its own: a request may never return if
-    packets are dropped. identity: a random id of the store's process, which its first client draws
-    and which ends with the process; "" before it is known. why: the reason why the store does not
-    answer; "" while it answers. tried: True if an attempt has failed. ended: True if nothing or
-    another process listens at the address now. since: start time of the request that has no answer
-    yet; 0 for none. told: True if the log says that the store is lost. told_members: True if the
-    store has the list of the run's stores.
+    A request may never return if the network drops packets. So each thread that sends requests to
+    the store has a `Connection` of its own.
+
+    identity: a random id of the store's process, which the first client of the store writes and
+    which is lost with the process; "" before this client has read it. why: the reason why the store
+    does not answer; "" while it answers. tried: True if an attempt to reach the store has failed.
+    ended: True if nothing listens at the address now, or another process than before. since: start
+    time of the request that still has no answer; 0 if there is no such request. told: True if the
+    log says that the store is lost. told_members: True if this client has given the store the list
+    of the run's stores.
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -43,8 +48,10 @@ class Connection:
         self._store: TCPStore | None = None
 
     def connect(self) -> None:
-        """Connects, and reads the identity. Raises `OSError` or `DistError` if that fails."""
-        # torch tries for the whole limit, and does not say whether the host refuses
+        """Connects to the store, and reads the identity of its process. Raises `OSError` or
+        `DistError` if the store does not answer.
+        """
+        # try a plain socket first: torch retries until its timeout, and hides that a host refuses
         socket.create_connection((self.host, self.port), timeout=_CONNECT_S).close()
         try:
             store = TCPStore(self.host, self.port, timeout=_ANSWER_S, use_libuv=True)
@@ -70,14 +77,15 @@ class Connection:
         self.ended = isinstance(error, ConnectionRefusedError)
 
     def answers(self, requests: Mapping[str, Swap]) -> dict[str, bytes]:
-        """Sends the requests to the store; returns the cells of their keys afterwards.
+        """Sends `requests` to the store; returns the bytes that the cell of each key has
+        afterwards.
 
         Raises `DistError` or `RuntimeError` if the store is lost.
         """
         assert self._store is not None
         found = {}
         keys = [key for key, request in requests.items() if request == READ]
-        # two round trips for all keys; `multi_get` would wait for a missing key
+        # `multi_get` would wait for a missing key, so `check` first looks whether all keys exist
         if len(keys) > 2 and self._store.check(keys):
             found = dict(zip(keys, self._store.multi_get(keys), strict=True))
         for key in requests.keys() - found.keys():
@@ -89,8 +97,8 @@ class Connection:
         if desired is None:
             store.delete_key(key)
             return b""
-        # torch accepts bytes, although its type hints do not
+        # `compare_set` accepts bytes, although torch's type hints allow only strings
         found: bytes = store.compare_set(key, expected, desired)  # type: ignore[arg-type]
-        if found == expected != desired:  # torch's result for a missing key
+        if found == expected != desired:  # torch returns `expected` for a missing key
             return b""
         return found

@@ -1,8 +1,10 @@
-"""One key that several stores keep; a minority of the stores may be lost.
+"""The protocol by which clients change or read one key that several stores keep. A minority of the
+stores may be lost.
 
 Each change of a key is a round of Paxos that starts from the value chosen last (CASPaxos: Rystsov
-2018, arXiv:1802.07000). The stores run no code of ours. Each keeps one `Cell` for a key, and
-clients change it by the store's own compare-and-set (active disks: Chockler and Malkhi 2002).
+2018, arXiv:1802.07000). The stores run no code of this package. Each store keeps one `Cell` for a
+key, and clients change the cell by the store's own compare-and-set (active disks: Chockler and
+Malkhi 2002).
 
 This module uses no clock and no network: a `Proposal` returns requests and receives answers.
 """
@@ -12,22 +14,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Ballot = tuple[int, str]
-"""Number of an attempt to change a key, and "CLIENT-CALL", which makes it unique."""
+"""Identifies one attempt of a client to change a key: a number, and the text "CLIENT-CALL", which
+makes the ballot unique.
+"""
 Change = Callable[[bytes | None], tuple[bytes | None, Any]]
-"""Maps the present value to the new value and the result of the call; None is a missing key."""
+"""A function from the present value of a key to the new value and the result of the call. The value
+None means that the key is missing.
+"""
 Swap = tuple[bytes, bytes | None]
-"""Expected and desired bytes of a cell; None removes the cell."""
+"""Arguments of a compare-and-set on a cell: its expected bytes and its new bytes. None as new bytes
+removes the cell.
+"""
 READ: Swap = (b"", b"")
 _NONE: Ballot = (0, "")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """State of one key in one store.
+    """State of one key in one store. A ballot identifies one attempt of a client to change the key.
 
-    promised: the cell accepts no ballot below this one. accepted: the ballot of `value`. applied:
-    for each client, its last ballot that changed the value. A client that repeats a change finds in
-    `applied` whether its earlier attempt counts. So a client makes one change at a time.
+    promised: the cell accepts no ballot below this ballot. accepted: the ballot that wrote `value`.
+    applied: for each client, its last ballot that changed the value. A client that repeats a change
+    finds in `applied` whether its earlier attempt has changed the value. The cell keeps only one
+    such ballot of each client, so a client makes one change of the key at a time.
     """
 
     promised: Ballot = _NONE
@@ -36,7 +45,9 @@ class Cell:
     applied: tuple[Ballot, ...] = ()
 
     def encode(self) -> bytes:
-        """The bytes in the store; a missing key and b"" are the same cell."""
+        """Returns the bytes that a store keeps for this cell. An empty cell gives b"", so that a
+        missing key reads as an empty cell.
+        """
         if self == Cell():
             return b""
         ballots = [f"{n}.{who}" for n, who in (self.promised, self.accepted, *self.applied)]
@@ -47,7 +58,7 @@ class Cell:
 
     @classmethod
     def decode(cls, raw: bytes) -> "Cell":
-        """Inverse of `encode`."""
+        """Returns the cell from which `encode` made the bytes `raw`."""
         if not raw:
             return cls()
         head, _, value = raw.partition(b"\n")
@@ -69,16 +80,18 @@ def _client(ballot: Ballot) -> str:
 
 
 class Proposal:
-    """One change of one key, which a majority of `stores` must confirm. who: "CLIENT-CALL".
+    """One change of one key, which a majority of the `stores` must accept.
 
-    over: the change is decided; then `result` and `cell` are set. beaten: another client is ahead;
-    the proposal pauses until `again` is called, after a random time.
+    who: the text "CLIENT-CALL", unique for each proposal. over: True once the change is decided;
+    then `result` and `cell` are set. beaten: True if another client has a higher ballot; then the
+    proposal pauses until `again` is called, after a random time.
 
-    A proposal first reads the cells. If a majority has accepted the same ballot, its value is the
-    chosen one, and a change that keeps this value is over. Otherwise a majority must promise to
-    accept no lower ballot. The present value is then the one with the highest accepted ballot in
-    the cells of that majority. The changed value is sent with the new ballot, and is chosen when a
-    majority has accepted it.
+    A proposal first reads the cells of the key. If a majority of the cells has accepted the same
+    ballot, the value of this ballot is the chosen value, and a change that keeps this value is
+    over. Otherwise a majority must promise to accept no ballot below the ballot of this proposal.
+    The present value is then the value with the highest accepted ballot in the cells of that
+    majority. The proposal changes this value, and sends the new value with its own ballot. The new
+    value is chosen when a majority has accepted it.
     """
 
     def __init__(self, stores: int, who: str, change: Change) -> None:
@@ -94,7 +107,9 @@ class Proposal:
         self._tried: dict[Ballot, Any] = {}
 
     def request(self, store: int) -> Swap | None:
-        """What to ask of `store` now; None for nothing."""
+        """Returns the next request to the store with number `store`; None if the proposal needs
+        nothing from this store now.
+        """
         if self.over or self.beaten:
             return None
         cell = self._cells[store]
@@ -108,7 +123,7 @@ class Proposal:
         return cell.encode(), target.encode()
 
     def receive(self, store: int, raw: bytes) -> None:
-        """Handles an answer: the cell in `store` is `raw`."""
+        """Handles the answer of `store`: the bytes of its cell are now `raw`."""
         if self.over or self.beaten:
             return
         self._cells[store] = Cell.decode(raw)
@@ -118,11 +133,15 @@ class Proposal:
             self._advance()
 
     def lost(self, store: int) -> None:
-        """Forgets the cell of `store`, because the last answer was lost."""
+        """Forgets what the cell of `store` holds, because the last answer of this store was
+        lost.
+        """
         self._cells[store] = None
 
     def again(self) -> None:
-        """Starts again from reading, after the proposal was `beaten`."""
+        """Starts the proposal again, from reading the cells, after a higher ballot of another
+        client has beaten it.
+        """
         self.beaten = False
         self._ballot = _NONE
         self._proposed = None
@@ -144,8 +163,8 @@ class Proposal:
 
     def _settled(self, cell: Cell, value: bytes | None) -> bool:
         """True if the chosen `cell` already has the `value` that this change gives it, and no
-        earlier attempt can change it. An earlier attempt may still be chosen until another round
-        overtakes it.
+        earlier attempt of this proposal can still change that value. A majority may still accept an
+        earlier attempt until a higher ballot overtakes it.
         """
         return value == cell.value and (not self._tried or self._counts(cell) is not None)
 
@@ -170,14 +189,16 @@ class Proposal:
         self._proposed = Cell(self._ballot, self._ballot, value, applied)
 
     def _outcome(self, cell: Cell) -> tuple[bytes | None, Any]:
-        """The value after this change of `cell`, and the result."""
+        """Returns the value that this change gives to `cell`, and the result of the call."""
         earlier = self._counts(cell)
         if earlier:
             return cell.value, self._tried[earlier]
         return self._change(cell.value)
 
     def _counts(self, cell: Cell) -> Ballot | None:
-        """The earlier attempt that changed the value of `cell`; None if there is none."""
+        """Returns the ballot of an earlier attempt of this proposal that has changed the value of
+        `cell`; None if there is no such attempt.
+        """
         return next((ballot for ballot in self._tried if ballot in cell.applied), None)
 
     def _finish(self, cell: Cell, result: Any) -> None:
@@ -187,9 +208,9 @@ class Proposal:
 
 
 class Removal:
-    """Removes a key from the stores, with the methods of `Proposal`.
+    """The removal of one key from all stores, with the same methods as `Proposal`.
 
-    The stores forget the key's cell, so a removed key must not be used again.
+    The stores forget the cell of the key, so no client may use a removed key again.
     """
 
     beaten = False
@@ -201,35 +222,41 @@ class Removal:
         self._majority = stores // 2 + 1
 
     def request(self, store: int) -> Swap | None:
-        """What to ask of `store` now; None for nothing."""
+        """Returns the request that removes the key from `store`; None if this store has removed
+        it.
+        """
         if store in self._told:
             return None
         return b"", None
 
     def receive(self, store: int, raw: bytes) -> None:
-        """Handles an answer: `store` has removed the key."""
+        """Records that `store` has removed the key."""
         self._told.add(store)
         self.over = len(self._told) >= self._majority
 
     def lost(self, store: int) -> None:
-        """Does nothing: the store is asked again."""
+        """Does nothing: `request` asks a store again that has not confirmed the removal."""
 
     def again(self) -> None:
-        """Does nothing: a removal is never beaten."""
+        """Does nothing: no other client can beat a removal."""
 
 
 def reads(value: bytes | None) -> tuple[bytes | None, Any]:
-    """The `Change` for a read: it keeps the value."""
+    """The `Change` that reads a key: it keeps the value, and returns it as the result of the
+    call.
+    """
     return value, value
 
 
 def writes(new: bytes) -> Change:
-    """Returns the `Change` for `set`."""
+    """Returns the `Change` that a call of `set` makes: the key gets the value `new`."""
     return lambda value: (new, None)
 
 
 def compares(expected: bytes, desired: bytes) -> Change:
-    """Returns the `Change` for `compare_set`, with the results of `TCPStore`."""
+    """Returns the `Change` that a call of `compare_set` makes, with the same results as torch's
+    `TCPStore`.
+    """
 
     def change(value: bytes | None) -> tuple[bytes | None, Any]:
         if value == expected or (value is None and not expected):
@@ -242,7 +269,9 @@ def compares(expected: bytes, desired: bytes) -> Change:
 
 
 def adds(amount: int) -> Change:
-    """Returns the `Change` for `add`."""
+    """Returns the `Change` that a call of `add` makes: it adds `amount` to the number in the
+    key.
+    """
 
     def change(value: bytes | None) -> tuple[bytes | None, Any]:
         total = int(value or 0) + amount

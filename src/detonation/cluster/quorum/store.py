@@ -1,4 +1,6 @@
-"""A `torch.distributed` store made of several stores; a minority of them may be lost."""
+"""A `torch.distributed` store that is made of several stores. A minority of these stores may be
+lost.
+"""
 
 import atexit
 import os
@@ -25,13 +27,14 @@ _TELL_S = 3.0
 
 
 class QuorumStore(Store):
-    """One store made of `stores`.
+    """One `torch.distributed` store that keeps its keys in all `stores`.
 
-    Each call ends when a majority of the stores has answered, and is linearizable, like a call of
-    one store; see `register`. Any thread may call it. It raises `DistNetworkError` if no majority
-    answers. A key that was removed must not be used again.
+    Each call ends when a majority of the stores has answered. The calls of all clients are
+    linearizable, as on a single store; see `register`. Any thread may make a call. A call raises
+    `DistNetworkError` if no majority of the stores answers. No client may use a key again after its
+    removal.
 
-    host, port: address of a store that answered at the start.
+    host, port: address of one of the stores that answered at the start.
     """
 
     def __init__(self, stores: Stores, timeout_s: float) -> None:
@@ -41,14 +44,14 @@ class QuorumStore(Store):
         self.host = stores.host
         self.port = stores.port
         self._stores = stores
-        # No thread may send requests when the interpreter ends.
-        # torch keeps only the C++ part of this object alive.
+        # The threads must not send requests while the interpreter ends.
+        # The handler also keeps this object alive, because torch keeps only its C++ part.
         atexit.register(self.close)
-        # a forked process has no such threads, and its lock may be held
+        # In a forked process `close` could wait for ever, because its copy of the lock may be held.
         os.register_at_fork(after_in_child=partial(atexit.unregister, self.close))
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads that send requests to the stores."""
         self._stores.close()
         atexit.unregister(self.close)
 
@@ -73,7 +76,7 @@ class QuorumStore(Store):
         self._stores.remove(key)
         return True
 
-    deleteKey = delete_key  # the name that torch's PrefixStore calls
+    deleteKey = delete_key  # torch's PrefixStore calls the method by this name
 
     def check(self, keys: list[str]) -> bool:
         return None not in self._values(keys)
@@ -96,7 +99,9 @@ class QuorumStore(Store):
     getNumKeys = num_keys
 
     def _await(self, keys: list[str], timeout: timedelta) -> list[bytes]:
-        """Values of `keys`; raises `DistStoreError` if one is missing for longer than `timeout`."""
+        """Waits until all `keys` exist, and returns their values. Raises `DistStoreError` if a key
+        is still missing after `timeout`.
+        """
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             found = self._values(keys)
@@ -121,11 +126,11 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def meeting_store(addresses: str, limit_s: float = _TIMEOUT_S) -> Store:
-    """The store at `addresses`: "HOST:PORT" of one store, or of an odd number of stores, separated
-    by commas.
+    """Returns the store at which all ranks meet. `addresses` is "HOST:PORT" of one store, or the
+    addresses of an odd number of stores, separated by commas.
 
-    Waits up to `limit_s` for it, and logs that it waits. Raises `ValueError` if no majority
-    answers, or an address is wrong.
+    Waits at most `limit_s` seconds until the store answers, and logs that it waits. Raises
+    `ValueError` if no majority of the stores answers, or if an address is wrong.
     """
     named = store_addresses(addresses)
     if len(named) == 1:
@@ -140,8 +145,8 @@ def meeting_store(addresses: str, limit_s: float = _TIMEOUT_S) -> Store:
 
 
 def refuse_replica(addresses: str, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to the store at `addresses`, where the others
-    wait. Does nothing if the store is unreachable.
+    """Writes the `reason` why `replica` cannot start to the store at `addresses`, in which the
+    other replicas look for it while they wait. Does nothing if the store is unreachable.
     """
     with suppress(DistError, RuntimeError, OSError, ValueError):
         note_refusal(meeting_store(addresses, _TELL_S), replica, reason)

@@ -1,4 +1,6 @@
-"""Sends requests to several stores, with a thread for each, and agrees on their processes."""
+"""Sends requests to several stores, with one thread for each store. At the start all clients agree
+which processes are the stores of the run.
+"""
 
 import logging
 import random
@@ -24,10 +26,12 @@ from detonation.cluster.quorum.register import (
 
 _MEMBERS = "detonation/store/members"
 ALL_S = 30.0
-"""Seconds for which the first replica waits for the other stores once a majority answers."""
+"""Seconds for which a client waits at the start for the remaining stores, after a majority of the
+stores has answered.
+"""
 HUNG_S = 5.0
-"""Seconds after which a request without an answer is left to its thread, and another thread
-connects.
+"""Seconds after which a client gives up a request without an answer. The thread of this request
+keeps waiting, and a new thread connects to the store.
 """
 _RETRY_S = 0.2
 _LOOK_S = 0.2
@@ -37,7 +41,9 @@ _log = logging.getLogger("detonation")
 
 
 class Call:
-    """Proposals for several keys; one thread waits for all of them."""
+    """The proposals for one or more keys that one thread makes together. The thread waits until all
+    of them are decided.
+    """
 
     def __init__(self, proposals: Mapping[str, Proposal | Removal]) -> None:
         self.proposals = proposals
@@ -70,11 +76,11 @@ class Call:
 
 
 class Stores:
-    """The stores at `addresses`, an odd number. Each store has a thread, so a silent store delays
-    no other.
+    """The stores at `addresses`, whose number is odd. Each store has a thread of its own, so a
+    store without an answer does not delay requests to other stores.
 
-    A call without a majority waits up to `timeout_s`, and ends at once if too many stores have
-    ended.
+    A call waits at most `timeout_s` seconds for a majority of the stores. It fails earlier if so
+    many stores have ended that no majority is left.
     """
 
     def __init__(self, addresses: Sequence[tuple[str, int]], timeout_s: float) -> None:
@@ -88,12 +94,12 @@ class Stores:
         self._calls: list[Call] = []
         self._members: frozenset[str] | None = None
         self._record = b""
-        self._ready_at = 0.0  # when a majority first answered
+        self._ready_at = 0.0  # time at which a majority of the stores first answered
         self._connections = [Connection(n, *each) for n, each in enumerate(addresses)]
         self._threads = [self._start(each) for each in self._connections]
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads that send requests to the stores."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -101,13 +107,17 @@ class Stores:
             thread.join(timeout=1.0)
 
     def changed(self, changes: Mapping[str, Change]) -> list[Any]:
-        """Makes the `changes` of keys, independently of each other; returns their results."""
+        """Changes each key as `changes` says, independently of the other keys. Returns the results
+        in the order of `changes`.
+        """
         proposals = {key: self._proposal(change) for key, change in changes.items()}
         self._decide(proposals)
         return [each.result for each in proposals.values()]
 
     def remove(self, key: str) -> None:
-        """Removes `key` from a majority of the stores now, and from the others when they answer."""
+        """Removes `key` from all stores that answer. Returns when a majority of the stores has
+        removed it.
+        """
         self._decide({key: Removal(len(self._connections))})
 
     def _proposal(self, change: Change) -> Proposal:
@@ -115,18 +125,20 @@ class Stores:
         return Proposal(len(self._connections), who, change)
 
     def _decide(self, proposals: Mapping[str, Proposal | Removal]) -> None:
-        """Waits until a majority has decided all `proposals`."""
+        """Sends `proposals` to the stores, and waits until a majority of the stores has decided all
+        of them.
+        """
         call = Call(proposals)
         deadline = time.monotonic() + self._timeout_s
         pause = _BACK_OFF_S
         with self._changed:
-            # see `Cell.applied`
+            # wait, because a client makes one change of a key at a time, see `Cell.applied`
             self._changed.wait_for(lambda: not self._uses_keys(proposals))
             self._calls.append(call)
             self._changed.notify_all()
         try:
             while not self._is_over(call, deadline):
-                # another client is ahead: the first client that returns wins
+                # Another client has a higher ballot. Random pauses let one client go first.
                 time.sleep(random.uniform(0, pause))
                 pause = min(2 * pause, _MOST_BACK_OFF_S)
                 with self._changed:
@@ -141,13 +153,15 @@ class Stores:
                 self._changed.notify_all()
 
     def _uses_keys(self, keys: Collection[str]) -> bool:
-        """True if another thread's call for one of `keys` has not ended yet."""
+        """True if another thread still waits for its own change or read of one of `keys`."""
         return any(
             each.awaited and not each.proposals.keys().isdisjoint(keys) for each in self._calls
         )
 
     def _is_over(self, call: Call, deadline: float) -> bool:
-        """Waits; returns True if `call` is over, False if it is beaten."""
+        """Waits until `call` is decided, or beaten by another client. Returns True if it is
+        decided.
+        """
         with self._changed:
             while not call.over and not call.beaten:
                 self._require_majority(deadline)
@@ -165,15 +179,17 @@ class Stores:
         return ", ".join(f"{each.name} ({each.why})" for each in self._connections if each.why)
 
     def _drop_over(self) -> None:
-        """Forgets calls that are over; a removed key is removed at all stores that answer."""
+        """Forgets each call for which no thread waits and which has no more requests to connected
+        stores. So a removal still reaches all connected stores after its thread has returned.
+        """
         ready = [each.number for each in self._connections if each.is_open]
         self._calls = [
             each for each in self._calls if each.awaited or any(map(each.requests, ready))
         ]
 
     def _leave_hung(self) -> None:
-        """Replaces connections whose request has no answer. Their threads end when the answer
-        arrives.
+        """Replaces each connection whose request has had no answer for `HUNG_S` seconds. The thread
+        of the old connection ends when the answer arrives.
         """
         for number, each in enumerate(self._connections):
             if each.since and time.monotonic() - each.since > HUNG_S:
@@ -186,7 +202,7 @@ class Stores:
                     call.lost(number)
                 self._threads[number] = self._start(fresh)
 
-    # methods for one store, called in its thread
+    # The methods below handle one store. Most of them run in the thread of this store.
 
     def _start(self, connection: Connection) -> threading.Thread:
         thread = threading.Thread(
@@ -205,7 +221,7 @@ class Stores:
                     continue
                 call, requests = self._next(connection)
                 answers = connection.answers(requests)
-            except (OSError, RuntimeError) as error:  # the errors of torch are RuntimeErrors
+            except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
                 self._lose(connection, error)
                 continue
             with self._changed:
@@ -219,8 +235,9 @@ class Stores:
         return not self._closed and self._connections[connection.number] is connection
 
     def _next(self, connection: Connection) -> tuple[Call | None, dict[str, Swap]]:
-        """Waits for the next requests to the store; returns none if the store is not used any
-        more.
+        """Waits until there are requests to the store of `connection`. Returns these requests and
+        the call that makes them; the call is None for the list of the run's stores. Returns no
+        requests if the connection is not used any more.
         """
         with self._changed:
             while self._uses(connection):
@@ -236,8 +253,8 @@ class Stores:
         return None, {}
 
     def _admit(self, connection: Connection) -> None:
-        """Starts to use a store that answers, if it is one of the stores on which all have
-        agreed.
+        """Starts to use the store of `connection`, which answers, if it is one of the stores on
+        which all clients have agreed.
         """
         with self._changed:
             connection.since = 0.0
@@ -248,7 +265,9 @@ class Stores:
             self._changed.notify_all()
 
     def _judge(self, connection: Connection) -> None:
-        """Stops using a store that has lost its promises, or that started too late."""
+        """Stops using a store whose process is not in the list of the run's stores: the process was
+        restarted and has lost its promises, or it started too late.
+        """
         if self._members is None or connection.identity in self._members:
             return
         connection.ended = True
@@ -257,7 +276,7 @@ class Stores:
         fresh = Connection(connection.number, connection.host, connection.port)
         fresh.ended = True
         fresh.why = connection.why
-        self._connections[connection.number] = fresh  # ends the thread of the old connection
+        self._connections[connection.number] = fresh  # makes the old connection's thread end
 
     def _lose(self, connection: Connection, error: Exception) -> None:
         with self._changed:
@@ -273,7 +292,9 @@ class Stores:
         time.sleep(_RETRY_S)
 
     def _tell_lost(self, connection: Connection, why: str) -> None:
-        """Logs once that a store does not answer, after all have agreed on the stores."""
+        """Logs once that a store does not answer. Logs nothing before all clients have agreed on
+        the stores of the run.
+        """
         connection.why = why
         if self._members is None or connection.told or self._closed:
             return
@@ -284,15 +305,15 @@ class Stores:
             *(connection.name, why, left, len(self._connections), self._majority),
         )
 
-    # at the start: which stores the run has
+    # The methods below run at the start, when all clients agree on the stores of the run.
 
     def agree(self, limit_s: float) -> None:
-        """Agrees with all other clients on the processes that are the stores.
+        """Agrees with all other clients which processes are the stores of the run.
 
         A store that was started again has lost its promises, and a store that starts late never
-        made them. Neither may be asked. So the first client writes the identities of all stores
-        that answer, and all clients use these. Raises `ValueError` if no majority answers within
-        `limit_s`, or the addresses are wrong.
+        made them. Clients must not ask such a store. So the first client writes the identities of
+        all stores that answer, and all clients use only these stores. Raises `ValueError` if no
+        majority of the stores answers within `limit_s` seconds, or if the addresses are wrong.
         """
         awaited = Awaited("this replica", limit_s)
         while not self._agreed():
@@ -305,7 +326,9 @@ class Stores:
                 ) from error
 
     def _agreed(self) -> bool:
-        """True once the identities of the stores are decided and adopted."""
+        """True once the identities of the run's stores are decided, and this client uses these
+        stores.
+        """
         ready = self._different()
         if len(ready) < self._majority:
             return False
@@ -324,7 +347,9 @@ class Stores:
         return True
 
     def _different(self) -> list[Connection]:
-        """The stores that answer. Raises `ValueError` if two of them are one process."""
+        """Returns the connections to the stores that answer. Raises `ValueError` if two addresses
+        lead to the same process.
+        """
         ready = [each for each in list(self._connections) if each.is_open]
         first: dict[str, Connection] = {}
         for each in ready:
@@ -349,7 +374,7 @@ class Stores:
             for each in list(self._connections):
                 if each.is_open:
                     self._judge(each)
-                elif each.tried:  # else its first attempt is under way
+                elif each.tried:  # otherwise the first attempt to connect is still running
                     self._tell_lost(each, each.why)
             used = [each for each in self._connections if each.is_open]
             self._changed.notify_all()

@@ -1,7 +1,10 @@
-"""Replicas that survive the loss of others, and let new ones join.
+"""Replicas that continue after the loss of other replicas, and let new replicas join.
 
-`membership` notices a loss and agrees on the remaining members, with the records of `agreement`.
-`surviving` repeats interrupted collectives among them. `groups` makes and ends process groups.
-`elastic_axis` holds a launcher's store, and `users` the optimizers on the axis. Users and the
-trainer call `elastic`; core only uses the resulting communicator.
+`membership` notices the loss of a replica and makes all ranks agree on the remaining members;
+`agreement` has the records of this agreement. `partition` detects stores and replicas that do not
+answer, and `port` shows other ranks that a process is alive. `surviving` repeats collectives that a
+loss has interrupted. `groups` makes and ends process groups. `elastic_axis` has the store of a
+launcher, and `elastic`, which creates an axis. `users` has the optimizers on an axis, and `turns`
+counts their steps. Users of the library and the trainer call `elastic`; core only uses the
+communicator that it returns.
 """

@@ -1,4 +1,6 @@
-"""Records with which ranks agree on the members: reports, agreements and keys of the store."""
+"""Records with which ranks agree which replicas are members: reports of ranks, agreements, and the
+keys of the store that hold them.
+"""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,23 +15,26 @@ from detonation.cluster.processes.waiting import Awaited, Standing
 from detonation.core.base_error import DetonationError
 
 SIZE = "size"
-"""Key of the numbers of replicas and shards at the start of the run."""
+"""Key of the store for the numbers of replicas and shards at the start of the run."""
 EPOCH = "epoch"
-"""Key of the number of the latest agreement."""
+"""Key of the store for the number of the latest agreement."""
 GONE = b"gone"
-"""Beat of a rank that has ended."""
+"""Value that a rank's heartbeat has in the store after the rank has ended."""
 
 
 def beat_of(count: int, pace_s: float, started: int = 0, standing: Standing | None = None) -> str:
-    """Heartbeat number `count` of a rank that beats every `pace_s` seconds.
+    """Returns the text of heartbeat number `count` of a rank that sends a heartbeat every `pace_s`
+    seconds.
 
-    started: number of the last exchange that the rank has started. standing: the rank's progress.
+    started: number of the last exchange that the rank has started. standing: the rank's progress in
+    its training loop.
     """
     return f"{count} {pace_s:.3f} {started} {standing or Standing(0)}"
 
 
 def pace_of(beat: bytes) -> float:
-    """Seconds between the beats of the rank that sent `beat`; 0 if it has sent none.
+    """Returns the seconds between two heartbeats of the rank that sent `beat`; 0 if `beat` is empty
+    or says that the rank has ended.
 
     >>> pace_of(beat_of(12, 0.25).encode()), pace_of(GONE)
     (0.25, 0.0)
@@ -38,8 +43,8 @@ def pace_of(beat: bytes) -> float:
 
 
 def progress_of(beat: bytes) -> tuple[int, Standing]:
-    """The number of the last exchange that a rank has started, and the rank's progress, from its
-    `beat`.
+    """Returns the number of the last exchange that a rank has started, and its progress in its
+    training loop. Both are part of its heartbeat `beat`.
 
     >>> progress_of(beat_of(12, 0.25, 40, Standing(21, "inside")).encode())
     (40, Standing(steps=21, where='inside'))
@@ -51,7 +56,9 @@ def progress_of(beat: bytes) -> tuple[int, Standing]:
 
 
 class ReplicaLost(DetonationError, RuntimeError):
-    """This replica is no longer a member, or too few replicas remain to continue."""
+    """This replica cannot continue: it is no longer a member of the run, the store is lost, or too
+    few replicas remain.
+    """
 
 
 class ReplicaLeft(ReplicaLost):
@@ -60,20 +67,22 @@ class ReplicaLeft(ReplicaLost):
 
 @dataclass(frozen=True)
 class RankReport:
-    """Progress of a rank.
+    """What one rank tells all other ranks before they agree which replicas are members.
 
     floor: the rank has finished all collectives up to this number. beyond: later collectives that
-    it has finished. absent: replicas absent from finished collectives that the rank still holds.
-    begun: number of steps begun, used in messages. guest: the replica for which the rank waits; -1
-    for none. A guest that has the state of the step waits for itself. users: the turns (see
-    `Turns`) that each optimizer on the axis has begun.
-    entered: turns for which the rank knows the leaving and joining replicas. leaves: True if its
-    replica was asked to leave. departing: leaving replicas, each with the turns of all optimizers
-    before which it leaves, and the optimizers that were `gone` at that agreement. coming: the turn
-    before which a replica joins, and the number of this replica. alive: the existing optimizers.
-    apart: replicas that this rank cannot reach. late: replicas that have not begun the exchange in
-    which this rank waits. ahead: members of the group that this rank has already formed for a
-    guest's step.
+    the rank has finished. absent: for each finished collective that the rank still holds, the
+    replicas that were absent from it. begun: number of steps that the rank has begun, used only in
+    messages. guest: the joining replica for which the rank waits; -1 for none. A rank of the
+    joining replica reports its own replica here if it has the training state of the step. users:
+    for each optimizer on the axis, the number of turns (see `Turns`) that it has begun.
+    entered: for each optimizer, the number of turns for which the rank already knows which replicas
+    leave or join before them. leaves: True if the rank's replica was asked to leave. departing:
+    leaving replicas, each with the turns of all optimizers before which it leaves, and the
+    optimizers that were `gone` (dropped by a rank) at that agreement. coming: the turn before which
+    a replica joins, and the number of this replica. alive: numbers of the optimizers that exist on
+    the rank. apart: replicas that this rank cannot reach. late: replicas that have not begun the
+    exchange in which this rank waits. ahead: members of the process group that this rank has formed
+    in advance for a joining replica.
     """
 
     floor: int
@@ -92,17 +101,19 @@ class RankReport:
     ahead: list[int] = field(default_factory=list)
 
     def has(self, number: int) -> bool:
-        """True if the rank finished the collective `number`."""
+        """True if the rank has finished the collective with this `number`."""
         return number <= self.floor or number in self.beyond
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Members of an epoch, by their numbers at the start, and the progress of each rank.
+    """What all ranks have agreed on for one epoch: the members, by their numbers at the start of
+    the run, and the report of each rank.
 
-    guest: a replica that may join before the next step; -1 for none. apart: pairs of replicas that
-    could not reach each other. late: replicas that did not begin an exchange in time. postponed:
-    True if the replica for which all waited lacked the state, so that it joins later.
+    guest: the replica that may join next; the ranks will wait for it at the turn that follows from
+    this agreement; -1 for none. apart: pairs of replicas that could not reach each other. late:
+    replicas that did not begin an exchange in time. postponed: True if the joining replica for
+    which all ranks waited lacked the training state, so that it joins later.
     """
 
     epoch: int
@@ -115,26 +126,30 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """First step that no rank has begun; used only in messages, because training may return to
-        an earlier step.
+        """First step that no rank has begun. It is used only in messages, because training may
+        return to an earlier step.
         """
         return max((report.begun for report in self.reports.values()), default=0)
 
     @property
     def next_turns(self) -> list[int]:
-        """First turn of each optimizer on the axis that no rank has begun."""
+        """For each optimizer on the axis, its first turn (step of this optimizer) that no rank has
+        begun.
+        """
         return _largest(report.users for report in self.reports.values())
 
     @property
     def next_changes(self) -> list[int]:
-        """First turn of each optimizer before which no rank has settled who leaves or joins."""
+        """For each optimizer, the first turn (step of this optimizer) before which replicas can
+        still leave or join, because no rank has settled yet which replicas leave or join before it.
+        """
         return _largest(
             turns for report in self.reports.values() for turns in (report.users, report.entered)
         )
 
     @property
     def gone(self) -> set[int]:
-        """Optimizers on the axis that at least one rank has dropped."""
+        """Numbers of the optimizers on the axis that at least one rank has dropped."""
         return {
             user
             for report in self.reports.values()
@@ -144,8 +159,8 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """The replica for which all ranks waited; -1 for none. Unless it is a member now, or was
-        postponed, it never joins.
+        """The joining replica for which all ranks waited; -1 for none. This replica never joins
+        unless it is a member now, or was postponed.
         """
         guests = {report.guest for report in self.reports.values()}
         if len(guests) == 1:
@@ -154,15 +169,19 @@ class Agreement:
 
     @property
     def formed(self) -> bool:
-        """True if all ranks had formed the members' group before they agreed on the members."""
+        """True if all ranks had formed the process group of these members before they made this
+        agreement.
+        """
         return all(report.ahead == self.members for report in self.reports.values())
 
     def asked(self, shards: int) -> set[int]:
-        """Replicas that were asked to leave."""
+        """Returns the replicas that were asked to leave, according to the reports of their
+        ranks.
+        """
         return {rank // shards for rank, report in self.reports.items() if report.leaves}
 
     def leaves_out(self, replica: int) -> str:
-        """The reason why `replica` is no member and must end, as text."""
+        """Returns a text that says why `replica` is not a member any more and must end."""
         verb = "goes"
         if len(self.members) > 1:
             verb = "go"
@@ -177,7 +196,7 @@ class Agreement:
 
 
 def in_words(replicas: Sequence[int]) -> str:
-    """The names of `replicas` as text.
+    """Returns the names of `replicas` as text.
 
     >>> in_words([1]), in_words([0, 2])
     ('replica 1', 'replicas 0, 2')
@@ -187,7 +206,9 @@ def in_words(replicas: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class GuestEntry:
-    """The turn and step of the optimizer `user` before which a replica joins."""
+    """The turn (step of the optimizer with number `user`) before which a replica joins, and the
+    step number in this turn.
+    """
 
     user: int
     turn: int
@@ -195,19 +216,23 @@ class GuestEntry:
 
     @property
     def turn_in_words(self) -> str:
-        """The turn of its optimizer as text; no two entries of one guest have the same."""
+        """The optimizer and its turn as text. Two entries of one joining replica never have the
+        same text.
+        """
         return f"{self.user} {self.turn}"
 
     def is_at(self, step: int, ahead: int) -> bool:
-        """True if this turn follows `step` steps. `ahead` is the number of the turn minus `step`:
+        """True if training is at the beginning of this entry's turn after `step` steps.
+
+        ahead: the number of the turn minus `step`. The step number alone does not suffice, because
         training may go back, and repeat the step in a later turn.
         """
         return step == self.step and ahead == self.turn - step
 
 
 def turn_of(turns: Sequence[int], user: int) -> int:
-    """The turn of the optimizer `user` in a list of all turns; 0 for an optimizer that was created
-    later.
+    """Returns the turn (step) of the optimizer with number `user` from a list of the turns of all
+    optimizers; 0 for an optimizer that was created after the list.
 
     >>> turn_of([3, 5], 1), turn_of([3, 5], 2)
     (5, 0)
@@ -218,12 +243,12 @@ def turn_of(turns: Sequence[int], user: int) -> int:
 
 
 def _largest(lists: Iterable[Sequence[int]]) -> list[int]:
-    """The largest number at each index of lists of different lengths."""
+    """Returns the largest number at each index of `lists`, which may have different lengths."""
     return [max(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
 def parse_agreement(epoch: int, text: bytes) -> Agreement:
-    """Parses the record of an agreement in the store."""
+    """Parses the text of an agreement, as the store holds it, into the `Agreement` of `epoch`."""
     record: dict[str, Any] = json.loads(text)
     reports = {int(rank): RankReport(**report) for rank, report in record["reports"].items()}
     others = {key: record[key] for key in ("apart", "late", "postponed") if key in record}
@@ -231,7 +256,7 @@ def parse_agreement(epoch: int, text: bytes) -> Agreement:
 
 
 def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
-    """Ranks of `replicas` with `shards` ranks each.
+    """Returns the ranks of `replicas`, each of which has `shards` ranks.
 
     >>> ranks_of_replicas([0, 2], 2)
     [0, 1, 4, 5]
@@ -246,7 +271,8 @@ def agreement_record(
     guest: int,
     postponed: bool,
 ) -> dict[str, Any]:
-    """The record of an agreement between the `replicas` that can continue together.
+    """Returns the record of an agreement. Its members are those of the `replicas` that can continue
+    together.
 
     reports: the reports of all ranks of `replicas`, by rank. guest, postponed: see `Agreement`.
     """
@@ -265,7 +291,9 @@ def agreement_record(
 
 
 def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The `guests` for which all ranks that have reported wait."""
+    """Returns the joining replicas among `guests` for which all ranks wait, according to their
+    `reports`.
+    """
     return [
         guest
         for guest in guests
@@ -274,14 +302,19 @@ def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, An
 
 
 def is_postponed(reports: Mapping[int, Mapping[str, Any]]) -> bool:
-    """True if one of a guest's ranks, which made `reports`, lacks the state of its step."""
+    """True if a joining replica must join later, because one of its ranks lacks the training state
+    of the step.
+
+    reports: the reports of the ranks of the joining replica.
+    """
     return any(report["guest"] < 0 for report in reports.values())
 
 
 def has_giver(told: Collection[str], members: Collection[int]) -> bool:
-    """True if a guest may join: a member gives it the state.
+    """True if a replica may join, because one of the `members` gives it the training state.
 
-    told: by each of its ranks, the number of the replica that gives the state; "" for no state.
+    told: for each rank of the joining replica, the number of the replica that gives it the state;
+    "" for no state.
 
     >>> has_giver(["0", "0"], [0, 1]), has_giver(["0", ""], [0, 1]), has_giver(["0"], [1, 2])
     (True, False, False)
@@ -291,7 +324,10 @@ def has_giver(told: Collection[str], members: Collection[int]) -> bool:
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
-    """Pairs of replicas in which one replica reports that it cannot reach the other.
+    """Returns the pairs of replicas in which one replica reports that it cannot reach the other
+    replica.
+
+    reports: each replica with the replicas that it cannot reach.
 
     >>> pairs_apart([(0, [1]), (1, [0, 2]), (2, [])])
     [[0, 1], [1, 2]]
@@ -303,13 +339,13 @@ def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int
 def those_that_go_on(
     members: Sequence[int], pairs: Sequence[Sequence[int]], late: Collection[int]
 ) -> list[int]:
-    """The members that continue if some `pairs` cannot reach each other and some replicas are
-    `late`.
+    """Returns the members that continue, if the two replicas of each of the `pairs` cannot reach
+    each other and some replicas are `late` for an exchange.
 
-    Late replicas are removed first. Then, as long as a pair remains, the replica in most pairs is
-    removed. If several replicas are in equally many pairs, the replica with the highest number is
-    removed. So a replica that few others can reach is removed, and the larger of two partitions
-    continues.
+    Late replicas are removed first. Then, as long as both replicas of a pair remain, the replica in
+    most such pairs is removed. If several replicas are in equally many pairs, the replica with the
+    highest number is removed. So a replica that only few replicas can reach is removed, and the
+    larger of two partitions continues.
 
     >>> those_that_go_on([0, 1, 2], [[0, 1], [1, 2]], [])  # one against the rest
     [0, 2]
@@ -328,13 +364,15 @@ _AXES = "detonation/elastic"
 
 
 def axis_store(base: Store, number: int) -> Store:
-    """The part of a store in which the ranks of elastic axis `number` agree."""
+    """Returns the part of the store `base` in which the ranks of the elastic axis `number` write
+    their keys.
+    """
     return PrefixStore(f"{_AXES}/{number}", base)
 
 
 def serve_one_axis(base: Store) -> None:
-    """Reserves `base` for one axis. Its ranks then need not agree on a part of the store, so any
-    rank may end earlier.
+    """Reserves the store `base` for one elastic axis. The ranks of this axis then need not meet to
+    choose a part of the store, so a rank may be lost before all ranks have met.
     """
     base.set(f"{_AXES}/latest", "0")
 
@@ -346,13 +384,13 @@ def next_axis_store(
     look: Callable[[], object] = lambda: None,
     offer: Callable[[Store], object] = lambda axis: None,
 ) -> Store:
-    """The part of `base` for a new axis of all ranks. Collective.
+    """Returns the part of the store `base` for a new elastic axis of all ranks. Collective.
 
-    look: see `Awaited`. offer: called on rank 0 with the new part, before other ranks know this
-    part. The store may also contain parts of earlier starts. Raises `TimeoutError` if a rank is
-    missing.
+    look: called while the rank waits, see `Awaited`. offer: called on rank 0 with the new part,
+    before other ranks know this part. `base` may also contain parts of earlier starts. Raises
+    `TimeoutError` if a rank is missing.
     """
-    # `serve_one_axis` has reserved this store
+    # `serve_one_axis` has reserved this store, so the ranks need not meet to choose a part
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):
         return axis_store(base, 0)
     mine = ""
@@ -360,7 +398,7 @@ def next_axis_store(
         mine = str(base.add(f"{_AXES}/made", 1) - 1)
         own = axis_store(base, int(mine))
         offer(own)
-        # the other ranks wait for a heartbeat of rank 0
+        # the first heartbeat of rank 0, for which all other ranks wait
         own.set(axis_key("beat", 0), beat_of(0, 1.0))
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     meeting = PrefixStore(f"{_AXES}/meet", base)
@@ -371,15 +409,17 @@ def next_axis_store(
 
 
 def latest_axis(base: Store) -> Store | None:
-    """The part of `base` for the newest axis; None if there is none."""
+    """Returns the part of the store `base` for the newest elastic axis; None if there is no
+    axis.
+    """
     if not base.check([f"{_AXES}/latest"]):
         return None
     return axis_store(base, int(base.get(f"{_AXES}/latest")))
 
 
 def latest_axis_store(base: Store) -> Store:
-    """The part of `base` for the newest axis. Waits for an axis; raises `ReplicaLost` if none is
-    created.
+    """Returns the part of the store `base` for the newest elastic axis. Waits until an axis is
+    created; raises `ReplicaLost` if none is created before the timeout of the store.
     """
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     awaited = Awaited("this replica", timeout_s)
@@ -393,7 +433,9 @@ def latest_axis_store(base: Store) -> Store:
 
 
 def latest_members(store: Store, replicas: int) -> list[int]:
-    """Members of the latest epoch; before the first epoch, all `replicas` of the start."""
+    """Returns the members of the latest epoch; before the first agreement, all `replicas` of the
+    start.
+    """
     epoch = 0
     if store.check([EPOCH]):
         epoch = int(store.get(EPOCH))
@@ -403,7 +445,7 @@ def latest_members(store: Store, replicas: int) -> list[int]:
 
 
 def note_gone(store: Store, rank: int) -> None:
-    """Announces that `rank` has ended. Called by its launcher."""
+    """Writes to the store that `rank` has ended. The launcher of this rank calls it."""
     store.set(axis_key("beat", rank), GONE.decode())
 
 
@@ -428,17 +470,18 @@ def axis_key(
     ],
     *numbers: int,
 ) -> str:
-    """A key of the store, built from the numbers of a rank, of a guest, or of a guest and one of
-    its shards or another rank.
+    """Returns a key of the store. Its `numbers` are a rank, a joining replica (guest), or a guest
+    and one of its shards or another rank.
 
-    Keys of a rank: `beat`; `port`; `loopback`, the identity of that interface; `end`, set after its
-    last step; `left`, set after it left together with the others; `asked`, set if it was asked to
-    leave. Keys of a guest: `ask`, its request to join; `refused`, the reason why it cannot; `door`,
-    the optimizer that lets it in; `copy`, the turn after which it gets each copy of the state;
-    `entry`, the optimizer, turn and step before which it joins, once all come to wait for it. Keys
-    of a guest's shard: `feed`, the replica that gives the state, and the address of its feed;
-    `coming`, set while it waits for each copy; `ready`, the replica whose state it follows, or "";
-    `pace`, what it has received since each copy.
-    Key of a guest and a rank: `at`, the last turn of the guest that the rank has reached.
+    Keys of a rank: `beat`, its latest heartbeat; `port`, where its kernel answers; `loopback`, the
+    identity of its loopback interface; `end`, set after its last step; `left`, set when the rank
+    has left in order; `asked`, set when it leaves because its replica was asked to leave. Keys of a
+    guest: `ask`, its request to join; `refused`, the reason why it cannot join; `door`, the
+    optimizer that lets it in; `copy`, the turn after which it gets each copy of the training state;
+    `entry`, the optimizer, turn and step before which it joins, set once the members begin to wait
+    for it. Keys of a guest's shard: `feed`, the replica that gives the state, and the address of
+    its feed; `coming`, set while the shard waits for each copy; `ready`, the replica from which the
+    shard receives the state, or ""; `pace`, what the shard has received since each copy. Key of a
+    guest and a rank: `at`, the last turn of this guest that the rank has reached.
     """
     return "/".join((kind, *map(str, numbers)))

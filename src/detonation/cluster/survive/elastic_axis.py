@@ -1,5 +1,5 @@
-"""The axis between replicas that survive the loss of others: its store, `elastic`, and joining
-replicas.
+"""Creates the elastic axis, on which replicas survive the loss of other replicas, and the store in
+which they meet. `Guest` is a replica that joins later.
 """
 
 import json
@@ -55,8 +55,8 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """A launcher's request to continue after the loss of replicas with `shards` ranks, while at
-    least `min_replicas` remain.
+    """Tells a launcher to continue after the loss of replicas, while at least `min_replicas`
+    remain. Each replica has `shards` ranks.
 
     address: "HOST:PORT" of the store; "" for a free port on this machine only.
     """
@@ -68,7 +68,7 @@ class Survival:
 
 @dataclass(frozen=True)
 class Place:
-    """This replica's position in a run: the store in which all replicas meet, and its number."""
+    """Position of a replica in a run: the store in which all replicas meet, and its own number."""
 
     store: Store
     replica: int
@@ -79,15 +79,14 @@ _place: Place | None = None
 
 
 def place() -> Place | None:
-    """The position of this process among replicas that may be lost; None if there is none."""
+    """Returns the position of this process in a run that may lose replicas; None in other runs."""
     return _place
 
 
 class MeetingPoint:
-    """The store of a launcher.
+    """The store of a launcher. It listens from the start, but answers only after `serve`.
 
-    It listens at once but answers only after `serve`, because a process that forks must have no
-    threads.
+    Answering needs a thread, and the launcher must have no threads when it forks its ranks.
     """
 
     def __init__(self, survival: Survival, replicas: int) -> None:
@@ -111,7 +110,7 @@ class MeetingPoint:
         self.lost: set[int] = set()
 
     def serve(self) -> None:
-        """Starts to answer."""
+        """Starts to answer the clients of the store."""
         fd = self._listener.detach()
         try:
             self._store = TCPStore(
@@ -132,7 +131,7 @@ class MeetingPoint:
             serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
-        """The ranks of the replica that is lost by `failure`; empty if the others cannot continue.
+        """Returns the ranks of the replica that `failure` ends; none if the run cannot continue.
 
         If the set-up of a replica fails, no replica continues.
         """
@@ -155,12 +154,12 @@ class MeetingPoint:
         return self._store is not None and is_prepared(axis_store(self._store, 0), rank)
 
     def _members(self) -> set[int]:
-        """Replicas in the latest agreement, including those that joined since the start."""
+        """Returns the replicas in the latest agreement, also those that joined after the start."""
         assert self._store is not None
         return {*latest_members(axis_store(self._store, 0), self._replicas)}
 
     def has_left(self, rank: int) -> bool:
-        """True if `rank` was asked to leave before the others and has left."""
+        """True if `rank` has left because its replica was asked to leave."""
         return self._store is not None and axis_store(self._store, 0).check(
             [axis_key("asked", rank)]
         )
@@ -175,7 +174,7 @@ class MeetingPoint:
         return [rank for rank in ranks if rank // shards not in members and not self.has_left(rank)]
 
     def close(self) -> None:
-        """Stops answering."""
+        """Ends the store."""
         self._store = None
         self._listener.close()
 
@@ -199,7 +198,7 @@ def join_replicas(position: LaunchPosition, host: str, port: int, shards: int) -
 
 
 def meet_replicas(addresses: str, replica: int, replicas: int) -> None:
-    """Connects replica `replica`, which is a separate world, to the store at `addresses`."""
+    """Connects `replica`, which has a process group of its own, to the store at `addresses`."""
     take_place(meeting_store(addresses), replica, replicas)
 
 
@@ -224,10 +223,10 @@ def elastic(
     """Creates an axis between replicas for `replicate`, on which training continues after replicas
     are lost. Collective.
 
-    A replica is lost if one of its ranks is killed, stopped, or cut off from the store. The others
-    notice the loss, agree on the remaining replicas, complete the interrupted exchange and continue
-    in the same process, bitwise equal. From the next step on, means, votes and owners involve only
-    the remaining replicas. A removed replica that wakes up again raises `ReplicaLost`.
+    A replica is lost if one of its ranks is killed, stopped, or cut off from the store. The other
+    replicas notice the loss, agree on who remains, complete the interrupted exchange and continue
+    in the same processes, bitwise equal. From the next step on, only the remaining replicas count
+    in means and votes, and aggregate rows. A removed replica that resumes raises `ReplicaLost`.
 
     Args:
         mesh: ("replicate", "shard"), as from `init_mesh`; or the mesh of this replica alone, with
@@ -320,7 +319,7 @@ def _reached(store: Store | str | None) -> Store:
 def _node_link(
     speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh | None
 ) -> NodeLink | None:
-    """Emulated link of this replica; None without `speed`.
+    """Returns the emulated link of this replica; None without `speed`.
 
     Collective. Raises `ValueError` unless all replicas are on one machine.
     """
@@ -343,16 +342,17 @@ def _node_link(
 _POLL_S = 0.005
 _ASK_POLL_S = 0.1
 _ALL = 2**62
-"""Floor of a guest's first report: the guest needs no earlier collective."""
+"""`floor` of a joining replica's first report: it needs no result of an earlier collective."""
 
 
 class Guest:
-    """A replica that joins while others train; see `admitted`. All ranks of the replica construct
-    it together.
+    """A replica that joins a run while its other replicas train; see `admitted`. All ranks of the
+    replica construct it together.
 
     number: the number of the replica; numbers are never reused. hosts: the replicas that train.
-    members: the replicas in the last record that it has read. giver: the replica whose state it
-    follows; -1 for none. postponed: how often all have gone on, because it lacked the state.
+    members: the members in the last agreement that it has read. giver: the replica from which it
+    gets the training state; -1 for none. postponed: how often the members went on without it,
+    because it lacked the state.
 
     Args:
         store: Where the replicas meet; see `elastic`.
@@ -400,7 +400,7 @@ class Guest:
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
             raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
-        # check that replicas exist before this replica registers as a guest
+        # check that the run still trains, before this replica gets a number in it
         Presence(own, replicas, shards, silence_s).require()
         number = torch.tensor(0)
         if self._shard == 0:
@@ -429,16 +429,16 @@ class Guest:
         self.giver = -1
         self.postponed = 0
         self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
-        # register at once, because the others look for consecutive guest numbers
+        # ask to join without delay, because the members wait for each number in turn
         self._store.set(axis_key("ask", self.number), "1")
         if self._shard == 0:
             self._ask_for_dead(range(replicas, self.number), silence_s)
 
     def _ask_for_dead(self, earlier: Iterable[int], silence_s: float) -> None:
-        """Asks for `earlier` guests that have a number and do not ask within `silence_s`.
+        """Writes the requests to join of `earlier` replicas that do not ask within `silence_s`.
 
-        They have ended in between. The others wait for their request, and skip a guest that is
-        gone.
+        They have ended after they got their numbers. The members wait for each request in turn, and
+        skip a replica that has ended.
         """
         deadline = time.monotonic() + silence_s
         while away := self._not_asking(earlier):
@@ -448,7 +448,7 @@ class Guest:
             time.sleep(_ASK_POLL_S)
         for guest in away:
             for rank in ranks_of_replicas([guest], self._shards):
-                # the others would wait for its loopback id
+                # without this key the members would wait for the loopback id of the ended rank
                 self._store.set(axis_key("loopback", rank), "")
                 note_gone(self._store, rank)
             self._store.set(axis_key("ask", guest), "1")
@@ -460,8 +460,8 @@ class Guest:
         return [guest for guest, key in keys.items() if not self._store.check([key])]
 
     def addresses(self, timeout_s: float) -> str:
-        """Addresses of the feeds of all shards, separated by commas. Waits until the others have
-        opened them.
+        """Returns the addresses of all shards' feeds, which send the training state, separated by
+        commas. Waits until a member has opened these feeds.
         """
         who = f"replica {self.number}"
         awaited = Awaited(who, timeout_s, WAIT_LINE_S, self._require_hosts)
@@ -473,8 +473,8 @@ class Guest:
         return self._feeds
 
     def latest_addresses(self) -> str:
-        """Addresses of the feeds that one replica has last opened on all its shards; "" for none.
-        From now on that replica is the `giver`.
+        """Returns the addresses of the feeds that a member has last opened on all its shards; ""
+        for none. From now on this member is the `giver`.
         """
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         if self._store.check(keys):
@@ -486,7 +486,7 @@ class Guest:
         return self._feeds
 
     def _require_hosts(self) -> None:
-        """Raises `ReplicaLost` if the replicas that train have refused this one, or have ended."""
+        """Raises `ReplicaLost` if the members have refused this replica, or have ended."""
         refused = axis_key("refused", self.number)
         if self._store.check([refused]):
             reason = self._store.get(refused).decode()
@@ -494,16 +494,16 @@ class Guest:
         self.hosts.require()
 
     def ready(self) -> None:
-        """Announces that this rank has a copy of the training state, and follows the `giver`."""
+        """Announces that this rank has the state of the `giver`, and gets each later step of it."""
         self._store.set(axis_key("ready", self.number, self._shard), str(self.giver))
 
     def withdraw(self) -> None:
-        """Announces that this rank no longer follows the training state."""
+        """Announces that this rank no longer has the current training state."""
         self._store.set(axis_key("ready", self.number, self._shard), "")
 
     def entry(self) -> GuestEntry | None:
-        """The turn and step before which this replica joins; None until the others have reached
-        them, and again after this replica was postponed.
+        """Returns the turn and step before which this replica joins; None until the members wait
+        there, and None again after they have postponed this replica.
         """
         entry = self._latest_entry()
         return entry if entry != self._answered else None
@@ -517,15 +517,15 @@ class Guest:
     def come_in(
         self, entry: GuestEntry, timeout_s: float = 60.0, has_state: bool = True
     ) -> SurvivingCommunicator | None:
-        """Joins before `entry`, and returns the axis; None if a rank of this replica lacks the
-        state, so that the replica joins later. Collective.
+        """Joins before the turn of `entry`, and returns the axis. Returns None if a rank of this
+        replica lacks the training state, so that the replica joins later. Collective.
 
-        Raises `ReplicaLost` if the others do not let this replica in within `timeout_s`.
+        Raises `ReplicaLost` if the members do not let this replica in within `timeout_s`.
         """
         formed = self._ahead.formed if self._ahead else []
         report = RankReport(_ALL, [], {}, entry.step, self.number, ahead=formed)
         if not has_state:
-            self.withdraw()  # before the report, else the next record would name it again
+            self.withdraw()  # before the report, so that no agreement names this replica
             report = replace(report, guest=-1)
         self._answered = entry
         postponed = self.postponed
@@ -544,7 +544,7 @@ class Guest:
     def _joined(
         self, agreement: Agreement, report: RankReport, entry: GuestEntry
     ) -> SurvivingCommunicator:
-        """The axis of `agreement`, or of a later one if another replica is lost meanwhile."""
+        """Returns the axis of `agreement`, or of a later one if another replica was lost since."""
         self.membership.join(agreement)
         floors = [
             report.floor
@@ -560,17 +560,17 @@ class Guest:
                 )
             except RuntimeError:  # another replica was lost in the meantime
                 agreement = self.membership.agree(replace(report, floor=floor, guest=-1, ahead=[]))
-                # the others may have begun the turn together with the lost replica
+                # keep an agreement after which a member began the turn with the lost replica
                 if turn_of(agreement.next_turns, entry.user) <= entry.turn:
                     agreed = []
                 agreed.append(agreement)
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
-        """Reads the records that are new, and returns the one that lets this guest in; None if
-        there is none yet. Then `report` goes to the next epoch.
+        """Reads the new agreements, and returns the agreement that makes this replica a member. If
+        there is none yet, writes `report` for the next epoch, and returns None.
 
-        Raises `ReplicaLost` if there is an agreement without this guest.
+        Raises `ReplicaLost` if the members have agreed to continue without this replica.
         """
         while self._store.check([f"{self._epoch + 1}/record"]):
             self._epoch += 1
@@ -579,7 +579,7 @@ class Guest:
                 return agreement
             self.members = agreement.members
             self._note(agreement)
-        # report only before the agreement that admits this guest; later it would count as a member
+        # report only until an agreement admits this replica: a later report is one of a member
         if report:
             key = f"{self._epoch + 1}/report/{self.membership.rank}"
             self._store.set(key, json.dumps(vars(report)))
@@ -587,7 +587,7 @@ class Guest:
         return None
 
     def _note(self, agreement: Agreement) -> None:
-        """Notes what an agreement without this guest says of it."""
+        """Records what `agreement`, which does not name this replica as a member, says about it."""
         if agreement.guest == self.number and self._ahead is None:
             self._ahead, _ = group_ahead(self.membership, agreement, self._timeout_s)
         if agreement.awaited != self.number:

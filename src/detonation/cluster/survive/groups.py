@@ -1,5 +1,6 @@
-"""gloo process groups outside of torch's registry: they are created in milliseconds, and abandoned
-when a peer is lost. The module also has numbered collectives and the record of a loss.
+"""gloo process groups that are not in torch's registry: they are created in milliseconds, and
+abandoned when one of their ranks is lost. The module also has numbered collectives and the record
+of a loss.
 """
 
 import threading
@@ -24,21 +25,24 @@ from detonation.cluster.survive.membership import Membership
 from detonation.core.schemes import is_sent_at_once
 
 FORM_S = 10.0
-"""Seconds in which the members of a group must connect after all have agreed on it."""
+"""Seconds in which the members of a process group must connect, after all ranks have agreed on
+these members.
+"""
 OVER_S = 30.0
-"""Seconds by which the network library's timeout exceeds the membership's timeout, because the
-membership must first find out which rank is late.
+"""Seconds by which gloo's timeout exceeds the timeout of the membership. The membership must find
+out which rank is late before gloo raises an error.
 """
 _POLL_S = 0.5
 _LOOK_S = 0.05
 
 
 class Flight:
-    """A running collective. A thread of the network library sets `ended`, and `good` if it
-    succeeded.
+    """A running collective. A thread of gloo sets `ended` when the collective has ended, and `good`
+    if it succeeded.
 
-    That thread then waits for the lock of `notify`, and the work is unfinished until `notify`
-    returns. Therefore do not wait for the work while you hold that lock.
+    After this the gloo thread calls `notify`, which waits for a lock, and the collective counts as
+    unfinished until `notify` returns. So a thread that holds this lock must not wait for the
+    collective.
     """
 
     def __init__(self, work: dist.Work, notify: Callable[[], None]) -> None:
@@ -50,17 +54,17 @@ class Flight:
         try:
             future.value()
             self.good = True
-        except RuntimeError:  # the membership finds out which rank was lost
+        except RuntimeError:  # a rank is lost; the membership finds out which one
             pass
         self.ended = True
         self._notify()
 
 
 class Group:
-    """A process group of the remaining replicas.
+    """A gloo process group of the remaining replicas.
 
-    A collective waits at most `timeout_s` for a peer. The sockets listen on `address` of this
-    machine; with "" gloo chooses.
+    A collective waits at most `timeout_s` seconds for another member. The sockets listen on
+    `address` of this machine; if `address` is "", gloo chooses an address.
     """
 
     def __init__(
@@ -75,14 +79,16 @@ class Group:
         self._group: Any = ProcessGroupGloo(store, rank, size, how)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
         self._works: list[dist.Work] = []
-        with suppress(RuntimeError, OSError):  # the group is connected, and needs no store
+        with suppress(RuntimeError, OSError):  # ignore a lost store: the group is connected
             drop_strangers(self._group, store)
 
     @staticmethod
     def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
-        """Calls `make` in another thread, because members have only `FORM_S` to connect.
+        """Forms a process group by calling `make` in another thread, and returns the group. Members
+        have `FORM_S` seconds to connect, but the caller need not wait so long if a member is lost.
 
-        Raises `RuntimeError` if it fails, or as soon as `in_vain` returns True.
+        Raises `RuntimeError` if `make` fails, or as soon as `in_vain` returns True, which means
+        that a member is lost.
         """
         future = in_thread(make, "group")
         while not wait([future], _LOOK_S).done:
@@ -91,7 +97,7 @@ class Group:
         return future.result()
 
     def all_reduce(self, values: Tensor) -> dist.Work:
-        """Sums `values` in place."""
+        """Replaces `values` by the sum of the `values` of all members."""
         return self._kept(self._group.allreduce([values]))
 
     def all_gather(self, target: Tensor, mine: Tensor) -> dist.Work:
@@ -101,7 +107,7 @@ class Group:
         return self._kept(self._group._allgather_base(target.view(-1), mine))
 
     def all_to_all(self, target: Tensor, mine: Tensor) -> dist.Work:
-        """Sends row r of `mine` to member r, and receives a row of each member in `target`."""
+        """Sends row r of `mine` to member r, and receives one row from each member in `target`."""
         return self._kept(self._group.alltoall_base(target.view(-1), mine.view(-1), [], []))
 
     def broadcast(self, values: Tensor, source: int) -> dist.Work:
@@ -113,7 +119,8 @@ class Group:
 
         gloo's `abort` and `shutdown` do nothing, and its destructor waits for running collectives
         up to their timeout. So another thread keeps the group until these collectives have ended.
-        If no collective is running, the sockets close at once, which wakes peers that still wait.
+        If no collective is running, the sockets close immediately. This wakes other members that
+        still wait for a message.
         """
         held = [(self._group, [work for work in self._works if not work.is_completed()])]
         self._group = None
@@ -131,16 +138,18 @@ class Group:
 
 
 class GroupAhead:
-    """A group that `make` forms while another group is in use."""
+    """A process group that another thread forms in advance by `make`, while the present group is
+    still in use.
+    """
 
     def __init__(self, members: list[int], make: Callable[[], Group]) -> None:
         self._members = members
-        # The interpreter waits for this thread at its end, because the thread is inside the store.
+        # No daemon: the interpreter must wait for this thread, which may be in a call of the store.
         self._group = in_thread(make, "group", daemon=False)
 
     @property
     def formed(self) -> list[int]:
-        """The members of the group; empty until it is formed."""
+        """The members of the group; an empty list until the group is formed."""
         if self._group.done() and self._group.exception() is None:
             return self._members
         return []
@@ -152,10 +161,10 @@ class GroupAhead:
 def group_ahead(
     membership: Membership, agreement: Agreement, timeout_s: float
 ) -> tuple[GroupAhead, str]:
-    """Begins to form the group that includes the guest of `agreement`. Also returns the line that
-    says where this rank listens.
+    """Begins to form the process group of the members of `agreement` and its joining replica
+    (guest), while all train. Returns the group, and the log line that says where this rank listens.
 
-    The group is useless if the members change before the guest's step.
+    The group is of no use if the members change before the step at which the replica joins.
     """
     members = [*agreement.members, agreement.guest]
     make, line = group_maker(membership, members, f"{agreement.epoch}/ahead", timeout_s)
@@ -165,8 +174,8 @@ def group_ahead(
 def group_maker(
     membership: Membership, members: Sequence[int], name: str, timeout_s: float
 ) -> tuple[Callable[[], Group], str]:
-    """Returns a function that forms the group `name` of `members`, and the line that says where
-    this rank listens.
+    """Returns a function that forms the process group `name` of `members`, and the log line that
+    says where this rank listens.
     """
     shard = membership.shard
     own = membership.store.clone()  # type: ignore[attr-defined]
@@ -192,10 +201,12 @@ NumberedKind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 @dataclass(frozen=True)
 class SurvivedLoss:
-    """A loss that the other replicas survived.
+    """A change of the members after which the other replicas continued: a loss, a departure or a
+    join.
 
-    replicas: the lost ones. recovered_s: seconds from noticing the loss until all collectives
-    continued. came: the replica that joined. left: True if the lost replicas were asked to leave.
+    replicas: the replicas that were lost or left. next_step: the first step that no rank had begun.
+    recovered_s: seconds from noticing the change until all collectives continued. came: the
+    replicas that joined. left: True if `replicas` were asked to leave.
     """
 
     replicas: tuple[int, ...]
@@ -205,7 +216,7 @@ class SurvivedLoss:
     left: bool = False
 
     def text(self, left: int, before: int) -> str:
-        """Describes the loss: `left` of `before` replicas continue."""
+        """Returns a log line about the loss, after which `left` of `before` replicas continue."""
         verb = "lost"
         if self.left:
             verb = "left"
@@ -215,10 +226,12 @@ class SurvivedLoss:
 
 @dataclass
 class NumberedCollective:
-    """A collective that this rank started. It is kept until every replica has finished it.
+    """A collective that this rank has started. The rank keeps it until every replica has finished
+    it.
 
-    layout: the present replicas, by their numbers at the start. floor: all ranks had finished the
-    collectives up to this number when this one started.
+    layout: the replicas that count as members in it, by their numbers at the start of the run.
+    floor: when this collective started, all ranks had finished the collectives up to this number.
+    members: the replicas of `layout` that still take part.
     """
 
     number: int
@@ -228,7 +241,7 @@ class NumberedCollective:
     floor: int
     members: list[int]
     target: Tensor
-    flight: Flight | None = None  # None if the process group refused the collective
+    flight: Flight | None = None  # None if gloo could not start the collective
     result: Tensor | None = None
     absent: frozenset[int] = frozenset()
 
@@ -238,7 +251,9 @@ class NumberedCollective:
 
 
 def floor_after(floor: int, kept: Mapping[int, NumberedCollective]) -> int:
-    """Number up to which all collectives are finished, if all collectives up to `floor` are."""
+    """Returns the number up to which this rank has finished all collectives, if it has finished all
+    collectives up to `floor`. kept: the collectives that the rank still holds, by number.
+    """
     while (following := kept.get(floor + 1)) and following.finished:
         floor += 1
     return floor
@@ -254,11 +269,12 @@ NOBODY = -2
 
 
 def holder_of(number: int, kind: NumberedKind, reports: Sequence[RankReport]) -> int:
-    """Index of the report of the rank from which other ranks copy the result of collective
-    `number`.
+    """Returns the index of the report of the rank from which other ranks copy the result of
+    collective `number`.
 
-    `ALL` if all ranks have the result. `NOBODY` if all ranks repeat the collective: if no rank has
-    the result, or in an all-to-all, where each rank receives different bytes.
+    Returns `ALL` if all ranks have the result. Returns `NOBODY` if all ranks must repeat the
+    collective: either no rank has the result, or it is an all-to-all, in which each rank receives
+    different bytes.
     """
     holders = [index for index, report in enumerate(reports) if report.has(number)]
     if len(holders) == len(reports):

@@ -1,5 +1,5 @@
-"""Membership: which replicas remain. Ranks send beats to a store, and agree in it on the members
-and on the collectives that each has finished.
+"""Decides which replicas remain members of the run. Ranks send heartbeats to a store. In this store
+they also agree on the members, and on the collectives that each rank has finished.
 
 The store is the arbiter: of several proposals for an epoch it keeps the first (`compare_set`). So a
 rank that cannot reach the store is excluded, and two partitions of a network never continue
@@ -46,32 +46,38 @@ from detonation.core.runtime import PROGRESS
 
 TICK_S = 0.05
 CONFIRM_S = 3.0
-"""Seconds of silence after which another rank is lost, too, once a loss is noticed. A busy machine
-or a long call under the interpreter's lock delays beats for a second or two."""
+"""Seconds without a heartbeat after which a further rank counts as lost, once a first loss is
+noticed. A shorter limit would be wrong: a busy machine, or a long call under the interpreter's
+lock, delays heartbeats by a second or two.
+"""
 STARTUP_S = 120.0
-"""Smallest silence limit until a rank has run its first steps, in which kernels are compiled and
-libraries loaded.
+"""Least number of seconds without a heartbeat after which a rank counts as lost, until its first
+steps are over. In these steps kernels are compiled and libraries loaded, which delays heartbeats.
 """
 ARRIVE_S = 10.0
-"""Seconds for which all wait for a joining replica after they have reached its first step."""
+"""Seconds for which all ranks wait for a joining replica, after they have reached the step before
+which it joins.
+"""
 REPORT_S = 60.0
-"""Seconds for which all wait for the report of a rank that still beats."""
+"""Seconds for which all ranks wait for the report of a rank that still sends heartbeats."""
 _POLL_S = 0.005
 _log = logging.getLogger("detonation")
 
 
 class Membership:
-    """One rank's view of the remaining replicas. Collective: all ranks construct it together.
+    """One rank's view of which replicas remain in the run. Collective: all ranks construct it
+    together.
 
-    members: replicas, by their numbers at the start. called: True if this rank has noticed a loss,
-    so that it must call `agree`. under_way: True if the first steps are over, so that silence
-    counts. guest: the next replica that may join. guest_asks: True if that replica has asked.
-    guest_comes: True if all have agreed on the turn before which it joins.
-    leaves: True if this replica was asked to leave, and not all others know yet. waits_in: the
-    number of the exchange for which the main thread waits; 0 for none. started: the last exchange
-    that this rank has started. apart, late: replicas that this rank reports; see `PartitionWatch`.
-    failure: why this rank cannot continue. told: True if its main thread knows the failure. start:
-    the set-up of all replicas.
+    members: the remaining replicas, by their numbers at the start of the run. called: True if this
+    rank knows of a loss or another event, so that it must call `agree`. under_way: True if the
+    first steps are over, so that a rank without heartbeats is lost sooner. guest: the next replica
+    that may join. guest_asks: True if that replica has asked to join. guest_comes: True if all
+    ranks have agreed on the turn before which it joins. leaves: True if this replica was asked to
+    leave, and not all other ranks know this yet. waits_in: the number of the exchange for which the
+    main thread waits; 0 for none. started: the last exchange that this rank has started. apart,
+    late: replicas that this rank will report as unreachable or late; see `PartitionWatch`. failure:
+    the error because of which this rank cannot continue. told: True if the main thread knows this
+    error. start: the set-up of this rank.
 
     Args:
         store: All ranks reach it; it must outlive each of them.
@@ -124,7 +130,7 @@ class Membership:
         if confirm_s is None:
             confirm_s = min(CONFIRM_S, silence_s)
         self._confirm_s = confirm_s
-        # one connection for each thread
+        # each thread needs its own connection to the store
         self.store: Store = store.clone()  # type: ignore[attr-defined]
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
         self.start = Preparation(self.store, replica, self.rank)
@@ -133,11 +139,11 @@ class Membership:
         self._awake = time.monotonic()
         self._seen = dict.fromkeys(self._ranks(), (b"", self._awake))
         self._port = Port(store)
-        # ports of other ranks; "" for one that refused a connection
+        # ports of other ranks, by rank; "" for a rank whose host refused the first connection
         self.ports: dict[int, str] = {}
         self._beats.set(axis_key("port", self.rank), self._port.name)
         self.ways = Ways(self.store, self.rank)
-        # seconds between two beats, until measured: the store may be far away
+        # seconds between two heartbeats; a guess until measured, because the store may be far away
         self._pace = 1.0
         self._beats.set(axis_key("beat", self.rank), beat_of(0, self._pace))
         if not is_guest:
@@ -146,47 +152,52 @@ class Membership:
         awaited = Awaited(f"rank {self.rank}", self.patience_s, look=look)
         while away := [r for r in self._seen if not self._beats.check([axis_key("beat", r)])]:
             awaited.wait(partial(list, away))
-        self.answered = time.monotonic()  # the store
+        self.answered = time.monotonic()  # time of the store's last answer
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         self._watch = PartitionWatch(self)
-        # no thread may be inside the store when the interpreter ends
+        # no thread may be in a call of the store when the interpreter ends
         atexit.register(self.stop)
 
     def first_text(self, name: str, text: str) -> str:
-        """Returns, on all ranks, the `text` of the first rank that calls it with `name`."""
+        """Returns the same text on all ranks: the `text` of the first rank that calls the method
+        with this `name`.
+        """
         return str(self.store.compare_set(f"text/{name}", "", text).decode())
 
     def call(self) -> None:
-        """Notices a loss, so that all remaining ranks call `agree`."""
+        """Makes all remaining ranks call `agree`, because this rank has noticed a loss or another
+        event.
+        """
         if not self.called:
             self.store.set(self._key("call"), "1")
             self._notice()
 
     def call_if_left(self) -> None:
-        """Notices a rank that ended while no running collective can fail.
+        """Makes all remaining ranks call `agree` if a rank has ended. It is for times when no
+        collective is running, because no collective can fail then.
 
-        Raises as `agree`.
+        Raises the error of this rank if this rank cannot continue.
         """
         self.require_store()
         if self.some_left():
             self.call()
 
     def some_left(self) -> bool:
-        """True if a member has certainly ended."""
+        """True if a rank of a member has certainly ended."""
         return any(self._seen[rank][0] == GONE or self._has_left(rank) for rank in self._ranks())
 
     def agree(self, report: RankReport) -> Agreement:
-        """Waits until all remaining ranks have reported; returns the same agreement on all ranks.
-        Collective.
+        """Writes the `report` of this rank, and waits until all remaining ranks have reported.
+        Returns the same agreement on all ranks. Collective.
 
-        Raises `ReplicaLost` if this replica is no longer a member, or too few are left.
+        Raises `ReplicaLost` if this replica is no longer a member, or if too few replicas are left.
         """
         self._require()
         self.call()
         while self._watch.judges:
             time.sleep(_POLL_S)
-        # a replica may have become silent after the first one, for which this rank called all
+        # more replicas may be unreachable now than when this rank called all ranks to agree
         apart = sorted({*self.apart, *self._watch.silent()})
         report = replace(report, apart=apart, late=self.late)
         self.store.set(self._key(f"report/{self.rank}"), json.dumps(asdict(report)))
@@ -205,8 +216,8 @@ class Membership:
         return agreement
 
     def _propose_if_all_came(self, wanted: Sequence[int], guest: int, began: float) -> bool:
-        """Proposes a record if each rank in `wanted` has reported or is lost; returns True if it
-        did.
+        """Proposes a record of the agreement if each rank in `wanted` has reported or is lost.
+        Returns True if it has proposed a record.
         """
         away = [rank for rank in wanted if not self.store.check([self._key(f"report/{rank}")])]
         lost = self._lost_replicas(away, guest, began)
@@ -217,7 +228,9 @@ class Membership:
         return True
 
     def _lost_replicas(self, away: Sequence[int], guest: int, began: float) -> set[int]:
-        """Replicas of the unreported ranks `away` that are lost or too late."""
+        """Returns the replicas that are lost or too late, among the replicas of the ranks `away`,
+        which have not reported.
+        """
         gone = [rank for rank in away if self._is_silent(rank) or self._has_left(rank)]
         lost = {rank // self.shards for rank in gone}
         missing = {rank // self.shards for rank in away}
@@ -229,7 +242,9 @@ class Membership:
         return lost
 
     def _adopt(self, agreement: Agreement) -> None:
-        """Starts the epoch of `agreement`. Raises `ReplicaLost` if too few replicas remain."""
+        """Uses the members of `agreement` from now on, and starts its epoch. Raises `ReplicaLost`
+        if too few replicas remain.
+        """
         missing = [member for member in self.members if member not in agreement.members]
         with self.changed:
             self.members = agreement.members
@@ -252,13 +267,14 @@ class Membership:
             raise ReplicaLost(f"{lost}: {left}")
 
     def breaks_up(self) -> bool:
-        """True if a member is lost, so that all must agree again."""
+        """True if a member is lost, so that all ranks must agree on the members again."""
         return any(self._is_silent(rank) for rank in self._ranks())
 
     def await_end(self, deadline: float, is_over: Callable[[], bool]) -> None:
-        """Waits until all members have come to their end, until `deadline` of the monotonic clock,
-        or until `is_over`."""
-        with suppress(DistNetworkError):  # as in `leave`
+        """Waits until all ranks of the members have taken their last step. Stops waiting at
+        `deadline` (of the monotonic clock), or when `is_over` returns True.
+        """
+        with suppress(DistNetworkError):  # the store may have ended, as in `leave`
             self.store.set(axis_key("end", self.rank), "1")
             while time.monotonic() < deadline and not is_over():
                 if self.store.check([axis_key("end", rank) for rank in self._ranks()]):
@@ -266,13 +282,15 @@ class Membership:
                 time.sleep(_POLL_S)
 
     def leave(self, limit_s: float) -> None:
-        """Waits until all members leave or are lost, at most `limit_s`, and stops beating."""
+        """Announces that this rank has left, and stops its heartbeats after all members have left
+        or are lost. Waits at most `limit_s` seconds.
+        """
         deadline = time.monotonic() + limit_s
-        if self.failure is not None:  # after a failure the other ranks do not wait for this one
+        if self.failure is not None:  # the other ranks do not wait for a failed rank
             self.stop()
             return
         try:
-            # the process that hosts the store ended after all ranks had left
+            # the process that hosts the store ends after all ranks have left: ignore the error
             with suppress(DistNetworkError):
                 self.store.set(axis_key("left", self.rank), "1")
                 for rank in self._ranks():
@@ -284,8 +302,8 @@ class Membership:
             self.stop()
 
     def await_shards(self, limit_s: float) -> None:
-        """Waits, at most `limit_s`, until all ranks of this replica are about to leave, because
-        each hands over separately.
+        """Waits, at most `limit_s` seconds, until all ranks of this replica are about to leave.
+        Each rank hands over its unsent state separately, so some ranks are ready later.
         """
         deadline = time.monotonic() + limit_s
         ranks = ranks_of_replicas([self.replica], self.shards)
@@ -296,7 +314,7 @@ class Membership:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """Stops beating; the other ranks then count this rank as lost."""
+        """Stops the heartbeats of this rank. All other ranks then count this rank as lost."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
         self._watch.stop()
@@ -304,7 +322,7 @@ class Membership:
         atexit.unregister(self.stop)
 
     def join(self, agreement: Agreement) -> None:
-        """Makes this guest a member as `agreement` says."""
+        """Makes this joining replica (guest) a member, because `agreement` names it as a member."""
         with self.changed:
             self.members = agreement.members
             self.epoch = agreement.epoch
@@ -313,7 +331,9 @@ class Membership:
             self.is_guest = False
 
     def _ranks(self, guest: int = -1) -> list[int]:
-        """Ranks of the members, and of `guest` if it is not a member; -1 means no guest."""
+        """Returns the ranks of the members, and the ranks of the replica `guest` if it is not a
+        member yet; -1 means no guest.
+        """
         if guest < 0 or guest in self.members:
             return ranks_of_replicas(self.members, self.shards)
         return ranks_of_replicas([*self.members, guest], self.shards)
@@ -321,13 +341,16 @@ class Membership:
     def _lost(self, rank: int, limit_s: float) -> bool:
         beat, since = self._seen[rank]
         now = time.monotonic()
-        # a process that was suspended knows only old beats
+        # a process that was suspended knows only old heartbeats, so it judges no other rank
         judges = now - self._awake < max(self._confirm_s / 2, 2 * self._pace)
         limit_s = max(limit_s, 4 * self._pace, 4 * pace_of(beat))
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
-        """True if `rank` is lost. After a loss was noticed, a rank has `confirm_s` to report."""
+        """True if `rank` is lost: it has ended, or has sent no heartbeat for the limit. The limit
+        is `silence_s`, or `confirm_s` when at least `confirm_s` have passed after a loss was
+        noticed.
+        """
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
         if had_time:
             limit_s = self._confirm_s
@@ -336,8 +359,8 @@ class Membership:
         return self._lost(rank, limit_s) or self.has_ended(rank)
 
     def has_ended(self, rank: int) -> bool:
-        """True if `rank` missed a beat and its host, which answered before, refuses connections to
-        its port.
+        """True if `rank` missed a heartbeat, and its host refuses connections to its port, although
+        it accepted them before.
         """
         return self._is_late(rank) and refuses(self.ports.get(rank, ""))
 
@@ -349,8 +372,8 @@ class Membership:
         return bool(self.store.check([axis_key("left", rank)]))
 
     def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
-        """Proposes a record of `members` and of each `awaited` guest that all of them expect, if it
-        has the state.
+        """Proposes a record of an agreement with the `members`. Each joining replica in `awaited`
+        becomes a member, too, if all members wait for it and it has the training state.
         """
         reports = self._reports(members)
         guests = expected_by_all(awaited, reports)
@@ -377,15 +400,15 @@ class Membership:
         return store.check(keys) and has_giver([store.get(key).decode() for key in keys], members)
 
     def _look_for_guest(self) -> None:
-        """Checks whether a replica asks to join; once the replica is ready, makes all ranks agree
-        on its step.
+        """Checks whether a replica asks to join. Once this replica has the training state, makes
+        all ranks agree on the step before which it joins.
         """
         guest = self.guest
         ranks = ranks_of_replicas([guest], self.shards)
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
-                # all ranks may have agreed in the meantime, and now look for the next guest
+                # another thread may have set `self.guest` to the next replica meanwhile
                 self.guest_asks = guest == self.guest
         if not self.guest_asks or self.guest_comes:
             return
@@ -403,7 +426,7 @@ class Membership:
         count = 0
         while not self._stopped.wait(TICK_S):
             count += 1
-            # on any error the other ranks drop this one, so its main thread must learn of the error
+            # after any error other ranks remove this rank, so its main thread must get the error
             try:
                 self._beat(count)
             except Exception as error:
@@ -412,9 +435,9 @@ class Membership:
                 return
 
     def _beat(self, count: int) -> None:
-        """Beats, reads all beats, and looks for a loss.
+        """Sends a heartbeat, reads the heartbeats of all ranks, and looks for a loss.
 
-        `agree` and `join` change the members in another thread.
+        Meanwhile `agree` and `join` may change the members in another thread.
         """
         with self.changed:
             epoch = self.epoch
@@ -442,14 +465,18 @@ class Membership:
         self._hear(dict(zip(watched, found, strict=True)), count)
         lost = self._finds_loss(members, count)
         if lost:
-            # all ranks may have agreed in the meantime to continue without that one
+            # `call` names the old epoch: all ranks may have agreed without the lost rank meanwhile
             self._beats.set(call, "1")
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
                 self._notice()
 
     def _hear(self, beats: Mapping[int, bytes], count: int) -> None:
-        """Records the `beats` of others, and the pace of this rank, which has sent beat `count`."""
+        """Records the heartbeats `beats` of the other ranks, and the seconds between two heartbeats
+        of this rank.
+
+        count: the number of the last heartbeat that this rank has sent.
+        """
         now = time.monotonic()
         took = now - self._awake
         pace = self._pace
@@ -458,7 +485,7 @@ class Membership:
         else:
             self._pace = min(took, 1.2 * pace)
         with self.changed:
-            # this process was suspended, so old beats say nothing about the others
+            # this process was suspended, so old heartbeats say nothing about the other ranks
             if took > max(self._confirm_s / 2, 3 * pace):
                 self._seen = {rank: (seen, now) for rank, (seen, _) in self._seen.items()}
             self._seen |= {
@@ -467,7 +494,7 @@ class Membership:
             self._awake = now
 
     def _finds_loss(self, members: Sequence[int], count: int) -> bool:
-        """True if a rank in `members` is lost and no rank has noticed a loss yet."""
+        """True if a rank in `members` is lost, and this rank has not noticed a loss before."""
         limit_s = self.limit_s()
         with self.changed:
             if self.called:
@@ -475,12 +502,12 @@ class Membership:
             if any(self._lost(rank, limit_s) for rank in members):
                 return True
             late = [rank for rank in members if self._is_late(rank)]
-        # ask one late rank per beat, because the store may be far away
+        # test only one late rank per heartbeat, because a test over a slow network takes time
         return bool(late) and self.has_ended(late[count % len(late)])
 
     def _knock(self, ranks: Iterable[int]) -> None:
-        """Records the ports of `ranks` that accept connections: later, only an ended process
-        refuses them.
+        """Records the port of each of the `ranks`, if its host does not refuse a connection now. If
+        the host refuses a connection later, the process of the rank has ended.
         """
         for rank in ranks:
             key = axis_key("port", rank)
@@ -491,8 +518,10 @@ class Membership:
                 self.ports[rank] = name
 
     def _watch_record(self) -> None:
-        """Ends this process if it was left out and its main thread waits for something else."""
-        # the ranks may be agreeing right now, before the next record exists
+        """Ends this process if its replica is not a member any more, but its main thread still
+        waits for something else.
+        """
+        # read `self.epoch` only once, because another thread may change it between two uses
         epoch = self.epoch + 1
         key = f"{epoch}/record"
         if not self.called or not self._beats.check([key]):
@@ -510,10 +539,12 @@ class Membership:
             self.changed.notify_all()
 
     def fail(self, failure: Exception) -> None:
-        """Records why this rank cannot continue. It works without the store."""
+        """Records the error because of which this rank cannot continue, and wakes its main thread.
+        This method works without the store.
+        """
         if self.failure is None:
             self.failure = failure
-        # another thread may hold the lock while it waits for the store
+        # do not wait for ever: another thread may hold the lock while it waits for the store
         if self.changed.acquire(timeout=1.0):
             try:
                 self._notice()
@@ -521,29 +552,33 @@ class Membership:
                 self.changed.release()
 
     def limit_s(self) -> float:
-        """Seconds of silence after which a rank or the store counts as lost."""
+        """Returns the seconds without a heartbeat of a rank, or without an answer of the store,
+        after which the rank or the store counts as lost.
+        """
         least = self.silence_s
         if not self.under_way:
             least = max(least, STARTUP_S)
         return max(least, 4 * self._pace)
 
     def beat(self, rank: int) -> bytes:
-        """Latest beat of `rank`; empty before its first."""
+        """Returns the latest heartbeat of `rank`; empty before its first heartbeat."""
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:
-        """Makes an `Awaited` for live ranks in training, with the limit `patience_s`."""
+        """Returns an `Awaited` for waiting in training, at most `patience_s`, for ranks that are
+        alive.
+        """
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S, ends=False)
 
     def doubt(self) -> None:
-        """Records, for the next report, which replicas this rank cannot reach after forming a group
-        failed.
+        """Records which replicas this rank cannot reach now, for the next report. It is called
+        after a process group could not be formed.
         """
         self.apart = self._watch.ask_all()
 
     def require_store(self) -> None:
-        """Raises if this rank cannot continue, for example without the store; called in the main
-        thread.
+        """Raises an error if this rank cannot continue, for example because it has lost the store.
+        The main thread calls this method.
         """
         if self.failure is not None:
             self.told = True

@@ -1,19 +1,20 @@
-"""Network partitions: a thread that detects silence without sending requests to the store.
+"""Detects network partitions in a thread that sends no requests to the store, so that it cannot
+block in a request.
 
-Each rank of a membership has a `PartitionWatch`. Three things may become silent, each with its own
-limit:
+Each rank of a membership has a `PartitionWatch`. It watches three things that may stop answering,
+each with its own time limit:
 
-1. *The store.* A request to it may never return if packets are dropped. A rank ends if the store
-   does not answer for as long as the other ranks wait for its beats. So it ends at about the time
-   when they continue without it.
-2. *The network between two replicas*, while both send beats. A rank that makes no progress in an
-   exchange asks the kernels of the other ranks. A rank whose kernel does not answer for `silence_s`
-   is reported as unreachable. All ranks apply the same rule to the reports (`those_that_go_on`),
-   which removes one replica of each such pair.
-3. *A replica that sends beats, but does not begin an exchange*. It is late after `patience_s`, and
-   is removed.
+1. *The store.* A request to the store may never return if packets are dropped. A rank ends if the
+   store does not answer for as long as the other ranks wait for the heartbeats of this rank. So the
+   rank ends at about the time when the other ranks continue without it.
+2. *The network between two replicas* that both send heartbeats. A rank that makes no progress in an
+   exchange asks the kernels of the other ranks. It reports each rank whose kernel does not answer
+   for `silence_s` as unreachable. All ranks apply the same rule to the reports
+   (`those_that_go_on`), which removes one replica of each pair without connection.
+3. *A replica that sends heartbeats, but does not begin an exchange*. It counts as late after
+   `patience_s`, and is removed.
 
-The store keeps the first decision, so two groups never continue.
+The store keeps the first decision, so two groups of replicas never continue separately.
 """
 
 import logging
@@ -31,18 +32,22 @@ if TYPE_CHECKING:
     from detonation.cluster.survive.membership import Membership
 
 LEAVE_S = 5.0
-"""Seconds in which the main thread of a failed rank must raise its error before the process is
-ended.
+"""Seconds in which the main thread of a failed rank must raise its error; after this time another
+thread ends the process.
 """
 KNOCK_PATIENCE_S = 5.0
-"""Seconds in which a kernel must answer on a slow and busy link."""
+"""Seconds for which a rank waits for the kernel of another rank to answer, also on a slow and busy
+link.
+"""
 _TICK_S = 0.1
 _AWAKE_S = 2.0
 _log = logging.getLogger("detonation")
 
 
 class PartitionWatch:
-    """Watches the store, the other replicas, and the waits of its own rank, until `stop`."""
+    """Watches, until `stop` is called, whether the store and the other replicas answer, and how
+    long this rank waits in an exchange.
+    """
 
     def __init__(self, membership: "Membership") -> None:
         self._membership = membership
@@ -50,7 +55,7 @@ class PartitionWatch:
         self._awake = self._since = self._noted = time.monotonic()
         self._waits: tuple[int, int] = (0, 0)
         self._due = WAIT_LINE_S
-        self._reached: dict[int, float] = {}  # time of each rank's last answer
+        self._reached: dict[int, float] = {}  # time of the last answer of each rank
         self._asking: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="partition", daemon=True)
         self._thread.start()
@@ -63,8 +68,8 @@ class PartitionWatch:
 
     @property
     def judges(self) -> bool:
-        """True while this rank does not yet know whether it can reach a replica, and must not
-        report.
+        """True while this rank does not know yet whether it can reach a replica that has not
+        answered for some seconds. Until this is known the rank must not write its report.
         """
         now = time.monotonic()
         if not self._waits[0] or now - self._since < WAIT_LINE_S:
@@ -73,14 +78,14 @@ class PartitionWatch:
         return any(KNOCK_PATIENCE_S + 1 < each < self._membership.silence_s for each in silences)
 
     def silent(self) -> list[int]:
-        """Replicas whose rank of this shard has not answered for the limit, while this rank
-        waits.
+        """Returns the replicas whose rank of the same shard has not answered for `silence_s`, while
+        this rank waits in an exchange.
         """
         return self._replicas(self._silent_ranks(time.monotonic()))
 
     def ask_all(self) -> list[int]:
-        """Replicas whose rank of this shard does not answer now. It asks all ranks that answered
-        before, at the same time.
+        """Asks all ranks of the same shard that have answered before, at the same time. Returns the
+        replicas whose rank does not answer now.
         """
         peers = [rank for rank in self._peers() if rank in self._reached]
         before = time.monotonic()
@@ -97,7 +102,7 @@ class PartitionWatch:
     def _run(self) -> None:
         while not self._stopped.wait(_TICK_S):
             now = time.monotonic()
-            # this process was suspended, so measured silence means nothing
+            # this process was suspended, so times without an answer mean nothing
             if now - self._awake > _AWAKE_S:
                 self._membership.answered = self._since = self._noted = now
             self._awake = now
@@ -113,7 +118,9 @@ class PartitionWatch:
             membership.fail(ReplicaLost(store_lost(membership.rank, why)))
 
     def _watch_end(self, now: float) -> None:
-        """Ends a failed process if its main thread has not raised the error in time."""
+        """Ends the process if this rank has failed and its main thread has not raised the error
+        within `LEAVE_S`.
+        """
         membership = self._membership
         if membership.failure is None or membership.told:
             self._noted = now
@@ -139,7 +146,10 @@ class PartitionWatch:
             self._judge(now, waited)
 
     def _judge(self, now: float, waited: float) -> None:
-        """Records unreachable and late replicas. The beating thread then makes all ranks agree."""
+        """Records which replicas are unreachable or late. The thread that sends heartbeats then
+        makes all ranks agree on the members. If all ranks have come and answer, but the exchange
+        does not end, this rank fails.
+        """
         membership = self._membership
         silent = self._silent_ranks(now)
         if silent and not membership.apart:
@@ -162,8 +172,9 @@ class PartitionWatch:
         return [rank for rank, silence in self._silences(now).items() if silence >= limit_s]
 
     def _silences(self, now: float) -> dict[int, float]:
-        """Seconds since the last answer of each rank that has answered before, or since the first
-        question if that is later; negative before the first question.
+        """Returns, for each rank that has answered before, the seconds for which it has not
+        answered. They count from its last answer, or from the first question in this wait if the
+        question is later. They are negative before the first question.
         """
         asked = self._since + WAIT_LINE_S
         found = {}
@@ -173,7 +184,9 @@ class PartitionWatch:
         return found
 
     def _ask(self, now: float, every_s: float) -> None:
-        """Asks the ranks that have not answered for `every_s` seconds, each in its own thread."""
+        """Asks the kernel of each rank that has not answered for `every_s` seconds, each in a
+        thread of its own.
+        """
         for rank in self._peers():
             name = self._membership.ports.get(rank, "")
             fresh = rank in self._reached and now - self._reached[rank] < every_s
@@ -187,7 +200,7 @@ class PartitionWatch:
             if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
                 self._reached[rank] = time.monotonic()
             else:
-                self._stopped.wait(1.0)  # a refused connection returns at once, so pause
+                self._stopped.wait(1.0)  # a refusal comes without delay, so pause
         finally:
             self._asking.discard(rank)
 
@@ -195,14 +208,16 @@ class PartitionWatch:
         membership = self._membership
         deadline = time.monotonic() + KNOCK_PATIENCE_S
         while time.monotonic() < deadline and not self._stopped.is_set():
-            # a rank that has ended is lost; the network to its host works, because the host refuses
+            # a host that refuses a connection is reachable, although the rank there has ended
             if knock(membership.ports[rank], KNOCK_PATIENCE_S) or membership.has_ended(rank):
                 self._reached[rank] = time.monotonic()
                 return
             self._stopped.wait(0.2)
 
     def _peers(self) -> list[int]:
-        """Ranks of the other members with which this rank exchanges."""
+        """Returns the ranks of the other members that have the same shard as this rank, and so
+        exchange with it.
+        """
         membership = self._membership
         ranks = [
             member * membership.shards + membership.shard for member in list(membership.members)
@@ -218,7 +233,9 @@ class PartitionWatch:
         return [rank for rank in self._peers() if rank in progress and progress[rank][0] < mine]
 
     def _progress(self) -> dict[int, tuple[int, Standing]]:
-        """The last exchange that each rank has started, and its progress, from the latest beats."""
+        """Returns, for each rank, the number of the last exchange that it has started, and its
+        progress in its training loop, from the latest heartbeats.
+        """
         membership = self._membership
         beats = {rank: membership.beat(rank) for rank in self._peers()}
         found = {rank: progress_of(beat) for rank, beat in beats.items() if beat != GONE}
@@ -231,7 +248,7 @@ class PartitionWatch:
 
 
 def store_lost(rank: int, why: str) -> str:
-    """The message that `rank` has lost the store."""
+    """Returns the error message of `rank` after it has lost the store. why: the reason, as text."""
     remedy = "if all ranks have, start the store and all replicas again, from a checkpoint"
     return f"rank {rank} has lost the store (ended or out of reach): {why}; {remedy}"
 
@@ -239,9 +256,10 @@ def store_lost(rank: int, why: str) -> str:
 def who_waits_for_whom(
     rank: int, exchange: int, progress: Mapping[int, tuple[int, Standing]], seconds: float
 ) -> str:
-    """The line to log after `rank` has waited for `seconds` in exchange number `exchange`.
+    """Returns the line to log after `rank` has waited for `seconds` in exchange number `exchange`.
 
-    progress: the last exchange that each rank has started, and its progress in its training loop.
+    progress: for each rank, the number of the last exchange that it has started, and its progress
+    in its training loop.
 
     >>> progress = {0: (40, Standing(21, "inside")), 1: (39, Standing(20)), 2: (40, Standing(21))}
     >>> who_waits_for_whom(0, 40, progress, 30)[:69]

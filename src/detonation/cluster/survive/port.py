@@ -1,5 +1,5 @@
-"""Addresses on which a process of an elastic axis listens, a port that shows whether a process is
-alive and reachable, and the meeting of all ranks.
+"""Addresses on which a process of an elastic axis listens, a port that shows other ranks whether
+the process is alive and reachable, and the functions by which all ranks meet at the start.
 """
 
 import contextlib
@@ -41,25 +41,29 @@ from detonation.cluster.survive.agreement import (
 _MEET_S = 10.0
 _PRESENT_S = 1.0
 RUNNING_S = 10.0
-"""Seconds for which the replicas of another start must beat before a waiting rank gives up."""
+"""Seconds for which another run must send heartbeats to a store, before a rank that waits there for
+its own start gives up.
+"""
 KNOCK_S = 0.2
-"""Seconds in which a kernel must answer. Later answers are ignored."""
+"""Seconds for which a rank waits for the kernel of another rank to answer. It ignores a later
+answer.
+"""
 
 
 class Port:
-    """A listening port. The kernel answers on the port as long as the process exists, even if the
-    process is busy.
+    """A port that shows other ranks whether this process exists. The kernel answers on the port as
+    long as the process exists, even if the process is busy.
 
-    The port is on the interface for messages between replicas: gloo's interface, or else the
-    interface that leads to the store.
+    The port is on the interface for messages between replicas: the interface that is set for gloo,
+    or else the interface that leads to the store.
 
-    name: "HOST PORT" for other ranks; empty if the store is not reached over a network.
+    name: "HOST PORT" for other ranks; empty if processes do not reach the store over a network.
     """
 
     def __init__(self, store: Store) -> None:
         self.name = ""
         self._listener: socket.socket | None = None
-        # data loader workers may outlive this process if it is killed
+        # workers of a data loader may outlive this process, and must not keep its port open
         os.register_at_fork(after_in_child=self.close)
         host, _ = store_host(store)
         with contextlib.suppress(OSError):
@@ -71,7 +75,7 @@ class Port:
             self.name = f"{here} {self._listener.getsockname()[1]}"
 
     def answer(self) -> None:
-        """Closes the connections of ranks that knocked."""
+        """Closes the connections of ranks that have tested whether this process exists."""
         with contextlib.suppress(OSError):
             while self._listener:
                 self._listener.accept()[0].close()
@@ -83,7 +87,9 @@ class Port:
 
 
 def _address_towards(host: str) -> str:
-    """The local address that receives messages between replicas if the store is at `host`."""
+    """Returns the local address that receives messages of other replicas, if the store is at
+    `host`; "" if there is no such address.
+    """
     asked = asked_interface(os.environ)
     if asked and asked != LOOPBACK:
         return way_over(asked, host).address
@@ -93,8 +99,8 @@ def _address_towards(host: str) -> str:
 
 
 def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
-    """True if a process accepts connections at the port `name`, False if its host refuses them,
-    None without an answer.
+    """Tests whether the process at the port `name` exists. Returns True if it accepts a connection,
+    False if its host refuses the connection, None if no answer comes within `patience_s`.
     """
     host, _, port = name.partition(" ")
     if not port:
@@ -109,15 +115,18 @@ def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
 
 
 def refuses(name: str) -> bool:
-    """True if the host refuses connections to the port `name`, so its process has ended."""
+    """True if the host refuses connections to the port `name`, which means that its process has
+    ended.
+    """
     return knock(name) is False
 
 
 class Presence:
-    """Finds out whether the replicas of a run still exist, for a process that is no member.
+    """Finds out, for a process that is not a member, whether the replicas of a run still exist.
 
-    A replica is gone if one of its ranks has left, has ended according to its launcher or kernel,
-    or has not beaten for `silence_s`. replicas, shards: their numbers at the start of the run.
+    A replica is gone if one of its ranks has left, has ended according to its launcher or its
+    kernel, or has sent no heartbeat for `silence_s`. replicas, shards: numbers of replicas and
+    shards at the start of the run.
     """
 
     def __init__(self, store: Store, replicas: int, shards: int, silence_s: float) -> None:
@@ -126,7 +135,9 @@ class Presence:
         self._beats: dict[int, tuple[bytes, float]] = {}
 
     def require(self) -> None:
-        """Raises `ReplicaLost` if no replica exists. It asks the network only at intervals."""
+        """Raises `ReplicaLost` if no replica of the run exists any more. It asks the store at most
+        once per second.
+        """
         now = time.monotonic()
         if now - self._asked < _PRESENT_S:
             return
@@ -144,7 +155,7 @@ class Presence:
     def _is_gone(self, rank: int) -> bool:
         if self._store.check([axis_key("left", rank)]):
             return True
-        if not self._store.check([axis_key("beat", rank)]):  # the rank is about to start
+        if not self._store.check([axis_key("beat", rank)]):  # the rank is still starting
             return False
         now, beat = time.monotonic(), self._store.get(axis_key("beat", rank))
         seen, since = self._beats.get(rank, (b"", now))
@@ -158,20 +169,22 @@ class Presence:
 
 
 class Running:
-    """Finds out whether another run already trains in the store in which a rank waits for its
-    start.
+    """Finds out whether another run already trains in the store in which a rank waits for the start
+    of its own run.
 
-    base: the store in which all starts meet.
+    base: the store in which the ranks of every run meet.
     """
 
     def __init__(self, base: Store) -> None:
-        self._base: Store = base.clone()  # type: ignore[attr-defined]  # one for each thread
+        self._base: Store = base.clone()  # type: ignore[attr-defined]  # a store for each thread
         self._beats: list[bytes] = []
         self._asked = -math.inf
         self._began = self._changed = -math.inf
 
     def look(self) -> None:
-        """Raises `RefusedStart` if other processes have trained in this store for `RUNNING_S`."""
+        """Raises `RefusedStart` if other processes have sent heartbeats to this store for
+        `RUNNING_S`.
+        """
         now = time.monotonic()
         if now - self._asked < _PRESENT_S:
             return
@@ -182,7 +195,7 @@ class Running:
         if not changed:
             return
         pause_s = 4 * max([_PRESENT_S, *map(pace_of, beats)])
-        if now - self._changed > pause_s:  # beats paused: a run begins now
+        if now - self._changed > pause_s:  # heartbeats after a pause: a run has just begun
             self._began = now
         self._changed = now
         if now - self._began > RUNNING_S:
@@ -192,7 +205,9 @@ class Running:
             )
 
     def _beats_of_others(self) -> list[bytes]:
-        """The heartbeats in the latest start, unless this process belongs to it."""
+        """Returns the heartbeats of the run that started last in this store; none if this process
+        belongs to that run.
+        """
         axis = latest_axis(self._base)
         if axis is None or axis.check([_member()]) or not axis.check([SIZE]):
             return []
@@ -209,11 +224,11 @@ def _member() -> str:
 def meet_at(
     base: Store, replica: int, replicas: int, shard: int, shards: int
 ) -> tuple[Store, Callable[[], None]]:
-    """Meets all other ranks in `base`. Collective.
+    """Waits until all ranks of all replicas have met in the store `base`. Collective.
 
     Returns the part of `base` for the axis, and a function that raises `RefusedStart` if another
-    replica cannot start. Raises `RefusedStart` if two replicas have the same number, or different
-    counts of replicas or shards.
+    replica cannot start. Raises `RefusedStart` if two replicas have the same number, or if they
+    name different counts of replicas or shards.
     """
     rank = replica * shards + shard
     refused = refusals(base, replica, rank)
@@ -235,11 +250,12 @@ def meet_at(
 
 
 class Ways:
-    """Addresses at which other ranks reach this rank: loopback for ranks that share it, else the
-    interface that leads to the store.
+    """Chooses the address at which other ranks reach this rank: loopback if they all share this
+    rank's loopback interface, otherwise the address on the interface that leads to the store.
 
-    An interface that the user chose takes precedence. But loopback in the environment is ignored
-    for ranks on other machines, because the world inside a replica sets it.
+    An interface that the user has chosen takes precedence. The exception is loopback in an
+    environment variable: it does not apply to ranks on other machines, because the process group
+    inside a replica sets this variable.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -252,7 +268,7 @@ class Ways:
         store.set(axis_key("loopback", rank), self._own)
 
     def to(self, ranks: Iterable[int]) -> Way | None:
-        """The route on which `ranks` reach this rank; None if the network library has to choose.
+        """Returns the route on which `ranks` reach this rank; None if gloo has to choose the route.
 
         Raises `ValueError` if no interface leads to the store.
         """
@@ -266,7 +282,9 @@ class Ways:
         return find_way(self._host)
 
     def line(self, way: Way) -> str:
-        """Describes on which interface this rank listens; "" if it is loopback."""
+        """Returns a log line that says on which interface this rank listens; "" if it is
+        loopback.
+        """
         if way.interface != LOOPBACK:
             return describe_ways([str(way)], self._name)
         return ""
@@ -274,17 +292,19 @@ class Ways:
     def _loopback_of(self, rank: int) -> str:
         if rank not in self._others:
             key = axis_key("loopback", rank)
-            try:  # rank 0 may send its first beat before it has written its loopback id
+            try:  # rank 0 may send its first heartbeat before its loopback id is in the store
                 self._store.wait([key], timedelta(seconds=_MEET_S))
                 self._others[rank] = self._store.get(key).decode()
             except DistError:
-                # the rank ended before writing its loopback id; the group will fail without it
+                # the rank ended before it wrote its loopback id, so the group will fail anyway
                 return self._own
         return self._others[rank]
 
 
 def store_host(store: Store) -> tuple[str, int]:
-    """Host and port of `store`. The host is "" if the store is not reached over a network."""
+    """Returns the host and port of `store`. The host is "" if processes do not reach the store over
+    a network.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "")), int(getattr(store, "port", 0))

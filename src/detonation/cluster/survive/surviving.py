@@ -1,5 +1,5 @@
-"""A communicator that continues without lost replicas: it repeats or copies interrupted
-collectives.
+"""The communicator of an elastic axis. It continues without lost replicas: it repeats interrupted
+collectives, or copies their results.
 """
 
 import logging
@@ -52,21 +52,22 @@ from detonation.core.link import Axis, HandOver
 from detonation.core.schemes import Scheme
 
 MOST_TRIES = 5
-"""Largest number of consecutive agreements without a new group."""
+"""Largest number of agreements in a row without a new process group; after them a rank gives up."""
 _log = logging.getLogger("detonation")
 
 
 class SurvivingCommunicator(AxisEnd):
-    """One shard's end of the axis between replicas.
+    """The end of an elastic axis between replicas, on one rank.
 
-    losses: the losses that it survived. host: lets new replicas in. listening: a description of the
-    interface on which this rank listens; "" if it is loopback.
+    losses: the losses, departures and joins after which this rank continued. host: lets new
+    replicas join. listening: a text about the interface on which this rank listens; "" if it is
+    loopback.
 
-    All ranks start the same collectives in the same order, so each has a number. After a loss the
-    ranks compare which collectives they have finished. A collective that only a part of the ranks
-    has finished is copied to the others, so that all continue with the same bytes. A collective
-    that no rank has finished is repeated without the lost replica. In an all-to-all each replica
-    receives different bytes, so it is always repeated.
+    All ranks start the same collectives in the same order, so each collective has a number. After a
+    loss the ranks compare which collectives they have finished. If only some ranks have finished a
+    collective, the remaining ranks copy its result, so that all continue with the same bytes. If no
+    rank has finished a collective, all ranks repeat it without the lost replica. All ranks always
+    repeat an all-to-all, because each replica receives different bytes in it.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SurvivingCommunicator(AxisEnd):
         link: NodeLink | None = None,
         ahead: GroupAhead | None = None,
     ) -> None:
-        self._ahead = ahead  # of the next guest, or of this one
+        self._ahead = ahead  # the group formed in advance for a joining replica
         self._membership = membership
         self.timeout_s = timeout_s
         self._link = link
@@ -95,7 +96,7 @@ class SurvivingCommunicator(AxisEnd):
         self._kept: dict[int, NumberedCollective] = {}
         self._started = self._floor = floor
         self._entry = entry
-        # the next guest: its turn (of the optimizer that lets it in) and its number
+        # the joining replica: before which turn of an optimizer it joins, and its number
         self.guest: tuple[int, int] | None = None
         self.axis = self
         self.awaits = -1
@@ -104,11 +105,11 @@ class SurvivingCommunicator(AxisEnd):
             self.adopted = entry.turn
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
-        """The optimizer in whose step replicas currently leave."""
-        self.handed: Sequence[int] = ()  # these replicas
+        """The optimizer in whose step replicas leave now; None if no replica is leaving."""
+        self.handed: Sequence[int] = ()  # the replicas that leave in the step of `acting`
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
-        self._own: AxisUser | None = None  # for calls of this communicator without an optimizer
-        for agreement in let_in:  # other ranks' reports say who leaves and who joins next
+        self._own: AxisUser | None = None  # the user for calls that no optimizer makes
+        for agreement in let_in:  # reports say which replicas leave or join
             for report in agreement.reports.values():
                 leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
                 self.departing |= leaving
@@ -116,7 +117,7 @@ class SurvivingCommunicator(AxisEnd):
                     self._expect(*report.coming)
             self._note(agreement)
         self.pending = changes_of(self.layout, let_in)
-        # guards all state of this class, and is notified of each change
+        # this condition guards all state of this class, and each change notifies it
         self._changed = membership.changed
         self._recovering = self._broken = self._closed = False
         try:
@@ -124,12 +125,12 @@ class SurvivingCommunicator(AxisEnd):
         except RuntimeError:
             if let_in:
                 raise
-            self._broken = True  # after a broken collective, all ranks agree on the members
+            self._broken = True  # makes all ranks agree on the members anew
             self._group = Group(
                 PrefixStore(f"alone/{membership.rank}", membership.store), 0, 1, timeout_s
             )
         self.error: Exception | None = None
-        # The main thread may wait inside the network library for another shard of its replica.
+        # A second thread recovers, because the main thread may be blocked in gloo.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
 
     def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
@@ -144,10 +145,10 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             entry = self.users.entry
             if entry:
-                self.settle()  # its report, that it has not begun the step, must stay true
+                self.settle()  # wait, so that a report that the step has not begun stays true
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
-            if entry:  # before all compare their state, as the others do
+            if entry:  # begin the step, as all ranks do before they compare states
                 user.begin_with_members(entry.step)
         return user
 
@@ -179,19 +180,20 @@ class SurvivingCommunicator(AxisEnd):
         """Asks that this replica leave before one of the next steps, for example in a handler of
         SIGTERM.
 
-        All replicas agree on the step. At that step open rounds end, another replica receives this
-        replica's unsent state for all optimizers on the axis, and this replica's step raises
-        `ReplicaLeft`; the others continue. It is enough to call it on one rank of the replica. It
-        has no effect if fewer than `min_replicas` would remain.
+        All replicas agree on the step. At that step open rounds end, and another replica receives
+        this replica's unsent state of all optimizers on the axis. The step of this replica then
+        raises `ReplicaLeft`; the other replicas continue. A call on one rank of the replica is
+        enough. The call has no effect if fewer than `min_replicas` would remain.
         """
         self._membership.leaves = True
 
     def share(self, examples: int, largest: int | None = None) -> tuple[MicroBatch, ...]:
-        """This rank's part of the examples of a step, in micro-batches of at most `largest`.
+        """Returns this rank's part of the examples of a step, in micro-batches of at most
+        `largest`.
 
-        Whoever takes part, the members have each of the `examples` once, so a step keeps them when
-        replicas are lost or join. Call `optimizer.renumber()` first: it adopts the members of the
-        step.
+        The members together have each of the `examples` once, for any number of members. So a step
+        keeps its examples when replicas are lost or join. Call `optimizer.renumber()` first, so
+        that the axis has the members of this step.
 
         Example:
             >>> import torch, torch.distributed as dist, detonation as dt
@@ -227,7 +229,7 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def is_first(self) -> bool:
-        """True on the first replica of those that stay."""
+        """True on the first of the replicas that are not about to leave."""
         stay = [member for member in self.layout if member not in self.departing]
         return stay[:1] == [self._membership.replica] and not self._membership.leaves
 
@@ -252,18 +254,19 @@ class SurvivingCommunicator(AxisEnd):
         self.listening = line
 
     def way_to(self, replica: int) -> Way | None:
-        """The route on which the ranks of `replica` reach this rank; None if environment
-        variables choose it.
+        """Returns the route on which the ranks of `replica` reach this rank; None if gloo chooses
+        the route.
         """
         membership = self._membership
         first = replica * membership.shards
         return membership.ways.to(range(first, first + membership.shards))
 
     def close(self, limit_s: float = 5.0) -> None:
-        """Leaves together with the remaining replicas; waits for them at most `limit_s`.
+        """Leaves the run together with the remaining replicas; waits for them at most `limit_s`
+        seconds. Collective.
 
-        Until they have come to their end, this replica takes part in recoveries: one of them may
-        need a result that only this one has. Collective.
+        Until all replicas have taken their last step, this replica takes part in recoveries,
+        because another replica may need a result that only this replica has.
         """
         deadline = time.monotonic() + limit_s
         membership = self._membership
@@ -272,14 +275,14 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            # without this wait the recovery would create a group after the last one
+            # a recovery that still runs would create a group that nobody ends, so wait for it
             self._changed.wait_for(lambda: not self._recovering, limit_s)
         membership.leave(limit_s)
         self._group.abandon()
 
     def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
-        """Starts a collective between the members of `user`; returns a function that waits for
-        it.
+        """Starts a collective between the members of `user`. Returns a function that waits for the
+        result.
         """
         link = self._link
         name = kind.replace("_", "-")
@@ -288,7 +291,7 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        # collecting the departures also continues without a lost replica
+        # gathers the times at which the messages leave; like every collective, it survives a loss
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
@@ -314,7 +317,7 @@ class SurvivingCommunicator(AxisEnd):
         return partial(self._wait, each, values.device, user)
 
     def settle(self) -> None:
-        """Waits until no recovery is running. Raises if this replica cannot continue."""
+        """Waits until no recovery is running. Raises an error if this replica cannot continue."""
         membership = self._membership
         self._changed.wait_for(lambda: not self._is_busy() or self.error or membership.failure)
         membership.require_store()
@@ -325,13 +328,13 @@ class SurvivingCommunicator(AxisEnd):
         return self._recovering or self._broken
 
     def _launch(self, each: NumberedCollective) -> None:
-        """Starts a collective between the present members."""
+        """Starts the collective `each` between those of its replicas that are still members."""
         each.members = [member for member in self._membership.members if member in each.layout]
         work = None
         each.flight = None
         try:
             if each.kind == "all_reduce":
-                # a copy, because the network library overwrites it with the sum
+                # a copy, because gloo overwrites the tensor with the sum
                 each.target = each.sent.clone()
                 work = self._group.all_reduce(each.target)
             elif each.kind == "all_gather":
@@ -343,7 +346,7 @@ class SurvivingCommunicator(AxisEnd):
                     rows = rows[[each.layout.index(member) for member in each.members]]
                 each.target = torch.empty_like(rows)
                 work = self._group.all_to_all(each.target, rows)
-        except RuntimeError:  # the peer's connection is already closed
+        except RuntimeError:  # another member has closed its connection
             return
         each.flight = Flight(work, self._notify)
 
@@ -367,12 +370,14 @@ class SurvivingCommunicator(AxisEnd):
             if each.result is None and each.flight is not None and not each.flight.ended:
                 self._changed.wait()
             elif each.result is None and not self._take(each):
-                self._broken = True  # begins a recovery
+                self._broken = True  # makes `_watch` begin a recovery
                 self._changed.notify_all()
         return each.result
 
     def _take(self, each: NumberedCollective) -> bool:
-        """Records the result of a collective that has ended; False if it failed."""
+        """Records the result of the collective `each`, which has ended. Returns False if it
+        failed.
+        """
         if each.flight is None or not each.flight.good:
             return False
         missing = lost_of(each.layout, each.members)
@@ -391,7 +396,7 @@ class SurvivingCommunicator(AxisEnd):
         self._floor = floor_after(self._floor, self._kept)
 
     def _watch(self) -> None:
-        """Recovers from losses, one after the other, until the end."""
+        """Recovers from one loss after the other, in its own thread, until the axis is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -401,7 +406,7 @@ class SurvivingCommunicator(AxisEnd):
                     return
                 self._recovering = True
                 self._broken = False
-            # the waiting main thread raises the error
+            # do not raise here: the main thread, which waits, raises `self.error`
             try:
                 self._recover()
             except ReplicaLost as error:
@@ -415,21 +420,23 @@ class SurvivingCommunicator(AxisEnd):
                 return
 
     def _recover(self) -> None:
-        """Agrees with the others on the members, and continues with them. Collective."""
+        """Agrees with all other ranks on the members, and continues with these members.
+        Collective.
+        """
         membership = self._membership
         noticed = time.monotonic()
         before = list(membership.members)
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
         agreements = self._regroup()
-        with self._changed:  # locked, because a new optimizer must also get the new members
+        with self._changed:  # a new optimizer must also get the new members
             for end in (self, *self.users.present):
                 end.pending += changes_of(before, agreements)
         self._log_change(before, agreements[-1], time.monotonic() - noticed)
 
     def _regroup(self) -> list[Agreement]:
-        """Agrees on members and forms a process group; repeats both if another replica is lost in
-        between. Returns all agreements.
+        """Agrees on the members with all ranks, and forms their process group. Repeats both if
+        another replica is lost meanwhile. Returns all agreements.
         """
         membership = self._membership
         why = ""
@@ -440,12 +447,12 @@ class SurvivingCommunicator(AxisEnd):
             if agreement.awaited >= 0:
                 self.guest = None
                 self.awaits = -1
-            # record each agreement, even if no rank can form a group after it
+            # record each agreement, even if no process group can be formed after it
             self._note(agreement)
             self._group.abandon()
             try:
                 self._group = self._formed_ahead([agreement]) or self._formed()
-            # another replica is lost; the others learn of it from the next agreement
+            # another replica is lost, so agree again without it
             except RuntimeError as error:
                 why = f": {error}".partition("\n")[0]
                 membership.doubt()
@@ -455,7 +462,9 @@ class SurvivingCommunicator(AxisEnd):
         raise ReplicaLost(f"the replicas {membership.members} could not form a process group{why}")
 
     def _log_change(self, before: Sequence[int], agreement: Agreement, seconds: float) -> None:
-        """Records which replicas were lost or joined; the first rank logs a loss."""
+        """Records in `losses` which replicas were lost or joined. If a replica was lost, the first
+        rank also logs the loss.
+        """
         membership = self._membership
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
@@ -467,13 +476,14 @@ class SurvivingCommunicator(AxisEnd):
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _note(self, agreement: Agreement) -> None:
-        """Records which replicas leave, if enough remain, and which one joins: before a turn that
-        no rank has reached. A replica that is already recorded keeps its turn.
+        """Records which replicas leave and which replica joins because of `agreement`, before a
+        turn (a step of an optimizer) that no rank has reached. Replicas leave only if enough
+        replicas remain. A replica that is already recorded keeps its turn.
         """
         membership = self._membership
         shards = membership.shards
         if membership.replica in agreement.asked(shards):
-            membership.leaves = False  # all ranks have now received the request to leave
+            membership.leaves = False  # all ranks know the request to leave now
         self.departing |= new_departures(agreement, self.departing, shards, membership.least)
         if agreement.guest >= 0 and agreement.guest != (self.guest or (0, -1))[1]:
             door = self.host.door_of(agreement.guest)
@@ -484,7 +494,9 @@ class SurvivingCommunicator(AxisEnd):
             self.users.let_go()
 
     def _expect(self, turn: int, guest: int) -> None:
-        """Records that `guest` joins before `turn` of the optimizer that lets it in."""
+        """Records that the replica `guest` joins before `turn`, a step of the optimizer that lets
+        it in.
+        """
         self.guest = turn, guest
         self._membership.guest_comes = True
         self.host.door = self.host.door_of(guest)
@@ -494,13 +506,13 @@ class SurvivingCommunicator(AxisEnd):
             ended = each.flight is not None and each.flight.ended
             if each.result is None and each.kind != "all_to_all" and ended:
                 floor = each.floor
-                each.floor = 0  # `_take` must not change the list during this loop
+                each.floor = 0  # so that `_take` deletes nothing during this loop
                 self._take(each)
                 each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        with self._changed:  # a new optimizer must be in both lists or in neither
+        with self._changed:  # a new optimizer must be in both lists of the report or in neither
             turns = list(self.users.turns)
             alive = self.users.hold()
         return RankReport(
@@ -519,9 +531,11 @@ class SurvivingCommunicator(AxisEnd):
         )
 
     def _formed_ahead(self, agreements: Sequence[Agreement]) -> Group | None:
-        """The group that all have formed before the last of `agreements`, if there is one."""
+        """Returns the process group that all ranks have formed in advance for the last of
+        `agreements`; None if there is no such group.
+        """
         ahead = self._ahead
-        if self.guest is None:  # it joins now, or never
+        if self.guest is None:  # the replica joins now, or never
             self._ahead = None
         if ahead and agreements and agreements[-1].formed:
             return ahead.take()
@@ -538,8 +552,8 @@ class SurvivingCommunicator(AxisEnd):
         return Group.formed(make, in_vain)
 
     def _catch_up(self, agreement: Agreement) -> bool:
-        """Copies collectives that only a part of the ranks has finished, and repeats the others;
-        False if another replica is lost.
+        """Copies the results of collectives that only some ranks have finished, and repeats
+        collectives that no rank has finished. Returns False if another replica is lost meanwhile.
         """
         membership = self._membership
         ranks = [member * membership.shards + membership.shard for member in agreement.members]
@@ -553,8 +567,9 @@ class SurvivingCommunicator(AxisEnd):
         return True
 
     def _copied(self, each: NumberedCollective, holder: int, report: RankReport) -> bool:
-        """Copies the result of a collective from member `holder`, which made `report`, to those
-        without it.
+        """Copies the result of the collective `each` from the member with index `holder`, which
+        made `report`, to all members without it. Returns False if another replica is lost
+        meanwhile.
         """
         held = each.result
         if held is None:

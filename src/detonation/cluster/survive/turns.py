@@ -1,4 +1,6 @@
-"""Progress of the optimizers on an elastic axis, and which of them still exist."""
+"""Counts the steps of the optimizers on an elastic axis, and tracks which of these optimizers still
+exist.
+"""
 
 import math
 import weakref
@@ -16,17 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Turns:
-    """Progress of one optimizer on the axis.
+    """Progress of one optimizer on the axis, counted in turns.
 
     A *turn* is a step that an optimizer begins, or its part in the departure of a replica. Turns
     count from 0 and only grow, while step numbers fall if training returns to an earlier state. All
-    ranks count turns alike, so agreements refer to turns.
+    ranks count turns alike, so agreements refer to turns instead of steps.
 
-    begun: number of turns begun. entered: number of turns for which it knows the leaving and
-    joining replicas. first: the first turn. steps: number of steps begun, used in messages. ahead:
-    offset between the turn and the step of the optimizer. over: True if a rank has dropped the
-    optimizer, or a later optimizer trains one of its parameters; the optimizer's next step sets it
-    to False. trained: ids of the parameters that it trains.
+    begun: number of turns that the optimizer has begun. entered: number of turns for which this
+    rank already knows which replicas leave or join before them. first: the first turn of the
+    optimizer on this rank. steps: number of steps that the optimizer has begun, used only in
+    messages. ahead: the number of a turn minus the number of its step. over: True if a rank does
+    not have the optimizer any more, or if another optimizer has begun to train one of its
+    parameters; the next step of the optimizer sets it to False. trained: references to the
+    parameters that the optimizer trains, by their id.
     """
 
     begun: int = 0
@@ -38,15 +42,19 @@ class Turns:
     trained: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict)
 
     def of(self, step: int) -> int:
-        """Turn that begins with `step` of the optimizer."""
+        """Returns the turn (a step number that never falls) in which the optimizer takes `step`."""
         return step + self.ahead
 
     def resume_at(self, step: int) -> None:
-        """Lets `step` be the next step, because training goes back or forward."""
+        """Makes `step` the step of the optimizer's next turn, because training goes back or forward
+        to another state.
+        """
         self.ahead = self.begun - step
 
     def begin(self, step: int) -> None:
-        """Begins the turn of `step`. The turn may have begun already."""
+        """Records that the optimizer begins the turn (see `Turns`) of `step`, also if it has begun
+        this turn before.
+        """
         turn = self.of(step)
         self.begun = max(self.begun, turn + 1)
         self.first = min(self.first, turn)
@@ -54,30 +62,30 @@ class Turns:
         self.over = False
 
     def trains(self, tensors: Iterable[Tensor]) -> bool:
-        """True if the optimizer trains one of `tensors`."""
+        """True if the optimizer trains at least one of `tensors`."""
         found = ((tensor, self.trained.get(id(tensor))) for tensor in tensors)
         return any(ref is not None and ref() is tensor for tensor, ref in found)
 
 
 class AxisUsers:
-    """Optimizers on an axis, numbered in the order in which all ranks create them.
+    """The optimizers on an axis, numbered in the order in which all ranks create them.
 
-    Ranks drop an optimizer at the same line of their program, but notice this at different times,
-    because a reference cycle may keep it alive. So common decisions depend only on agreements and
-    on the order of calls.
+    All ranks drop an optimizer at the same line of their program. But they notice the drop at
+    different times, because a reference cycle may keep the optimizer alive. So decisions that must
+    be equal on all ranks depend only on agreements and on the order of calls.
 
-    turns: turns of all optimizers by number, including dropped optimizers.
+    turns: the `Turns` of all optimizers by number, including the optimizers that were dropped.
     """
 
     def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
-        self.entry = entry  # in a new replica: the entry of its first optimizer
+        self.entry = entry  # only in a replica that joins: where its first optimizer starts
         self._users: dict[int, weakref.ref[AxisUser]] = {}
-        self._held: list[object] = []  # optimizers kept alive until a replica has left
+        self._held: list[object] = []  # keeps optimizers alive until a replica has left
 
     def next_number(self) -> int:
-        """Returns the number of a new optimizer, and creates its `turns`."""
+        """Returns the number of a new optimizer, and creates the `Turns` that count its steps."""
         entry = self.entry
         self.entry = None
         if entry is None:
@@ -89,24 +97,32 @@ class AxisUsers:
         return entry.user
 
     def add(self, user: "AxisUser", holds: bool) -> None:
-        """Adds an optimizer, and keeps it alive if the axis `holds` its optimizers."""
+        """Adds the optimizer `user` to the axis.
+
+        holds: True if the axis keeps its optimizers alive at present; it then keeps `user` alive,
+        too.
+        """
         self._users[user.number] = weakref.ref(user)
         if holds:
             self._held.append(user.optimizer)
 
     @property
     def present(self) -> list["AxisUser"]:
-        """Optimizers that exist on this rank, by number."""
+        """The optimizers that exist on this rank, ordered by number."""
         found = [user for ref in list(self._users.values()) if (user := ref()) is not None]
         return [user for user in found if user.exists]
 
     @property
     def several(self) -> bool:
-        """True if several optimizers use the axis; equal on all ranks between two steps."""
+        """True if more than one optimizer uses the axis. Between two steps the value is equal on
+        all ranks.
+        """
         return sum(not turns.over for turns in self.turns) > 1
 
     def hold(self) -> list[int]:
-        """Keeps the optimizers alive until `let_go`, and returns their numbers."""
+        """Keeps all existing optimizers alive until `let_go` is called. Returns the numbers of
+        these optimizers.
+        """
         present = self.present
         self._held = [user.optimizer for user in present]
         return [user.number for user in present]
@@ -116,19 +132,26 @@ class AxisUsers:
         self._held = []
 
     def company(self, of: "AxisUser", gone: Collection[int]) -> list["AxisUser"]:
-        """The optimizers that leave together with `of`; the same on all ranks."""
+        """Returns the optimizers that hand over their unsent state in the same step as the
+        optimizer `of`, when a replica leaves. The result is the same on all ranks.
+
+        gone: numbers of the optimizers that a rank had dropped when all ranks agreed on the
+        departure.
+        """
         present = self.present
         numbers = company(self.turns, [user.number for user in present], of.number, gone)
         return [user for user in present if user.number in numbers]
 
     def end_others(self, gone: Collection[int]) -> None:
-        """Marks the optimizers `gone` as over, because a rank has dropped them."""
+        """Marks the optimizers `gone` as over (no longer in use), because a rank does not have
+        them.
+        """
         for number in gone:
             self.turns[number].over = True
 
     def note_trained(self, number: int, tensors: Collection[Tensor]) -> None:
-        """Records the parameters that optimizer `number` trains. Other optimizers that trained one
-        of `tensors` are over.
+        """Records that optimizer `number` trains the parameters `tensors`. Every other optimizer
+        that trained one of these parameters is then over (no longer in use).
         """
         for other, turns in enumerate(self.turns):
             turns.over |= other != number and turns.trains(tensors)
@@ -137,9 +160,10 @@ class AxisUsers:
 
 @dataclass(frozen=True)
 class Departure:
-    """A replica leaves before these turns of the optimizers.
+    """The departure of a replica on which all ranks have agreed.
 
-    gone: the optimizers that a rank had dropped when all agreed on the departure.
+    turns: for each optimizer, the turn (step of this optimizer) before which the replica leaves.
+    gone: numbers of the optimizers that a rank had dropped when all ranks agreed on the departure.
     """
 
     turns: list[int]
@@ -147,40 +171,46 @@ class Departure:
 
     @classmethod
     def by(cls, agreement: Agreement) -> "Departure":
-        """The departure that follows from `agreement`."""
+        """Returns the departure of a replica that leaves because of `agreement`."""
         return cls(agreement.next_changes, sorted(agreement.gone))
 
 
 def told_departures(departing: Mapping[int, Departure]) -> list[tuple[int, list[int], list[int]]]:
-    """Departures by replica, in the format of a report."""
+    """Returns the departures as a list for a `RankReport`: each leaving replica, its turns, and the
+    optimizers that were dropped.
+    """
     return [(member, each.turns, each.gone) for member, each in departing.items()]
 
 
 def company(
     turns: Sequence[Turns], present: Collection[int], of: int, gone: Collection[int]
 ) -> list[int]:
-    """The optimizers among `present` that leave together with the optimizer `of`.
+    """Returns the numbers of the optimizers in `present` that hand over their unsent state in the
+    same step as the optimizer `of`, when a replica leaves.
 
-    gone: optimizers that some rank had dropped when all agreed on the departure.
+    gone: numbers of the optimizers that a rank had dropped when all ranks agreed on the departure.
     """
     return [each for each in present if each not in {of, *gone} and not turns[each].over]
 
 
 def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agreement]:
-    """Agreements that the optimizer `user` adopts before `turn`: the last agreement at which no
-    remaining rank had begun that turn, and all earlier agreements, which it replaces.
+    """Returns the agreements in `pending` that take effect before `turn` (a step) of the optimizer
+    `user`.
 
-    A rank that had begun the turn at an earlier agreement may be lost at a later agreement.
+    These are the last agreement at which no remaining rank had begun that turn, and all earlier
+    agreements. The last agreement replaces the earlier agreements, because a rank that had begun
+    the turn at an earlier agreement may be lost at a later agreement.
     """
     due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
     return [*pending[: max(due, default=0)]]
 
 
 def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[Agreement]:
-    """The successive `agreements` that change the `members`.
+    """Returns those of the successive `agreements` that change the members. At first the members
+    are `members`.
 
-    A rank that agreed several times in one recovery adopts each agreement, because other ranks may
-    have begun a turn after an earlier agreement.
+    A rank may agree several times in one recovery. It uses each of these agreements, because other
+    ranks may have begun a turn (a step of an optimizer) after an earlier agreement.
     """
     found = []
     for each in agreements:
@@ -191,7 +221,9 @@ def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[
 
 
 def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> list[int]:
-    """Replicas that leave before `turn` of the optimizer `user`."""
+    """Returns the replicas in `departing` that leave before `turn` (a step) of the optimizer
+    `user`, or before an earlier turn.
+    """
     return [
         member for member, departure in departing.items() if turn_of(departure.turns, user) <= turn
     ]
@@ -200,9 +232,11 @@ def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> 
 def new_departures(
     agreement: Agreement, departing: Mapping[int, Departure], shards: int, least: int
 ) -> dict[int, Departure]:
-    """Departures of members that asked to leave, if at least `least` stay.
+    """Returns the departures of members that were asked to leave according to `agreement`. Returns
+    none if fewer than `least` members would stay.
 
-    departing: departures on which all agreed before. Their replicas keep their turns.
+    departing: departures on which all ranks agreed before. Their replicas leave as it was agreed
+    then.
     """
     stay = {*agreement.members} - departing.keys()
     leave = sorted(stay & agreement.asked(shards))
@@ -212,7 +246,7 @@ def new_departures(
 
 
 def new_entry(agreement: Agreement, door: int) -> tuple[int, int]:
-    """Turn of optimizer `door` before which a replica joins according to `agreement`, and the
-    number of that replica.
+    """Returns the turn before which a replica joins according to `agreement`, and the number of
+    this replica. The turn is a step of the optimizer `door`, which lets the replica in.
     """
     return turn_of(agreement.next_changes, door), agreement.guest

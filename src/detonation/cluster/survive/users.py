@@ -1,5 +1,5 @@
-"""Users of an elastic axis on a rank: its optimizers, the host of a new replica, and texts between
-ranks.
+"""The users of an elastic axis on one rank: its optimizers, the `Host` that lets a new replica
+join, and the exchange of texts between ranks.
 """
 
 import math
@@ -29,26 +29,27 @@ _LOST = b"-"
 
 
 class StoreTexts:
-    """Gathers texts of the ranks of `members`. Only one thread may use it at a time.
+    """Gathers texts from the ranks of all `members` through the store. Only one thread may use it
+    at a time.
 
-    The store keeps the first value of a key. So if a rank is lost, either all others have its text
-    or none has it. The name `channel` must be unique.
+    The store keeps the first value of a key. So if a rank is lost, either all remaining ranks get
+    its text, or none of them gets it. No other exchange of texts may have the same name `channel`.
     """
 
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
         self._membership = membership
         self._channel = channel
         self._count = 0
-        # each thread needs its own connection
+        # each thread needs its own connection to the store
         self._store: Store = membership.store.clone()  # type: ignore[attr-defined]
         self._ranks = ranks_of_replicas(members, membership.shards)
         self.rank = self._ranks.index(membership.rank)
         self.world_size = len(self._ranks)
 
     def gather(self, text: str) -> list[str]:
-        """Texts of all ranks, by rank. Collective.
+        """Returns the texts of all ranks, in the order of the ranks. Collective.
 
-        Raises `PeerLost` on all remaining ranks if one is lost.
+        Raises `PeerLost` on all remaining ranks if a rank is lost before its text arrives.
         """
         self._count += 1
         keys = [self._key(self._count, rank) for rank in self._ranks]
@@ -61,7 +62,7 @@ class StoreTexts:
             self._membership.call_if_left()
             awaited.wait(partial(self._away, keys), _TEXT_POLL_S)
         values = self._store.multi_get(keys)
-        if self._count > 1:  # all ranks have read the texts of the previous exchange
+        if self._count > 1:  # all ranks have read the previous texts, so delete this rank's text
             self._store.delete_key(self._key(self._count - 1, self._ranks[self.rank]))
         if any(value[:1] == _LOST for value in values):
             raise PeerLost("a replica was lost meanwhile")
@@ -91,37 +92,43 @@ _POLL_S = 0.005
 
 
 class Host:
-    """One rank's exchange with a joining replica, through the store."""
+    """Tells a joining replica (guest) through the store what it needs, on one rank of a replica
+    that trains.
+    """
 
     door = -1
-    """The optimizer that lets in the replica on which all have agreed."""
+    """Number of the optimizer that lets in the joining replica on which all ranks have agreed; -1
+    at first.
+    """
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
 
     @property
     def guest(self) -> int | None:
-        """The replica that asks to join or waits for its step; None if there is none."""
+        """The replica that asks to join, or that waits for the step at which it joins; None if
+        there is no such replica.
+        """
         if self.membership.guest_asks:
             return self.membership.guest
         return None
 
     def offer(self, guest: int, address: str, user: int) -> None:
-        """Gives a guest the address of this shard's feed; `user` is the optimizer that lets it
-        in.
+        """Tells the joining replica `guest` the address of this shard's feed, which sends the
+        training state, and the number `user` of the optimizer that lets it in.
         """
         store = self.membership.store
-        # publish the optimizer before the address, because the guest acts on the address
+        # write the optimizer first, because all ranks read it after the guest has used the address
         store.set(axis_key("door", guest), str(user))
         feed = axis_key("feed", guest, self.membership.shard)
         store.set(feed, f"{self.membership.replica} {address}")
 
     def refuse(self, guest: int, reason: str) -> None:
-        """Tells a guest that it cannot join."""
+        """Tells the joining replica `guest` the `reason` why it cannot join."""
         self.membership.store.set(axis_key("refused", guest), reason)
 
     def door_of(self, guest: int) -> int:
-        """The optimizer that lets a guest in."""
+        """Returns the number of the optimizer that lets the joining replica `guest` in."""
         store = self.membership.store
         key = axis_key("door", guest)
         if store.check([key]):
@@ -129,32 +136,38 @@ class Host:
         return 0
 
     def tell_entry(self, guest: int, entry: GuestEntry) -> None:
-        """Announces to a guest that the others have reached the turn before which it joins."""
+        """Tells the joining replica `guest` before which turn and step of which optimizer it joins,
+        because the members now begin to wait for it there.
+        """
         told = f"{entry.user} {entry.turn} {entry.step}"
         self.membership.store.set(axis_key("entry", guest), told)
 
     def awaits(self, guest: int, turn: str) -> bool:
-        """Announces that this rank has reached the `turn` before which `guest` joins; returns True
-        after all members have.
+        """Announces that this rank has reached the `turn` (a step of an optimizer) before which the
+        replica `guest` joins. Returns True once all ranks of the members have reached this turn.
         """
         self.membership.store.set(axis_key("at", guest, self.membership.rank), turn)
         return not self.not_at(guest, turn)
 
     def not_at(self, guest: int, turn: str) -> list[int]:
-        """Ranks that have not reached the `turn` before which `guest` joins."""
+        """Returns the ranks of members that have not reached the `turn` (a step of an optimizer)
+        before which the replica `guest` joins.
+        """
         store = self.membership.store
         ranks = ranks_of_replicas(self.membership.members, self.membership.shards)
         keys = {rank: axis_key("at", guest, rank) for rank in ranks}
         if not store.check([*keys.values()]):
             return [rank for rank, key in keys.items() if not store.check([key])]
-        # a guest that was postponed has had an earlier turn
+        # a guest that was postponed had an earlier turn, which a key may still hold
         return [rank for rank, key in keys.items() if store.get(key).decode() != turn]
 
     def copy_turn(self, guest: int, number: int, turn: int) -> float:
-        """The turn after which all shards give their guest copy `number` of the state; infinity
-        until each shard has a guest that waits for it.
+        """Returns the turn (step of the optimizer) after which all shards of this replica give the
+        joining replica `guest` copy `number` of the training state. Returns infinity while a shard
+        of `guest` does not wait for this copy yet.
 
-        The shards of a replica are in the same turn or one turn apart.
+        The shards of this replica are in the same turn or one turn apart. So with several shards
+        the copy is made one turn later than with one shard.
         """
         store = self.membership.store
         shard = self.membership.shard
@@ -170,23 +183,27 @@ class Host:
         return math.inf
 
     def others_ask(self, guest: int, number: int) -> bool:
-        """True if a guest of another shard waits for copy `number` of the state."""
+        """True if another shard of the joining replica `guest` waits for copy `number` of the
+        training state.
+        """
         store = self.membership.store
         coming = self._coming(guest, number)
         del coming[self.membership.shard]
         return any(store.check([key]) for key in coming)
 
     def _coming(self, guest: int, number: int) -> list[str]:
-        # keys by rank, because another replica gives the copy if this one is lost
+        # the keys name ranks, because another replica gives the copy if this replica is lost
         ranks = ranks_of_replicas([self.membership.replica], self.membership.shards)
         return [axis_key("coming", guest, rank, number) for rank in ranks]
 
 
 class AxisEnd(ElasticCommunicator):
-    """One end of an elastic axis, for an optimizer or another user.
+    """The end of an elastic axis on one rank, for an optimizer or another user of the axis.
 
-    layout: its members, by their numbers at the start. adopted: the turn before which it adopted
-    them. pending: agreements on members that it has not adopted yet. name: the name of its texts.
+    layout: the replicas that this user counts as members, by their numbers at the start of the run.
+    adopted: the turn (step of the optimizer) from which the user uses this layout. pending:
+    agreements on members that the user does not use yet. name: the first part of the names of its
+    text channels.
     """
 
     axis: "SurvivingCommunicator"
@@ -218,22 +235,25 @@ class AxisEnd(ElasticCommunicator):
         return StoreTexts(self.axis.host.membership, self.layout, channel)
 
     def take(self, due: Sequence[Agreement], members: list[int], turn: int) -> None:
-        """Adopts `members` from `turn` on, according to the agreements `due`."""
+        """Uses the replicas `members` from `turn` (a step of the optimizer) on, because the
+        agreements `due` take effect before this turn.
+        """
         self.pending = [each for each in self.pending if each not in due]
         self.layout = members
         self.replica = members.index(self.axis.host.membership.replica)
         self.channels = 0
-        self.adopted = turn  # makes channel names unique, because the same members may return
+        self.adopted = turn  # makes names of text channels unique: the same members may return
 
 
 class AxisUser(AxisEnd):
-    """The end of an elastic axis for one optimizer, which adopts new members before its own next
-    step.
+    """The end of an elastic axis for one optimizer. The optimizer uses new members from its own
+    next step on.
 
-    Until then a lost replica counts as absent for it. Optimizers may be in different steps. All
-    ranks make them in the same order.
+    Until this step a lost replica counts as absent for the optimizer. Several optimizers on the
+    axis may be in different steps. All ranks create the optimizers in the same order.
 
-    turns: its progress. optimizer: its method that hands over unsent state; None if it has none.
+    turns: progress of the optimizer. optimizer: the method of the optimizer that hands over its
+    unsent state; None if there is no such method.
     """
 
     def __init__(self, axis: "SurvivingCommunicator", hand_over: HandOver | None) -> None:
@@ -259,20 +279,22 @@ class AxisUser(AxisEnd):
 
     @property
     def exists(self) -> bool:
-        """True unless its optimizer was dropped."""
+        """True unless the program has dropped the optimizer."""
         return self._optimizer is None or self._optimizer() is not None
 
     def turn_of(self, step: int) -> int:
-        """Turn that begins with `step` of the optimizer."""
+        """Returns the turn (a step number that never falls) in which the optimizer takes `step`."""
         return self.turns.of(step)
 
     def turns_ahead(self) -> int:
-        """Difference between a turn and its step. It changes when training goes back or forward."""
+        """Returns the number of a turn (a step number that never falls) minus the number of its
+        step. The difference changes when training goes back or forward.
+        """
         return self.turns.ahead
 
     def step_of(self, turn: float) -> float:
-        """The step of the optimizer at `turn`, provided that training does not go back before
-        it.
+        """Returns the step that the optimizer takes in `turn` (a step number that never falls), if
+        training does not go back before this turn.
         """
         return turn - self.turns.ahead
 
@@ -301,7 +323,7 @@ class AxisUser(AxisEnd):
         return False
 
     def leaving(self, step: int) -> list[int]:
-        if self.axis.acting not in (None, self):  # see `handing_over`
+        if self.axis.acting not in (None, self):  # another optimizer's step: see `handing_over`
             return []
         leave = leaving_before(self.axis.departing, self.number, self.turn_of(step))
         return [self.layout.index(member) for member in leave if member in self.layout]
@@ -318,10 +340,12 @@ class AxisUser(AxisEnd):
         return self.begin_with_members(step, leaving)
 
     def begin_with_members(self, step: int, left: Sequence[int] = ()) -> list[int]:
-        """Adopts the members of `step`, and begins it; `left` are replicas that have left before
-        it. Returns the earlier members that stay, by index.
+        """Uses from now on the members on which all ranks agreed for `step`, and begins this step.
+        Returns the earlier members that stay, by their earlier index.
+
+        left: replicas that have left before this step.
         """
-        # a single lock, because an agreement needs to know who has begun this step, and with whom
+        # one lock for all, because reports must say whether this step has begun with new members
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(left)
@@ -332,7 +356,7 @@ class AxisUser(AxisEnd):
                 members = due[-1].members
             kept = [number for number, member in enumerate(self.layout) if member in members]
             if not due or due[-1] in self.axis.pending:
-                # the first optimizer that adopts members also adopts them for all other users
+                # the first optimizer that uses new members also sets them for the axis itself
                 self.axis.take(due, members, turn)
             self.take(due, members, turn)
             self._end_others(due, grown=len(members) > len(kept))
@@ -340,10 +364,11 @@ class AxisUser(AxisEnd):
         return kept
 
     def _let_all_hand_over(self, leaving: Sequence[int]) -> None:
-        """Makes the other optimizers hand over the unsent state of the replicas `leaving`.
+        """Makes all other optimizers hand over the unsent state of the replicas `leaving`.
         Collective.
 
-        All ranks are in the same step of this optimizer, so the others are between two steps.
+        All ranks are in the same step of this optimizer, so each other optimizer is between two
+        steps.
         """
         axis = self.axis
         gone = {user for member in leaving for user in axis.departing[member].gone}
@@ -357,18 +382,20 @@ class AxisUser(AxisEnd):
             axis.handed = ()
 
     def hand_over(self) -> None:
-        """Makes its optimizer hand over unsent state, in the step of another optimizer.
+        """Makes the optimizer hand over its unsent state during a step of another optimizer.
 
-        It counts as a turn. The new members are adopted in the next turn.
+        The hand-over counts as a turn (step) of the optimizer. In its next turn the optimizer uses
+        the new members.
         """
         if (optimizer := self.optimizer) is not None:
             optimizer()
         self.turns.ahead += 1
 
     def _await_departure(self, leaving: Sequence[int], step: int) -> None:
-        """Leaves if this replica is `leaving`; else waits until all agree on the remaining ones.
+        """Ends this replica if it is one of the replicas `leaving`. Otherwise waits until all ranks
+        have agreed on members without the replicas `leaving`.
 
-        Raises `ReplicaLeft` if this replica has left.
+        Raises `ReplicaLeft` on a replica that leaves.
         """
         if self._membership.replica in leaving:
             self._membership.store.set(axis_key("asked", self._membership.rank), "1")
@@ -382,7 +409,9 @@ class AxisUser(AxisEnd):
             time.sleep(_POLL_S)
 
     def _await_guest(self, step: int) -> None:
-        """Waits before `step` until all have agreed whether the guest has joined."""
+        """If a replica joins before `step`, waits until all ranks have agreed whether it is a
+        member now.
+        """
         axis = self.axis
         membership = self._membership
         awaited = membership.awaited()
@@ -397,7 +426,7 @@ class AxisUser(AxisEnd):
                 if axis.awaits < 0:
                     axis.host.tell_entry(guest, entry)
                 axis.awaits = guest
-            # after this check no collective is running on any rank
+            # once all ranks wait before this step, no collective is running
             if axis.host.awaits(guest, entry.turn_in_words):
                 membership.call()
                 with membership.changed:
@@ -410,9 +439,9 @@ class AxisUser(AxisEnd):
         return due_before(self.pending, self.number, turn)
 
     def _end_others(self, due: Sequence[Agreement], grown: bool) -> None:
-        """Marks optimizers as over that at least one rank does not have.
+        """Marks each optimizer that at least one rank does not have as over (no longer in use).
 
-        A new replica has only the optimizer that let it in.
+        grown: True if a replica joins. This replica has only the optimizer that let it in.
         """
         users = self.axis.users
         for agreement in due:
