@@ -280,8 +280,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
                 other = sum(pair) - replica
                 peer = ranks[other]
         # times of short messages, then of long messages; the lower replica of a pair stores them
-        # the times of short messages, then of long messages; a pair's lower replica stores its
-        # times
+        times = [0.0] * (2 * size)
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(
                 _both_ways(peer, nbytes, axis, everyone) for _ in range(_PAIR_REPEATS)
@@ -292,8 +291,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
         short = agreed[:size]
         long = agreed[size:]
         for a, b in pairs:
-            # the difference of two almost equal times is noise, so at least a tenth of the time is
-            # used
+            # the difference of almost equal times is noise, so use at least a tenth of the time
             seconds = max(long[a] - short[a], 0.1 * long[a])
             rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
             samples.append(LinkSample(a, b, short[a], rate))
