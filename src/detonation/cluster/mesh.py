@@ -337,8 +337,7 @@ def shard(
         )
         if unit is model or own_parameters:
             sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
-            # FSDP sums and divides by itself, because older versions of gloo return a sum as the
-            # average
+            # FSDP itself divides the sum: in older versions, the average of gloo is only the sum
             if mesh.device_type == "cpu":
                 sharded.set_force_sum_reduction_for_comms(True)
             units.append(sharded)

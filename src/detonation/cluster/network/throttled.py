@@ -126,8 +126,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
 
         def wait() -> Tensor:
             result = wait_for_result()
-            # each peer has started this exchange, so each has recorded when its message will be
-            # sent
+            # each peer has started this exchange, so it has recorded when its message is sent
             self.arrive(kind, self._left[self._peers, exchange], self.size(), message.nbytes)
             return result
 
