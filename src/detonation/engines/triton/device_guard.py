@@ -175,8 +175,8 @@ class TritonGuard(Guard):
 
 
 def _readback(numbers: Tensor) -> runtime.Readback:
-    """Reads back numbers that a later inspection overwrites. If the CPU simulates an accelerator, a
-    copy is read.
+    """Starts to read back `numbers`, which a later inspection overwrites. If the CPU simulates an
+    accelerator, a copy is read.
     """
     if numbers.device.type == "cpu":
         numbers = numbers.clone()
