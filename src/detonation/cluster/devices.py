@@ -187,7 +187,8 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
 
 def peak_memory(device: torch.device) -> int:
     """Returns the peak memory in bytes: of tensors on an accelerator, or of this process on a
-    CPU."""
+    CPU.
+    """
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

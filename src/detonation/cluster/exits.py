@@ -98,7 +98,8 @@ class RankExits:
 
     def _failure_of(self, rank: int, code: int) -> Failure:
         """Returns the failure that `rank` wrote to the folder, or a failure made from its exit
-        code."""
+        code.
+        """
         path = failure_file(self._folder, rank)
         if path.exists():
             return Failure(**read_json(path))

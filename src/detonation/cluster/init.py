@@ -1,5 +1,6 @@
 """Sets up the process group and the device of a rank, at the position that the launcher gives
-it."""
+it.
+"""
 
 import gc
 import logging
@@ -40,7 +41,7 @@ from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch, says_meanwh
 _log = logging.getLogger("detonation")
 COLLECTIVE_TIMEOUT_S = 300.0
 """Seconds for which a collective waits for a rank that compiles, loads or saves. The transfer time
-of the message is added to them.
+of the message is added to these seconds.
 """
 
 GROUP_TIMEOUT_S = 1800.0

@@ -1,4 +1,4 @@
-"""Finds the network interface of this machine that leads to a host, by the kernel's routes.
+"""Finds the interface of this machine that leads to a host, according to the kernel's routes.
 
 Two processes reach each other over loopback only if they are in the same network namespace of one
 machine. If all processes of a group share a namespace, they listen on loopback. Otherwise each

@@ -141,7 +141,8 @@ def _starter(world_size: int, enter: Callable[[int], None] | None) -> Callable[[
 
 def _raise_failure(failure: Failure, stop: Stop, world_size: int) -> NoReturn:
     """Raises `SystemExit` if this process forwarded the signal that ended a rank, else
-    `WorldError`."""
+    `WorldError`.
+    """
     if stop and failure.kind == signal.Signals(stop.number).name:
         raise SystemExit(128 + stop.number)
     raise WorldError(failure, world_size)
@@ -223,7 +224,8 @@ def _end_lost(rank: int, folder: Path, reason: Reason) -> NoReturn:
 
 def _tell(folder: Path, failure: Failure) -> None:
     """Writes the failure to `folder` for the waiting parent process; prints it if the disk is
-    full."""
+    full.
+    """
     try:
         write_result(failure_file(folder, failure.rank), asdict(failure))
     except OSError:
@@ -349,7 +351,7 @@ def _require_start(
         use_interface(os.environ, interface)
     except ValueError as error:
         failure = failure_from_exception(position.rank, error)
-        if not position.local_rank:  # one rank per machine prints the error, equal on all
+        if not position.local_rank:  # one rank per machine prints this shared error
             fail(WorldError(failure, position.world_size))  # now, as other ranks may never start
         failure = failure_from_exception(position.rank, refuse_world(position, error))
         raise WorldError(failure, position.world_size, reported=True) from error

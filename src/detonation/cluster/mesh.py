@@ -29,7 +29,8 @@ from detonation.wire.wire import ShardWire
 
 def layers_of(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the elements of every outermost `nn.ModuleList`, such as the layers of a
-    transformer."""
+    transformer.
+    """
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -219,7 +220,8 @@ def _shards_of_nodes(
 
 def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | None) -> DeviceMesh:
     """Makes the mesh of replicas that have `sizes` ranks; `slow` is the backend between
-    replicas."""
+    replicas.
+    """
     if len({*sizes}) == 1:
         axes = (len(sizes), sizes[0])
         return init_device_mesh(
@@ -337,7 +339,7 @@ def shard(
         )
         if unit is model or own_parameters:
             sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
-            # FSDP itself divides the sum: in older versions, the average of gloo is only the sum
+            # FSDP itself divides the sum, because in older versions the average of gloo is the sum
             if mesh.device_type == "cpu":
                 sharded.set_force_sum_reduction_for_comms(True)
             units.append(sharded)

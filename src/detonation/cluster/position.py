@@ -225,12 +225,12 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 def store_addresses(text: str) -> list[tuple[str, int]]:
     """Splits one "HOST:PORT", or several that are separated by commas, into hosts and ports.
-    Raises `ValueError` if an address has another form or is repeated, or if the number of addresses is
-    even.
-        Raises `ValueError` if an address has another form or is repeated, or the number is even.
 
-        >>> store_addresses("a:7000,b:7000,c:7000")
-        [('a', 7000), ('b', 7000), ('c', 7000)]
+    Raises `ValueError` if an address has another form or is repeated, or if the number of addresses
+    is even.
+
+    >>> store_addresses("a:7000,b:7000,c:7000")
+    [('a', 7000), ('b', 7000), ('c', 7000)]
     """
     found = [host_and_port(each.strip()) for each in text.split(",")]
     if len({*found}) < len(found):

@@ -91,7 +91,8 @@ def time_mark(device: torch.device) -> Any:
 
 def elapsed_ns(first: Any, last: Any) -> int:
     """Returns the nanoseconds between two time marks, after a wait for the accelerator if
-    needed."""
+    needed.
+    """
     if isinstance(first, float):
         return int(1e9 * (last - first))
     last.synchronize()

@@ -140,7 +140,8 @@ class Library:
         basis: Tensor,
     ) -> None:
         """Subtracts `share` times the `values` from the residual. `decode` describes `few` and
-        `basis`."""
+        `basis`.
+        """
         # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 from `encode`
         rows, chunk = residual.shape
         status = self._library.detonation_release(

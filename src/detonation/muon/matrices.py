@@ -244,7 +244,8 @@ class _Group:
 
     def _send(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> None:
         """Starts to send bytes to each rank, and to receive tensors of `sizes` bytes from each
-        rank."""
+        rank.
+        """
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
         message = torch.cat([empty, *chain.from_iterable(sent)])
         self._sizes = [*chain.from_iterable(sizes)]
@@ -260,7 +261,8 @@ class _Group:
 
     def _received(self) -> Iterator[Tensor]:
         """Waits for the transfer, and returns the tensors from all ranks, in the order of the
-        ranks."""
+        ranks.
+        """
         self._work.wait()
         return iter(torch.split(self._buffer, self._sizes))
 

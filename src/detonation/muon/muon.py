@@ -217,7 +217,8 @@ class _OrthogonalStep:
 
     def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the orthogonal direction and, for NorMuon, the mean of the squares of each of its
-        rows."""
+        rows.
+        """
         direction = _newton_schulz(given, self._group["coefficients"])
         if not self.noted:
             return direction, direction.new_empty(0, dtype=torch.float32)

@@ -76,7 +76,8 @@ class BlockIntegers:
 
     def decode(self, encoded: Tensor, count: int, places: Tensor | None = None) -> Tensor:
         """Decodes messages of `count` numbers each. A number at `places` that is marked becomes
-        0."""
+        0.
+        """
         # [..., bytes] uint8, [marks] int64 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
@@ -98,7 +99,8 @@ class BlockIntegers:
 
     def marked(self, encoded: Tensor, count: int, places: Tensor) -> Tensor:
         """Returns which numbers at `places` are marked as not sent, in messages of `count`
-        numbers."""
+        numbers.
+        """
         # [..., bytes] uint8, [marks] int64 -> [..., marks] bool
         return self._codes(encoded, count)[..., places] == 0
 
@@ -434,7 +436,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
 
     def note_step(self) -> None:
         """Records that an optimizer step has just written the weights, if some of them are
-        trained."""
+        trained.
+        """
         if self._is_trained():
             self.weights.note()
 

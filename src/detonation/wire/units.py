@@ -98,7 +98,8 @@ class ShardUnit:
 
     def _hook_loading(self, module: nn.Module) -> None:
         """Makes the next exchange of weights exact after `load_state_dict` of a module of the
-        unit."""
+        unit.
+        """
 
         def loaded(*_: object) -> None:
             # without a reshard, a gathered unit would not exchange in the next forward pass
@@ -176,7 +177,8 @@ class ShardUnit:
 
     def sizes(self) -> dict[str, int]:
         """Returns the number of elements of a rank's shard of each parameter, padded as in
-        FSDP2."""
+        FSDP2.
+        """
         return {name: padded_numel(parameter) for name, parameter in self.parameters.items()}
 
     def _trained_sizes(self) -> dict[str, int]:
@@ -279,7 +281,8 @@ def shard_bytes_sent(model: nn.Module) -> int:
 
 def shard_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state of all units on this rank, by `<kind>.<parameter>`; see
-    `ShardUnit.state`."""
+    `ShardUnit.state`.
+    """
     return {key: tensor for unit in shard_units(model) for key, tensor in unit.state().items()}
 
 

@@ -26,7 +26,8 @@ from detonation.core.link import Axis, ElasticCommunicator, Link, mismatch_on_al
 
 Start = Callable[[int], Callable[[], object]]
 """Starts an exchange of the given number of bytes, and returns a function that waits for its
-end."""
+end.
+"""
 _SIZES = 2**10, 2**24
 """Sizes in bytes of the smallest and the largest message that is measured."""
 _HINTS = 1.1
@@ -95,7 +96,8 @@ class Everyone:
         self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max
     ) -> list[float]:
         """Reduces each of `times` over all ranks with the function `reduced`, by default the
-        maximum."""
+        maximum.
+        """
         return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
     def send_to_all(self, value: Any) -> list[Any]:

@@ -10,7 +10,8 @@ PROFILE_FORMAT = 1
 SILENT_S = 1.0
 SILENT_BYTES = 2**16
 """`probe` sends nothing for `SILENT_S` seconds, and then times a message of `SILENT_BYTES`
-bytes."""
+bytes.
+"""
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,8 @@ class _Scheduler:
 
     def wait(self, replica: int, collective: _Collective) -> Tensor:
         """Lets other replicas run until all replicas have started `collective`; returns its
-        result."""
+        result.
+        """
         while not collective.complete:
             self._idle += 1
             if self._idle > self.replicas:

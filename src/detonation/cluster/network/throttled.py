@@ -1,5 +1,6 @@
 """Emulates a slow link between processes of one machine, on any operating system and without
-root."""
+root.
+"""
 
 import fcntl
 import mmap

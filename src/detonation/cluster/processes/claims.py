@@ -64,7 +64,8 @@ class Claim:
 
     def offer(self, axis: Store) -> None:
         """On the first rank, writes the numbers of replicas and shards that other ranks must
-        share."""
+        share.
+        """
         axis.set(_SIZE, self._size)
 
     def hold(self, axis: Store) -> None:

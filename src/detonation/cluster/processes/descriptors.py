@@ -1,5 +1,6 @@
 """Keeps file descriptors free: raises their limit, and drops foreign connections to gloo's
-ports."""
+ports.
+"""
 
 import ctypes
 import os

@@ -65,7 +65,8 @@ class StopRequested(RunError):
 
 class SecondaryFailure(RunError):
     """Raised on a rank that stops because another rank failed. That other rank reports the
-    cause."""
+    cause.
+    """
 
 
 class WorldError(DetonationError, RuntimeError):

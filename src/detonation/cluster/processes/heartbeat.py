@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _BYTES = 8
 _NOTHING = "-"
 _READING_S = 2.0
-"""Seconds for which other ranks get time to read the last notice; lost ranks never read it."""
+"""Seconds in which other ranks can still read the last notice; lost ranks never read it."""
 
 
 class FileBoard:
@@ -57,7 +57,8 @@ class FileBoard:
 
     def post_notice(self, notice: str) -> str:
         """Posts `notice`, unless the board has a notice already. Returns the notice on the
-        board."""
+        board.
+        """
         draft = self._notice.with_name(f"notice-{os.getpid()}")
         with os.fdopen(replaced(draft), "wb") as file:
             file.write(notice.encode())
@@ -172,7 +173,8 @@ def _key(name: object) -> str:
 BEAT_S = 0.25
 STARTUP_LIMIT_S = 120.0
 """Seconds without a heartbeat after which a rank counts as lost, until the run knows the size of
-its messages. They are many, because processes start at different speeds.
+its messages. The limit is long, because processes start at
+different speeds.
 """
 _MISSED = 6
 """Number of missing heartbeats after which a rank is suspected to be lost."""
@@ -181,7 +183,8 @@ _MISSED = 6
 @dataclass(frozen=True)
 class Reason:
     """The reason why all ranks end, and the rank that reports this reason. bad_input: see
-    `Failure`."""
+    `Failure`.
+    """
 
     text: str
     rank: int

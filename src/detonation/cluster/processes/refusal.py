@@ -34,7 +34,8 @@ from detonation.cluster.processes.rendezvous import rendezvous_store, wait_until
 
 FRESH_S = 60.0
 """Seconds within which ranks or replicas that are started together must meet or refuse the
-start."""
+start.
+"""
 _LOOK_S = 0.25
 _KEY = "detonation/refused"
 _REFUSED = "refused"
@@ -112,12 +113,14 @@ class Preparation:
 
     def begin(self) -> None:
         """Lets other replicas refuse the start until all are `prepared`, even after training
-        steps."""
+        steps.
+        """
         self._announces = True
 
     def prepared(self) -> None:
         """Announces that this rank's set-up has ended. From now on the other replicas survive its
-        loss."""
+        loss.
+        """
         self._store.set(_prepared(self._rank), "1")
 
     def refuse(self, reason: str) -> None:

@@ -354,7 +354,8 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
 
 def asked_interface(env: Mapping[str, str]) -> str:
     """Returns the interface that the user chose; "" if this process chose the interface in
-    `env`."""
+    `env`.
+    """
     name = env.get(GLOO_INTERFACE, "").partition(",")[0]
     if name == _found:
         return ""

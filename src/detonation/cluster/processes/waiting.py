@@ -61,7 +61,8 @@ class Standing:
     @classmethod
     def parse(cls, text: str) -> "Standing":
         """Parses the text that `str` makes of a `Standing`. Raises `ValueError` for any other
-        text."""
+        text.
+        """
         steps, where = text.split(" ")
         if where not in _SAID:
             raise ValueError(f"{where!r} is no position in a training loop")
@@ -81,6 +82,7 @@ class Standing:
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     """Returns the line to log if `rank` has made no progress for `seconds`. Returns "" if `rank`
     waits for no rank, or if a lower rank logs the line.
+
     >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30).partition(": ")[2]
     'rank 1 is between steps 20 and 21'
     """
@@ -92,6 +94,7 @@ def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
     """True if `rank` waits in vain: it is inside a step, and all `partners` that have not begun
     that step have left the run.
+
     >>> waits_in_vain(0, [Standing(21, "inside"), Standing(20, "left"), Standing(20)], {1})
     True
     """
@@ -144,8 +147,8 @@ def standing_in_words(rank: int, standing: Standing) -> str:
 
 @contextlib.contextmanager
 def says_meanwhile(who: str, whom: str) -> Iterator[None]:
-    """Context manager that logs after 5, 10, 20 ... s, from another thread, that `who` waits for
-    `whom`. It ends the log lines when its block ends.
+    """Context manager: while its block runs, another thread logs after 5, 10, 20 ... s that `who`
+    waits for `whom`.
 
     Use it around calls of libraries that wait without logging.
     """

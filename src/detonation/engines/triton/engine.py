@@ -144,7 +144,7 @@ class TritonEngine(ReferenceEngine):
         out: Tensor | None = None,
     ) -> Selected:
         codec = self.codec
-        # only "read" needs the codec's precision, which subtracts the values in the message
+        # only "read" keeps the codec's precision: it subtracts the values as the message holds them
         if self._releases != "read":
             codec = replace(codec, precision=FP32)
         rows = self.layout.rows
@@ -203,7 +203,8 @@ class TritonEngine(ReferenceEngine):
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
         """Does nothing, because `encode` subtracts the sent values from the memory of unsent
-        values."""
+        values.
+        """
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
         shared = None
@@ -417,7 +418,8 @@ class TritonEngine(ReferenceEngine):
 
     def _coder(self, codec: Codec, step: int) -> Any:
         """Returns the launches for `codec` over this engine's rows, with the shared selection of
-        `step`."""
+        `step`.
+        """
         if codec is not self._coded[0]:
             self._coded = codec, self._made(codec)
         coder = self._coded[1]

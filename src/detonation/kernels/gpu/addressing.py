@@ -206,7 +206,8 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def mixed(word):
     """Returns an output of splitmix64 (Steele, Lea & Flood, 2014), as `selection._random_words`
-    does."""
+    does.
+    """
     word = (
         word ^ ((word >> 30) & 0x3FFFFFFFF)
     ) * -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64

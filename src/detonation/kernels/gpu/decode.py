@@ -148,7 +148,8 @@ def sum_of_vectors(
 @triton.jit
 def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
     """Returns the address of the run of a sum that contains each row, and the row's number in the
-    run."""
+    run.
+    """
     # row [rows] int64 -> two tensors of that shape
     address, local = tl.zeros_like(row) + wide(address0), row
     addresses, begins = (address0, address1, address2, address3), (0, row1, row2, row3)

@@ -306,7 +306,8 @@ class Scanner:
 
 def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
     """True if each message begins, after `room` bytes, at an address that is a multiple of
-    `unit`."""
+    `unit`.
+    """
     # [messages, bytes] uint8
     return not (
         (messages.data_ptr() + room) % unit or (messages.shape[0] > 1 and messages.stride(0) % unit)

@@ -51,7 +51,8 @@ class Coding:
     @cached_property
     def columns(self) -> int:
         """Returns the length of a row in kernels: a power of two, at least 16 for a matrix
-        product."""
+        product.
+        """
         columns = 1 << (self.chunk - 1).bit_length()
         if self.basis == "dct":
             return max(16, columns)

@@ -291,7 +291,8 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
 @triton.jit
 def ranks_of(size, number):
     """Returns the rank of each number: how many numbers are smaller, or equal at a smaller
-    index."""
+    index.
+    """
     less, equal = size[None, :] < size[:, None], size[None, :] == size[:, None]
     return tl.sum((less | (equal & (number[None, :] < number[:, None]))).to(tl.int32), axis=1)
 
@@ -308,7 +309,8 @@ def square_of(value):
 @triton.jit
 def finite_size(statistic):
     """Returns the magnitudes of fp32 numbers; infinity for NaN, because a maximum would ignore
-    NaN."""
+    NaN.
+    """
     size = tl.abs(statistic)
     return tl.where(size <= LARGEST, size, float("inf"))
 
