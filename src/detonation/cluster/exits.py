@@ -48,7 +48,7 @@ class RankExits:
         self._survived: list[Failure] = []
         # until this time, other ranks may still report the root cause
         self._cause_deadline = float("inf")
-        self._end_deadline = float("inf")  # until this time, the last replicas must end
+        self._end_deadline = float("inf")  # by this time, the last replicas must have ended
 
     def wait(self) -> Failure | None:
         """Waits until all ranks have ended. Returns the root cause of a failure; None if all ranks

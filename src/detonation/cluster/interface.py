@@ -19,7 +19,7 @@ from pathlib import Path
 LOOPBACK = "lo"
 if sys.platform == "darwin":
     LOOPBACK = "lo0"
-_SIOCGIFADDR = 0x8915  # Linux
+_SIOCGIFADDR = 0x8915  # the number of this request on Linux
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that are reserved for documentation; packets to them use the default route."""
 _OF_THE_LINK = "20"

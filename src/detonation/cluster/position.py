@@ -22,7 +22,7 @@ _MPI = (
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    # variables of MPICH and Intel MPI
+    # variables that MPICH and Intel MPI set
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 

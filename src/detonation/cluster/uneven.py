@@ -144,8 +144,9 @@ class UnevenAxis(Communicator):
         intra_node: DeviceMesh | None,
         balance: bool,
     ) -> None:
-        """Raises `ValueError` for options that replicas with different numbers of ranks do not
-        support yet."""
+        """Raises `ValueError` for options that do not work yet if replicas have different numbers
+        of ranks.
+        """
         gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
         late = [scheme.name for scheme in gradients if scheme.round.delay]
         kinds = {(local(p).device, p.dtype) for group in base.param_groups for p in group["params"]}

@@ -35,11 +35,11 @@ class Balance(StepGate):
         self._link = link
         self._shards = shards
         self._device = device
-        self._since: Any = None  # time at the end of the last step
+        self._since: Any = None  # time mark at the end of the last step
         self._laps: list[tuple[Any, Any]] = []
 
     def idle(self, step: int) -> bool:
-        """True if this replica skips `step`."""
+        """True if this replica takes no local step in `step`."""
         return not bool(self.local_steps.taken(step)[self._link.replica])
 
     def moved(self, step: int, idle: bool) -> None:

@@ -294,7 +294,7 @@ def _difference(
     sums = [list(row[:_SIGNS]) for row in rows]
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 
-    def close(a: int, b: int) -> bool:  # nonfinite numbers are not close unless they are equal
+    def close(a: int, b: int) -> bool:  # nonfinite numbers are close only if they are equal
         if repr(sums[a]) == repr(sums[b]):
             return True
         norm = min(norms[a], norms[b])

@@ -1,4 +1,4 @@
-"""Single rounding: runs optimizer steps in operations that every processor rounds in the same way."""
+"""Single rounding: runs optimizer steps in operations that every processor rounds alike."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _FP64 = 53
-"""Number of bits up to which fp64 adds integers exactly, in any order."""
+"""Number of bits that sums of integers may have so that fp64 adds them exactly, in any order."""
 _INT64 = 63
-"""Number of bits up to which int64 adds integers exactly."""
+"""Number of bits that sums of integers may have so that int64 adds them exactly."""
 
 
 class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -60,7 +60,7 @@ def _directories(reasons: list[str]) -> Iterator[Path]:
     for find in (_of_user, lambda: shared):
         try:
             yield private_directory(find())
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        except (OSError, RuntimeError) as error:  # RuntimeError if the user has no home directory
             reasons.append(str(error))
     with (
         contextlib.suppress(OSError),
@@ -130,7 +130,7 @@ def _make_once(path: Path, make: Callable[[Path], None]) -> None:
         _wait_for(lock.fileno())
         if _whole(path):
             return
-        # a unique directory, because compilers may write further files
+        # the directory is used once only, because compilers may write further files
         with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as folder:
             part = Path(folder) / path.name
             make(part)
@@ -149,7 +149,7 @@ def _wait_for(lock: int) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.05)
-        except OSError:  # a network file system without locks: the atomic rename suffices
+        except OSError:  # a file system without locks: the atomic rename suffices
             return
         else:
             return

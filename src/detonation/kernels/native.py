@@ -142,7 +142,7 @@ class Library:
         """Subtracts `share` times the `values` from the residual. `decode` describes `few` and
         `basis`.
         """
-        # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 from `encode`
+        # shapes: residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 of `encode`
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width,
@@ -208,7 +208,7 @@ class Library:
         """Returns the indices of the `k` largest magnitudes in each row, in rising order; see
         `topk_indices`.
         """
-        # [rows, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, k] uint8
+        # shapes: [rows, chunk] fp32, with chunk one of KERNEL_CHUNKS -> [rows, k] uint8
         rows, chunk = coefficients.shape
         found = torch.empty(rows, k, dtype=torch.uint8, device="cpu")
         status = self._library.detonation_topk(
@@ -221,7 +221,7 @@ class Library:
         """Computes `coefficients @ basis` as a chain of fused multiply-adds, in the order of the
         basis vectors.
         """
-        # [rows, chunk] and [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
+        # shapes: [rows, chunk], [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
         rows, chunk = coefficients.shape
         out = torch.empty_like(coefficients)
         status = self._library.detonation_product(
@@ -247,7 +247,7 @@ class Library:
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
         """Packs numbers of `width` bits without gaps, each line separately."""
-        # [..., n] integer -> [..., nbytes] uint8
+        # shapes: [..., n] integers -> [..., nbytes] uint8
         *lines, count = numbers.shape
         is_narrow = width <= 8
         plain = numbers.to(torch.uint8 if is_narrow else torch.int64).contiguous()
@@ -259,7 +259,7 @@ class Library:
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
         """Unpacks the numbers that `pack` has packed."""
-        # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
+        # shapes: [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
         lines = packed.unsqueeze(0).flatten(0, -2)
         is_narrow = width <= 8
         shape = (*packed.shape[:-1], count)
@@ -272,7 +272,7 @@ class Library:
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
         """Returns a bitmap of rows of `chunk` bits, in which the bits at `indices` are set."""
-        # [..., rows, k] integer -> [..., ceil(rows * chunk / 8)] uint8
+        # shapes: [..., rows, k] integers -> [..., ceil(rows * chunk / 8)] uint8
         *lines, rows, k = indices.shape
         is_narrow = chunk <= 256
         plain = indices.to(torch.uint8 if is_narrow else torch.int64).contiguous()
@@ -284,7 +284,7 @@ class Library:
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         """Returns the indices of the bits that are set in a bitmap, in order."""
-        # shapes as in `mark`; chunks up to 256 -> uint8, else int64
+        # shapes as in `mark`; the indices are uint8 for a chunk up to 256, else int64
         lines = bitmap.unsqueeze(0).flatten(0, -2)
         is_narrow = chunk <= 256
         shape = (*bitmap.shape[:-1], rows, k)
@@ -318,7 +318,7 @@ class Library:
 
     def encode_powers(self, values: Tensor, limits: Tensor, nbytes: int) -> Tensor:
         """Encodes lines of values as `codebooks.E3M0` does. `octave_limits` describes `limits`."""
-        # [..., n] and [6] fp32 -> [..., nbytes] uint8
+        # shapes: values [..., n] and limits [6] fp32 -> [..., nbytes] uint8
         *lines, count = values.shape
         plain = values.to(torch.float32).contiguous()
         encoded = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
@@ -331,7 +331,7 @@ class Library:
         self, packed: Tensor, levels: Tensor, first: int, count: int, width: int, block: int
     ) -> Tensor:
         """Returns the level of each packed code of up to 4 bits; see `codebooks.decoded`."""
-        # [..., nbytes] uint8, [..., blocks, 2**width] fp32 -> [..., count] fp32
+        # shapes: [..., nbytes] uint8, levels [..., blocks, 2**width] fp32 -> [..., count] fp32
         lines = packed.unsqueeze(0).flatten(0, -2)
         of_lines = levels.unsqueeze(0).flatten(0, -3)
         values = torch.empty(*packed.shape[:-1], count, dtype=torch.float32, device="cpu")
@@ -365,7 +365,7 @@ def load_library() -> Library | None:
 def _load(path: Path) -> Library:
     try:
         return Library(path)
-    except AttributeError as error:  # the compiler succeeded, but omitted functions
+    except AttributeError as error:  # the library lacks functions, although it was compiled
         raise OSError(f"{path} is not the library: {error}") from error
 
 

@@ -47,7 +47,7 @@ class MatrixStep(Protocol):
         """
 
     def after(self, result: Tensor) -> None:
-        """Receives the local shard of the divided result. Every rank calls this method."""
+        """Moves the matrix by its shard of the divided result. Every rank calls this method."""
 
 
 def take(steps: Iterable[MatrixStep]) -> None:

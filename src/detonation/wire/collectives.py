@@ -53,14 +53,14 @@ class BlockIntegers:
         """Quantizes each line of `values`. Where `marked` is True, marks the number at `places` as
         not sent.
         """
-        # [..., n] fp32, [marks] int64, [marks] bool -> [..., bytes of whole blocks] uint8
+        # shapes: values [..., n] fp32, places, marked [marks] -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
         if missing:
             lines = pad(values, (0, missing))
         else:
             lines = values.contiguous()
-        blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
-        largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
+        blocks = lines.view(*lines.shape[:-1], -1, self.block)  # shape [..., blocks, block]
+        largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # shape [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
         # A scale of 0 or a nonfinite scale makes the quotients of its block nonfinite.
         # The bit mask below keeps the code of a nonfinite quotient inside this block.
@@ -78,14 +78,14 @@ class BlockIntegers:
         """Decodes messages of `count` numbers each. A number at `places` that is marked becomes
         0.
         """
-        # [..., bytes] uint8, [marks] int64 -> [..., count] fp32
+        # shapes: encoded [..., bytes] uint8, places [marks] int64 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
         codes = self._codes(encoded, count).sub_(self.largest + 1)
         if places is not None:
             some = codes[..., places]
             codes[..., places] = some.masked_fill(some == -self.largest - 1, 0.0)
-        # [..., blocks, 1]
+        # shape of the scales: [..., blocks, 1]
         scales = (
             encoded[..., split : split + 2 * blocks]
             .contiguous()
@@ -101,11 +101,11 @@ class BlockIntegers:
         """Returns which numbers at `places` are marked as not sent, in messages of `count`
         numbers.
         """
-        # [..., bytes] uint8, [marks] int64 -> [..., marks] bool
+        # shapes: encoded [..., bytes] uint8, places [marks] int64 -> [..., marks] bool
         return self._codes(encoded, count)[..., places] == 0
 
     def _codes(self, encoded: Tensor, count: int) -> Tensor:
-        # [..., bytes] uint8 -> [..., numbers of whole blocks] fp32
+        # shapes: encoded [..., bytes] uint8 -> [..., numbers of whole blocks] fp32
         numbers = -(-count // self.block) * self.block
         split = packed_bytes(numbers, self.width)
         return unpack(encoded[..., :split], numbers, self.width, torch.float32)
@@ -113,7 +113,7 @@ class BlockIntegers:
 
 def _aligned(octets: Tensor) -> Tensor:
     """On an accelerator, pads messages to the alignment of a gathered buffer; see `ALIGNMENT`."""
-    # [..., bytes] -> [..., bytes or more]
+    # shapes: [..., bytes] -> [..., bytes and padding]
     missing = -octets.shape[-1] % ALIGNMENT
     if missing and decides_on_device(octets.device):
         return pad(octets, (0, missing))
@@ -175,14 +175,14 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             )
         parts = input_tensor.view(self._link.replicas, -1)
         places = self._first_numbers(parts)
-        sums, unused = self._summed_in_node(parts, places)  # [nodes, n], [parameters] bool
+        sums, unused = self._summed_in_node(parts, places)  # shapes [nodes, n], [parameters]
         count = sums.shape[1]
         here = self._link.replica
         residual = self._residual_for(count, sums.device)
         before = residual.clone() if self.lacks else residual
         # slices, because a list of indices would be copied to the device and block the host
         others = torch.cat([sums[:here], sums[here + 1 :]])
-        signal = others.float().add_(residual)  # [nodes - 1, n]
+        signal = others.float().add_(residual)  # shape [nodes - 1, n]
         encoded = self._codec.encode(signal, places, unused)
         for_itself = encoded.new_zeros(1, encoded.shape[1])
         sent = torch.cat([encoded[:here], for_itself, encoded[here:]])
@@ -222,7 +222,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         """Returns the position at which each parameter begins in a shard; None if torch leaves some
         parameters out of the message.
         """
-        # [nodes, local * n] -> [parameters] int64
+        # shapes: parts [nodes, local * n] -> [parameters] int64
         sizes = dict(self._sizes())
         local = self._local.size() if self._local is not None else 1
         if not all(sizes.values()) or sum(sizes.values()) * local != parts.shape[1]:
@@ -236,7 +236,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
 
     def by_parameter(self) -> dict[str, Tensor]:
         """Returns the residual of each parameter; nothing before the first use."""
-        # -> [nodes - 1, size] fp32 each
+        # shape of each residual: [nodes - 1, size] fp32
         if self.residual is None:
             return {}
         return dict(
@@ -263,7 +263,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
 
     def _residual_for(self, count: int, device: torch.device) -> Tensor:
         """Returns the residual in the layout of the parameters that are trained now."""
-        # -> [nodes - 1, count] fp32
+        # shape of the result: [nodes - 1, count] fp32
         sizes = dict(self._sizes())
         if sum(sizes.values()) != count:
             # before torch 2.13, FSDP2 omits a parameter without a gradient from the message
@@ -289,7 +289,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         """Sums gradients over the ranks of this node. A rank gets the sums for the shards of its
         own local rank on all nodes. Also returns which parameters no rank of this node used.
         """
-        # [nodes, local * n], [parameters] int64 -> [nodes, n], [parameters] bool
+        # shapes: [nodes, local * n], [parameters] int64 -> [nodes, n], [parameters] bool
         unused = None
         used = parts.new_ones(0)
         if places is not None:
@@ -303,7 +303,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         nodes = len(parts)
         size = self._local.size()
         count = parts.shape[1] // size
-        lines = parts.view(nodes, size, -1).transpose(0, 1)  # [local, nodes, n]
+        lines = parts.view(nodes, size, -1).transpose(0, 1)  # shape [local, nodes, n]
         for_each = torch.cat([lines, used.expand(size, nodes, -1)], 2)
         summed = parts.new_empty(nodes, for_each.shape[2])
         _reduce_scatter_single(summed.view(-1), for_each.view(-1), group=self._local)
@@ -442,21 +442,21 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
             self.weights.note()
 
     def forget(self) -> None:
-        """Makes the next exchange exact, because the weights were replaced."""
+        """Makes the next exchange of weights exact, because the weights were replaced."""
         self.reference = None
 
     def counts(self) -> Tensor:
         """Returns the number of exchanges since the last exact exchange, and 1 if a step followed
         the last gather, else 0.
         """
-        # -> [2] int64
+        # shape of the result: [2] int64
         return torch.tensor(
             [self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu"
         )
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
         """Restores a saved reference, of which `own` is this rank's part. Collective."""
-        # shapes: [n], and [2] int64 in the order of `counts`
+        # shapes: own [n], counts [2] int64 in the order of the method `counts`
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
         self._seen = WEIGHT_MOVES.count
@@ -496,7 +496,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self._link.recycle(arrived)
 
     def _exact(self, own: Tensor) -> Tensor:
-        """Gathers the unquantized shards of all nodes."""  # [n] -> [nodes, n]
+        """Gathers the unquantized shards of all nodes."""  # shapes: [n] -> [nodes, n]
         self._exchanges = 0
         (arrived,), _ = self._link.wait(
             [self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))]

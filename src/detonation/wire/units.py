@@ -104,7 +104,7 @@ class ShardUnit:
         def loaded(*_: object) -> None:
             # without a reshard, a gathered unit would not exchange in the next forward pass
             reshard(unit)
-            for name, (parameters, own_name) in places.items():  # `assign` replaces the parameters
+            for name, (parameters, own_name) in places.items():  # `assign` makes new parameters
                 if (now := parameters.get(own_name)) is not None:
                     self.parameters[name] = now
             self.gather.forget()
@@ -321,7 +321,7 @@ def mend_references(model: nn.Module) -> None:
         [bool(unit.gather.weights.found()) for unit in units], dtype=torch.int64, device="cpu"
     )
     both = torch.stack([sums, written.to(sums.device)])
-    table = units[0].link.collect(both.view(-1)).view(-1, *both.shape)  # [nodes, 2, units]
+    table = units[0].link.collect(both.view(-1)).view(-1, *both.shape)  # shape [nodes, 2, units]
     rewritten = table[:, 1].any(0).tolist()
     for unit, differs, anew in zip(
         units, (table[:, 0] != table[0, 0]).any(0).tolist(), rewritten, strict=True

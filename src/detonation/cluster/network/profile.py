@@ -106,7 +106,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Profile:
-    """Result of `detonation probe`."""
+    """The result of `detonation probe`: measurements of the axes and of the training step."""
 
     replicas: int
     shards: int
@@ -116,7 +116,7 @@ class Profile:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Writes the profile to `path`; returns the table in the file."""
+        """Writes the profile to the file `path`. Returns the table that the file holds."""
         table = {"format": PROFILE_FORMAT, **asdict(self)}
         path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         return table

@@ -100,7 +100,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
         self._group = ProcessGroupCommunicator(axis, own=True)
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
-        # [ranks, exchanges]: the time at which each message will have been sent
+        # shape [ranks, exchanges]: the time at which each message will have been sent
         file, left = _shared_memory(8 * world * _WINDOW, device)
         self._left = left.view(world, _WINDOW)
         os.close(file)  # the memory remains mapped after the file is closed
@@ -120,7 +120,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
     def _throttled(
         self, kind: str, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor
     ) -> Callable[[], Tensor]:
-        exchange = self._started % _WINDOW  # equal on all ranks
+        exchange = self._started % _WINDOW  # the same number on all ranks
         self._left[dist.get_rank(), exchange] = self.leave(kind, message, self.size())
         self._started += 1
         wait_for_result = start(message)

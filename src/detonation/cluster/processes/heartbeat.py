@@ -317,7 +317,7 @@ class Heartbeat:
         awake = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
-            if now - awake > _MISSED * BEAT_S:  # the watching process itself was suspended
+            if now - awake > _MISSED * BEAT_S:  # this process itself was suspended, so begin anew
                 last_beat = self._answered = now
             awake = now
             if self._neighbour_count != latest:

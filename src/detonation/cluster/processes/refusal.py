@@ -128,7 +128,7 @@ class Preparation:
 
         Reasons that come later are ignored.
         """
-        with suppress(DistError, RuntimeError):  # the store is lost
+        with suppress(DistError, RuntimeError):  # a lost store cannot take the reason
             self._store.compare_set(
                 _REFUSED, "", f"replica {self._replica} did not start: {reason}"
             )

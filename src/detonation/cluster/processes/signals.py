@@ -112,7 +112,7 @@ def die_with_parent(parent: int) -> None:
     global _has_launcher
     _has_launcher = True
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 

@@ -76,7 +76,7 @@ class TritonGuard(Guard):
         codec = stage.codec
         aggregation = stage.aggregation
         body = self._inspected(message, stage)
-        # kernels compute a clipped mean as a weighted mean
+        # the kernels have no clipped mean, so they compute it as a weighted mean
         if isinstance(aggregation, ClippedMean):
             nbytes = 4 * len(body)
             taken = stage.workspace.take(("weights", stage.phase), (nbytes,), body.device)

@@ -70,7 +70,7 @@ class StatusInspector(SignalInspector):
 
     def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:
         super().__init__(runtime)
-        # [buckets, n] int64
+        # shape [buckets, n] int64
         self._statuses = one.new_zeros(buckets, len(one))
         self._seen = 0
 
@@ -114,7 +114,7 @@ class TritonEngine(ReferenceEngine):
         self._releases = "read"
         if self._exact:
             self._releases = "exact"
-        elif codec.precision == PRECISIONS["bf16"]:  # bf16: rounds each value separately
+        elif codec.precision == PRECISIONS["bf16"]:  # bf16 rounds each value separately
             self._releases = "rounded"
         self.releases_at_once = True
         self._of_owner = of_owner
@@ -132,7 +132,7 @@ class TritonEngine(ReferenceEngine):
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
         self._found_later = Verdict(self._found, self._found)
-        self._written = Selected(self._nothing, None)  # values that are in a message already
+        self._written = Selected(self._nothing, None)  # these values are in a message already
         # the last codec is kept with its coder, because hashing a codec is slow
         self._coded: tuple[Codec | None, Any] = (None, None)
 
@@ -301,7 +301,7 @@ class TritonEngine(ReferenceEngine):
         arrivals: Any = None,
     ) -> None:
         coder = self._coder(codec, step)
-        read: list[Tensor | None] = []  # keeps copies alive until the kernel is launched
+        read: list[Tensor | None] = []  # keeps copies of signals alive until the launch
         for signal in signals:
             if signal is not None:
                 if signal.dtype not in launching.KIND_OF:

@@ -169,7 +169,7 @@ def message_of_row(begin, item, messages, turns, run, owned):
     """
     of_turn = (begin % run).to(tl.int32) + item
     turn = (begin // run % messages).to(tl.int32) + of_turn // run
-    rest = begin + item - wide(turns) * messages  # below `messages * run` for rows that use it
+    rest = begin + item - wide(turns) * messages  # below `messages * run` where it is used
     left = tl.maximum(wide(owned) - turns, 1).to(tl.int32)
     message = tl.where(rest < 0, turn % messages, rest.to(tl.int32) // left)
     in_turns = (begin // run // messages + turn // messages) * run + of_turn % run
@@ -181,9 +181,9 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Selects the `K` largest magnitudes of each row by their bits. Among equal magnitudes, those
     with the smallest indices are selected.
     """
-    # size [rows, COLUMNS] int32, negative in padding -> [rows, COLUMNS] int32, 1 if selected
+    # shapes: size [rows, COLUMNS] int32, negative in padding -> the same, 1 if selected
     chosen = tl.zeros_like(size)
-    if K <= 8:  # selects one maximum after the other
+    if K <= 8:  # for a small K, selects one maximum after the other
         for _ in range(K):
             best = tl.max(size, axis=1)[:, None]
             first = tl.min(tl.where(size == best, column[None, :], COLUMNS), axis=1)[:, None]
@@ -210,7 +210,7 @@ def mixed(word):
     """
     word = (
         word ^ ((word >> 30) & 0x3FFFFFFFF)
-    ) * -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
+    ) * -4658895280553007687  # the constant 0xBF58476D1CE4E5B9 as int64
     word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
     return word ^ ((word >> 31) & 0x1FFFFFFFF)
 

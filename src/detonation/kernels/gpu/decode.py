@@ -150,7 +150,7 @@ def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, R
     """Returns the address of the run of a sum that contains each row, and the row's number in the
     run.
     """
-    # row [rows] int64 -> two tensors of that shape
+    # shapes: row [rows] int64 -> address and number, of the same shape
     address, local = tl.zeros_like(row) + wide(address0), row
     addresses, begins = (address0, address1, address2, address3), (0, row1, row2, row3)
     for run in tl.static_range(1, RUNS):

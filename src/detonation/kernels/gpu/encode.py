@@ -120,7 +120,7 @@ def encode_kernel(
         RELEASE: How the sent part is subtracted from the residual: "exact", "rounded" to bf16, or
             "read" from the message, as every receiver reads it; "" if it is not subtracted.
     """
-    # the sent part is a sum of few basis vectors, unless each coefficient was rounded separately
+    # true if the sent part is a sum of few basis vectors: no coefficient was rounded separately
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
                             and (PRECISION != "bf16" or RELEASE == "rounded"))  # fmt: skip
     EACH: tl.constexpr = CHUNK if BITMAP else K

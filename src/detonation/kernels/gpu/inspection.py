@@ -155,7 +155,7 @@ class Inspector:
 
     def weigh(self, message: Tensor, places: Places, coding: Coding, weights: Tensor) -> None:
         """Writes the weight that `aggregate.ClippedMean` gives to each message."""
-        # message [count, nbytes] uint8 from the first value on; weights [count] fp32
+        # shapes: message [count, nbytes] uint8 from the first value on; weights [count] fp32
         launch(
             weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
             places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
@@ -287,7 +287,7 @@ class Scanner:
         slots = self._slots
         if found is None:
             found = self._found
-        read: list[Tensor | None] = []  # keeps copies alive until the launch
+        read: list[Tensor | None] = []  # keeps copies of signals alive until the launch
         for signal in signals:
             if signal is not None:
                 if signal.dtype not in KIND_OF:
@@ -308,7 +308,7 @@ def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
     """True if each message begins, after `room` bytes, at an address that is a multiple of
     `unit`.
     """
-    # [messages, bytes] uint8
+    # shape of `messages`: [messages, bytes] uint8
     return not (
         (messages.data_ptr() + room) % unit or (messages.shape[0] > 1 and messages.stride(0) % unit)
     )

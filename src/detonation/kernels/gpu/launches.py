@@ -143,7 +143,7 @@ class Coder:
         self._forward = padded_matrix(forward, side)
         self._inverse = padded_matrix(inverse, side)
         self._rows = max(least, TILE // coding.columns)
-        if INTERPRETED:  # the interpreter also computes rows that do not exist
+        if INTERPRETED:  # the interpreter would spend time on rows that do not exist
             self._rows = min(self._rows, max(16, power(slots.rows)))
         self._together = self._rows
         if is_dct and coding.columns <= 64 and not INTERPRETED:
@@ -260,7 +260,7 @@ class Coder:
         at = [first.data_ptr()]
         for row, run in others:
             at += [run.data_ptr(), row]
-        unused = self._inverse  # replaces absent tensors, which the kernel does not read
+        unused = self._inverse  # stands for absent tensors, which the kernel does not read
         if report is None:
             report = unused
         if flat is None:

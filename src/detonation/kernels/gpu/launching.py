@@ -122,7 +122,7 @@ class Addresses:
         self._device = device
         self._known: tuple[int, ...] = ()
         self.kinds = 0
-        self.table = torch.zeros(0, dtype=torch.int64, device=device)  # [2, tensors]
+        self.table = torch.zeros(0, dtype=torch.int64, device=device)  # shape [2, tensors]
 
     def update(self, tensors: Sequence[Tensor | None]) -> "Addresses":
         """Updates the table to `tensors`: each is contiguous with a dtype in `KIND_OF`, or None."""
@@ -150,7 +150,7 @@ def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     """Copies `numbers` to `device` from pinned memory, without a wait. torch keeps the pinned
     memory until the copy has ended.
     """
-    # -> [numbers]
+    # shape of the result: [numbers]
     launch_counts["upload"] += 1
     if device.type == "meta":
         return torch.empty(len(numbers), dtype=dtype, device=device)
@@ -174,12 +174,12 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     if device.type == "meta":
         return
     on_device: AbstractContextManager[object] = nullcontext()
-    if device.type == "cuda":  # Triton launches on the current device, which may be another device
+    if device.type == "cuda":  # Triton launches on the current device, which may be another
         on_device = torch.cuda.device(device)
     with on_device:
         key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]
         if _DIRECT:  # the JIT would inspect each argument, which costs more time than the launch
-            for each in arguments:  # inlined, because a call per argument costs time, too
+            for each in arguments:  # without a function call per argument, which costs time
                 if isinstance(each, Tensor):
                     key += (each.dtype, each.data_ptr() % 16)
                 else:

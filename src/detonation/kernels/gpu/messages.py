@@ -26,7 +26,7 @@ def place_number(index):
     """Returns the factor of column or line number `index` in a checksum, before its lowest bit is
     set or cleared. Lines are numbered after all columns; see `checksum._numbers`.
     """
-    at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15
+    at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
     return at ^ ((at >> 32) & 0xFFFFFFFF)
 
 

@@ -58,7 +58,7 @@ def product_of(numbers, matrix, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_bf16(octets, index, mask):
-    """Loads bf16 number `index` after address `octets`, which may be unaligned, as fp32."""
+    """Loads as fp32 the bf16 number `index` after address `octets`, which may be unaligned."""
     low = tl.load(octets + 2 * index, mask=mask, other=0).to(tl.int32)
     high = tl.load(octets + 2 * index + 1, mask=mask, other=0).to(tl.int32)
     return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
@@ -177,7 +177,7 @@ def negative_of(values, scale, negative_zeros):
     """True for a value that is sent as negative. A value within the rounding error of values of
     size `scale` counts as zero; it is sent as negative if `negative_zeros` is set.
     """
-    zero = scale * 3.814697265625e-06  # 2**-18
+    zero = scale * 3.814697265625e-06  # this factor is 2**-18
     return tl.where(negative_zeros != 0, values <= zero, values < -zero)
 
 
@@ -195,7 +195,7 @@ def quantised(
     """Encodes block number `block` of a message: writes the statistics of the block, and returns
     the code of each value.
     """
-    # values and real [BLOCK]; `real` is False at the padding
+    # `values` and `real` have the shape [BLOCK]; `real` is False at the padding
     values = tl.where(real, values, 0.0)
     size = tl.abs(values)
     written = tl.max(real.to(tl.int32)) > 0
@@ -271,7 +271,7 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
         code = tl.minimum(tl.maximum(code, 0), 255)  # also makes a valid code of NaN
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
-        # only if the squares of all values are 0, scaled values can exceed 5,461 and need this limit
+        # scaled values need this limit only if the squares of all values are 0: else they are small
         far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)
         units = rounded(far * 4096.0).to(tl.int64)
         tl.atomic_add(totals + code, units * 131072 + 1, mask=real, sem="relaxed", scope="cta")
@@ -285,7 +285,7 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
         tl.where(bin_number == 128, 0.0, mean),
         bin_number < 256,
     )
-    tl.debug_barrier()  # wait before the next block begins with zeros
+    tl.debug_barrier()  # wait until all threads have read the totals, which the next block clears
 
 
 @triton.jit
