@@ -1,4 +1,6 @@
-"""Device of a rank: a GPU, or the CPU if the machine shows no GPU or the user asks for it."""
+"""Chooses the device of each rank: a GPU, or the CPU if the machine shows no GPU or the user asks
+for the CPU.
+"""
 
 import re
 import resource
@@ -12,7 +14,7 @@ import torch
 from detonation.cluster.position import LaunchPosition
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Environment variables that limit the GPUs of a process; each may hide all GPUs."""
+"""Environment variables that limit which GPUs a process sees; each of them can hide all GPUs."""
 _SLURM = (
     "SLURM_STEP_GPUS",
     "SLURM_JOB_GPUS",
@@ -27,10 +29,10 @@ _CPU = (
 
 @dataclass(frozen=True)
 class GPUs:
-    """GPUs of this machine that this process sees.
+    """The GPUs of this machine that this process can see.
 
-    usable: number of GPUs that torch can use. supported: whether torch is built for GPUs. driver:
-    path of the driver's device file, or "".
+    usable: number of GPUs that torch can use. supported: True if torch is built for GPUs. driver:
+    path of the device file of the GPU driver, or "" if there is none.
     """
 
     usable: int
@@ -39,7 +41,7 @@ class GPUs:
 
 
 def look_for_gpus() -> GPUs:
-    """Finds the GPUs that torch and the driver show. Initialises no GPU."""
+    """Finds the GPUs that torch and the GPU driver show, without initialising a GPU."""
     files = sorted(
         path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)
     )
@@ -58,11 +60,12 @@ def choose_device(
     position: LaunchPosition | None = None,
     asked: str | None = None,
 ) -> torch.device:
-    """Chooses the device of a rank: the CPU only if no GPU is visible, or if the user asks for it.
+    """Chooses the device of a rank. The rank gets the CPU only if no GPU is visible or the user
+    asks for the CPU.
 
-    A process that sees a single GPU uses it for any local rank, because launchers such as srun hide
-    the GPUs of other ranks. `position` is None without a launcher; `asked` is "cpu", "cuda" or
-    None.
+    A process that sees a single GPU uses this GPU for any local rank, because launchers such as
+    srun hide the GPUs of other ranks. `position` is None if there is no launcher. `asked` is the
+    type that the user asks for: "cpu", "cuda" or None.
 
     Raises `ValueError` if the machine shows a GPU that the rank cannot use. The message names the
     setting to change.
@@ -90,7 +93,9 @@ def choose_device(
 
 
 def require_gpu_each(gpus: GPUs, ranks: int) -> None:
-    """Raises `ValueError` if `ranks` processes of this machine would share its GPUs."""
+    """Raises `ValueError` if this machine has GPUs, but fewer than `ranks`, so that ranks would
+    share a GPU.
+    """
     if 0 < gpus.usable < ranks:
         raise ValueError(
             f"{gpus.usable} GPU(s) are visible for {ranks} ranks on this machine: start one rank"
@@ -100,7 +105,7 @@ def require_gpu_each(gpus: GPUs, ranks: int) -> None:
 
 
 def device_name(device: torch.device, host: str) -> str:
-    """Name of `device`, unique in a cluster."""
+    """Returns a name of `device` that is unique in the cluster."""
     if device.type == "cpu":
         return f"the CPU of {host}"
     return (
@@ -109,8 +114,10 @@ def device_name(device: torch.device, host: str) -> str:
 
 
 def require_own_devices(names: Sequence[str]) -> None:
-    """Raises `ValueError` if GPU and CPU ranks are mixed, judged by their `device_name`, or if two
-    ranks share a GPU.
+    """Raises `ValueError` if some ranks are on GPUs and others on CPUs, or if two ranks share a
+    GPU.
+
+    `names` holds the `device_name` of each rank.
     """
     on_cpu = [rank for rank, name in enumerate(names) if name.startswith("the CPU")]
     on_gpu = [rank for rank in range(len(names)) if rank not in on_cpu]
@@ -131,7 +138,7 @@ def require_own_devices(names: Sequence[str]) -> None:
 
 
 def _index(usable: int, position: LaunchPosition | None) -> int:
-    """Index of the GPU of a rank that sees `usable` GPUs."""
+    """Returns the index of the GPU that a rank uses if it sees `usable` GPUs."""
     if usable == 1 or position is None or position.world_size == 1:
         return 0
     if position.local_world_size is not None:
@@ -151,7 +158,9 @@ def _index(usable: int, position: LaunchPosition | None) -> int:
 
 
 def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
-    """Reason why torch sees no GPU although the machine shows one; "" if it shows none."""
+    """Returns the reason why torch sees no GPU although the machine shows one; "" if the machine
+    shows no GPU.
+    """
     given = [name for name in VISIBLE if env.get(name, "-1") not in ("", "-1")]
     slurm = [name for name in _SLURM if env.get(name, "0") not in ("", "0")]
     if "NoDevFiles" in (env.get(name) for name in given):
@@ -177,10 +186,12 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: of tensors on an accelerator, else of this process."""
+    """Returns the peak memory in bytes: of tensors on an accelerator, or of this process on a
+    CPU.
+    """
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak
-    return 1024 * peak  # other systems than macOS report KiB
+    return 1024 * peak  # macOS reports bytes, other systems report KiB

@@ -1,4 +1,4 @@
-"""Exits of the ranks that this process started, and the root cause among their failures."""
+"""Waits for the ranks that this process started, and finds the root cause of their failures."""
 
 import logging
 import os
@@ -18,19 +18,23 @@ from detonation.whole_files import read_json
 
 _POLL_S = 0.02
 _LEAVING_S = 15.0
-"""Seconds in which the other replicas must end after the first remaining replica has ended."""
+"""Seconds within which the other replicas must end after a replica that was not lost has ended."""
 _log = logging.getLogger("detonation")
 
 
 def failure_file(folder: Path, rank: int) -> Path:
-    """File in which `rank` writes its failure for the process that started it."""
+    """Returns the path of the file in which `rank` writes its failure for the process that started
+    it.
+    """
     return folder / f"failure-{rank}.json"
 
 
 class RankExits:
-    """Exits of all ranks of a world on this machine. Removes ended ranks from `pids`.
+    """Waits until all ranks of a world on this machine have ended, and removes ended ranks from
+    `pids`.
 
-    With a `meeting` point, failures of a lost replica do not count if the other replicas continue.
+    With a `meeting` point, the failures of a lost replica do not count if the other replicas
+    continue.
     """
 
     def __init__(
@@ -44,10 +48,12 @@ class RankExits:
         self._survived: list[Failure] = []
         # until this time, other ranks may still report the root cause
         self._cause_deadline = float("inf")
-        self._end_deadline = float("inf")  # until this time, the last replicas must end
+        self._end_deadline = float("inf")  # by this time, the last replicas must have ended
 
     def wait(self) -> Failure | None:
-        """Waits until all ranks have ended; returns the root cause, None if all succeeded."""
+        """Waits until all ranks have ended. Returns the root cause of a failure; None if all ranks
+        succeeded.
+        """
         while self._pids and time.monotonic() < self._end_deadline:
             self._collect_ended()
             self._kill_left_out()
@@ -91,15 +97,17 @@ class RankExits:
             self._end_deadline = time.monotonic() + _LEAVING_S
 
     def _failure_of(self, rank: int, code: int) -> Failure:
-        """The failure that `rank` wrote to the folder, or a failure made from its exit code."""
+        """Returns the failure that `rank` wrote to the folder, or a failure made from its exit
+        code.
+        """
         path = failure_file(self._folder, rank)
         if path.exists():
             return Failure(**read_json(path))
         return failure_from_exit_code(rank, code)
 
     def _kill_left_out(self) -> None:
-        """Kills ranks of removed replicas, because a hanging process keeps memory, ports and
-        locks.
+        """Kills the ranks of replicas that the run has removed, because a hanging process keeps
+        memory, ports and locks.
         """
         if self._meeting is not None:
             self._kill(self._meeting.left_out())
@@ -109,7 +117,9 @@ class RankExits:
             os.kill(self._pids[rank], signal.SIGKILL)
 
     def _knows_cause(self) -> bool:
-        """True if a rank failed on its own, or if the time to wait for such a rank is over."""
+        """True if a rank failed on its own, or if the time to wait for the failure of such a rank
+        is over.
+        """
         if any(not failure.network for failure in self._failures):
             return True
         now = time.monotonic()
@@ -118,8 +128,8 @@ class RankExits:
         return now > self._cause_deadline
 
     def _root_cause(self) -> Failure | None:
-        """Root cause of the failures. Failures of lost replicas count only if all other failures
-        are lost connections.
+        """Returns the root cause of the failures. Failures of lost replicas count only if all other
+        failures are lost connections.
         """
         if self._failures and all(failure.network for failure in self._failures):
             return root_cause([*self._failures, *self._survived])

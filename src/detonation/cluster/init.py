@@ -1,4 +1,6 @@
-"""The process group and the device of a rank, from the position that its launcher assigned."""
+"""Sets up the process group and the device of a rank, at the position that the launcher gives
+it.
+"""
 
 import gc
 import logging
@@ -38,14 +40,14 @@ from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch, says_meanwh
 
 _log = logging.getLogger("detonation")
 COLLECTIVE_TIMEOUT_S = 300.0
-"""Seconds, added to the transfer time, for which a collective waits for a rank that compiles, loads
-or saves.
+"""Seconds for which a collective waits for a rank that compiles, loads or saves. The transfer time
+of the message is added to these seconds.
 """
 
 GROUP_TIMEOUT_S = 1800.0
-"""Timeout of a group that `init_mesh` initialises: torch's default for gloo."""
+"""Timeout in seconds of a process group that `init_mesh` initialises: torch's default for gloo."""
 
-# torch makes set_timeout public from version 2.14 on
+# torch has a public set_timeout from version 2.14 on; earlier versions have a private one
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 _heartbeat: Heartbeat | None = None
 _lost = False
@@ -54,14 +56,14 @@ _interface = ""
 
 
 def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
-    """Creates a process group of this rank's replica (NCCL on GPUs, else gloo), so that other
-    replicas cannot disturb it.
+    """Creates a process group for the ranks of one replica alone (NCCL on GPUs, else gloo), so that
+    other replicas cannot disturb it.
 
-    The `shards` ranks of a replica have consecutive numbers; the ranks of all replicas meet in
+    The `shards` ranks of a replica have consecutive numbers. The ranks of all replicas meet in
     `store`.
     """
     device = take_device(position)
-    keep_to_loopback(os.environ)  # all ranks of the replica are children of one launcher
+    keep_to_loopback(os.environ)  # all ranks of the replica are on the machine of their launcher
     replica, shard = divmod(position.rank, shards)
     _init_group(PrefixStore(f"replica{replica}", store), shard, shards, device)
 
@@ -69,8 +71,8 @@ def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
 def init_rank(
     position: LaunchPosition, end: EndProcess, folder: Path | None = None
 ) -> Heartbeat | None:
-    """Joins the default process group (NCCL on GPUs, else gloo), and starts the heartbeat if there
-    are other ranks.
+    """Joins the default process group (NCCL on GPUs, else gloo), and starts the heartbeat if the
+    world has several ranks.
 
     Args:
         end: ends this process when another rank is lost; see `Heartbeat`.
@@ -95,7 +97,7 @@ def init_rank(
         _heartbeat = Heartbeat(board, position.rank, position.world_size, end)
     if isinstance(board, StoreBoard):
         board.require_same_token(position.rank, position.world_size)
-    # after the heartbeat: a connected rank may fail and report it while another still connects
+    # the heartbeat runs already, so a rank can report a failure while another rank still connects
     _init_group(store, position.rank, position.world_size, device)
     if _heartbeat is not None:
         watching = _heartbeat
@@ -104,7 +106,7 @@ def init_rank(
 
 
 def own_heartbeat() -> Heartbeat | None:
-    """The heartbeat that `init_rank` started in this process."""
+    """Returns the heartbeat that `init_rank` started in this process, or None."""
     return _heartbeat
 
 
@@ -119,7 +121,7 @@ def _init_group(store: Store, rank: int, world_size: int, device: torch.device) 
     if device.type == "cpu":
         backend = "gloo"
         bound = None
-        # OpenMP accepts a list with one number for each level of nesting
+        # OMP_NUM_THREADS may be a list with a number for each level of nesting; the first is used
         threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(threads.split(",")[0]))
     _connect(backend, store, rank, world_size, COLLECTIVE_TIMEOUT_S, bound)
@@ -133,8 +135,8 @@ def _connect(
     timeout_s: float,
     bound: torch.device | None = None,
 ) -> None:
-    """Connects the ranks that have met in `store`; logs if that lasts long, for example behind a
-    firewall.
+    """Connects the ranks that have met in `store` as the default process group. Logs if connecting
+    lasts long, for example behind a firewall.
     """
     others = "connections to the others: open all ports between the machines"
     with says_meanwhile(f"rank {rank} of {world_size}", others):
@@ -149,12 +151,12 @@ def _connect(
 
 
 def join_world(asked: str | None = None) -> torch.device:
-    """Joins the default process group of a launcher's world, if there is no group yet; returns this
-    rank's device.
+    """Joins the default process group of a launcher's world, unless this process has a group
+    already. Returns this rank's device.
 
-    Without a launcher the process is a world of one. The group can send tensors of the CPU and of a
-    device of type `asked` (None: chosen here). The caller's current GPU stays current. Raises
-    `ValueError` like `meet`.
+    Without a launcher, this process is a world of one rank. The new group can send tensors of the
+    CPU and of a device of type `asked`; if `asked` is None, this function chooses the type. A
+    process that has a group keeps its current GPU. Raises `ValueError` like `meet`.
     """
     position = launch_position(os.environ)
     if dist.is_initialized():
@@ -181,15 +183,15 @@ def join_world(asked: str | None = None) -> torch.device:
 
 
 def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
-    """Starts to watch the default process group, unless it is watched already; see `waiting.Watch`
-    for `end`.
+    """Starts a `waiting.Watch` of the default process group, unless this group is watched already.
+    `end` is passed to the `Watch`.
 
-    The watch also drops strangers' connections to the ranks. A world of one has nothing else to
-    watch.
+    The watch also makes the kernel drop connections of foreign programs to the ranks' ports. In a
+    world of one rank, only this is done.
     """
     global _watch
     store = distributed_c10d._get_default_store()
-    # this watch belongs to a destroyed process group
+    # the old watch belongs to a process group that is destroyed, so the old watch ends
     if _watch is not None and _watch.source is not store:
         _watch.stop()
         _watch = None
@@ -202,12 +204,12 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
 def meet(
     position: LaunchPosition, folder: Path | None = None, asked: str | None = None
 ) -> tuple[Store, torch.device]:
-    """Chooses this rank's device (see `take_device`) and interface, and opens the store in which
-    ranks meet.
+    """Chooses the device (see `take_device`) and the network interface of this rank, and opens the
+    store in which the ranks meet.
 
-    See `init_rank` for `folder`; `asked` is the device's type, or None to choose. Raises
-    `ValueError` if this rank cannot use a GPU that the machine shows, if two ranks share one, or if
-    MASTER_ADDR is missing.
+    `folder` is the argument of `init_rank`. `asked` is the type of the device, or None if this
+    function chooses the type. Raises `ValueError` if this rank cannot use a GPU that the machine
+    shows, if two ranks share a GPU, or if MASTER_ADDR is missing.
     """
     try:
         allow_open_files(position.world_size)
@@ -221,7 +223,7 @@ def meet(
         keep_to_loopback(os.environ)
         return store, device
     require_start(store, position, device)
-    # after opening the store, because then all ranks can resolve the name of rank 0's host
+    # all ranks have reached the store, so each rank can resolve the name of rank 0's host
     _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device
 
@@ -234,8 +236,8 @@ def _note_interface(line: str) -> None:
 
 
 def interface_line() -> str:
-    """Describes in one line the addresses on which the ranks of this world listen; "" if all share
-    a machine.
+    """Returns a line about the addresses on which the ranks of this world listen; "" if all ranks
+    are on one machine.
     """
     return _interface
 
@@ -243,8 +245,8 @@ def interface_line() -> str:
 def take_device(position: LaunchPosition, asked: str | None = None) -> torch.device:
     """Chooses this rank's device; see `meet` for `asked` and `ValueError`.
 
-    Sets RANK, WORLD_SIZE, LOCAL_RANK (the device's index among the visible ones) and
-    LOCAL_WORLD_SIZE, for launchers that do not set them.
+    Also sets the environment variables RANK, WORLD_SIZE, LOCAL_RANK (the index of the device among
+    the visible devices) and LOCAL_WORLD_SIZE, because some launchers do not set them.
     """
     device = _chosen_device(position, asked)
     os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
@@ -267,11 +269,12 @@ def _chosen_device(position: LaunchPosition | None, asked: str | None) -> torch.
 def set_timeouts(
     message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float
 ) -> None:
-    """Sets how long this rank waits for others, given the size of the largest message between
+    """Sets how long this rank waits for other ranks, given the size of the largest message between
     nodes.
 
-    A rank counts as lost after `silence_limit_s(silence_s, ...)`; errors name its replica, computed
-    from `shards`. Collectives wait longer, because a live rank may be late.
+    A rank counts as lost after `silence_limit_s(silence_s, ...)` seconds without a heartbeat. The
+    error message names the replica of the lost rank, which follows from `shards`. Collectives wait
+    longer than that, because a live rank may be late.
     """
     if _heartbeat is not None:
         _heartbeat.set_limit(silence_limit_s(silence_s, message_bytes, rate_bits_per_s), shards)
@@ -284,7 +287,7 @@ def set_group_timeouts(timeout_s: float) -> None:
 
 
 def local_device() -> torch.device:
-    """Device of this rank in the default process group."""
+    """Returns the device of this rank in the default process group."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -292,20 +295,20 @@ def local_device() -> torch.device:
 
 def note_loss() -> None:
     """Records that a rank of the default process group is lost, so that `leave` does not wait for
-    it.
+    that rank.
     """
     global _lost
     _lost = True
 
 
 def leave() -> None:
-    """Waits for all ranks, unless one is lost, then destroys the process group and ends its
-    threads. Collective.
+    """Waits for all ranks, unless a rank is lost. Then destroys the process group and ends the
+    threads of the group. Collective.
 
-    Call it after the training function has returned. The threads end when the last reference to the
-    group is dropped. An interpreter that shuts down earlier may abort ("terminate called without an
-    active exception"). torch itself keeps references in functions of torch.distributed.nn that are
-    imported later, and in caches of sharded tensors.
+    Call it after the training function has returned: the threads end when the last reference to the
+    group is dropped. If the interpreter shuts down before, the process may abort ("terminate called
+    without an active exception"). torch itself keeps references to the group in functions of
+    torch.distributed.nn that are imported later, and in caches of sharded tensors.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -325,11 +328,12 @@ def leave() -> None:
         _watch.stop()
         _watch = None
     dist.destroy_process_group()
-    gc.collect()  # reference cycles contain meshes, models and optimizers
+    gc.collect()  # meshes, models and optimizers are in reference cycles, and refer to the group
 
 
 def gpus_for(ranks: int) -> bool:
-    """True if each of `ranks` processes of this machine gets a GPU; False if all use the CPU.
+    """True if each of `ranks` processes of this machine gets a GPU; False if all of them use the
+    CPU.
 
     Raises `ValueError` if the machine shows GPUs, but fewer than `ranks`; see
     `devices.choose_device`.

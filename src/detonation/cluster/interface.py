@@ -1,4 +1,4 @@
-"""The network interface of this machine that leads to a host, according to the kernel's routes.
+"""Finds the interface of this machine that leads to a host, according to the kernel's routes.
 
 Two processes reach each other over loopback only if they are in the same network namespace of one
 machine. If all processes of a group share a namespace, they listen on loopback. Otherwise each
@@ -19,11 +19,11 @@ from pathlib import Path
 LOOPBACK = "lo"
 if sys.platform == "darwin":
     LOOPBACK = "lo0"
-_SIOCGIFADDR = 0x8915  # Linux
+_SIOCGIFADDR = 0x8915  # the number of this request on Linux
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses reserved for documentation: packets to them use the default route."""
+"""Addresses that are reserved for documentation; packets to them use the default route."""
 _OF_THE_LINK = "20"
-"""Scope of link-local IPv6 addresses in Linux's table."""
+"""Scope number of link-local IPv6 addresses in Linux's table of addresses."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Way:
 
 
 def is_loopback(host: str) -> bool:
-    """True for the name or an address of the loopback interface.
+    """True if `host` is the name or an address of the loopback interface.
 
     >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("node1")
     (True, True, True, False)
@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_id() -> str:
-    """Identity of the loopback interface, equal in two processes that share it."""
+    """Returns an identity of the loopback interface, equal in two processes that share it."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
@@ -58,10 +58,11 @@ def loopback_id() -> str:
 
 
 def way_towards(host: str) -> Way | None:
-    """Route to `host`, never over loopback; None if the kernel has none. Sends nothing.
+    """Returns the route to `host`, never over loopback; None if the kernel has no such route. Sends
+    no packet.
 
-    The machine's own name may lead to loopback, as on Debian. Then the result is the default route,
-    or, if there is none, the only interface with an address.
+    The machine's own name may lead to loopback, as on Debian. In this case the result is the
+    default route. If there is no default route, the result is the only interface with an address.
     """
     if not host:
         return None
@@ -82,7 +83,7 @@ def way_towards(host: str) -> Way | None:
 
 
 def way_over(interface: str, host: str = "") -> Way:
-    """Route over `interface`, with its address of the same IP version as `host`."""
+    """Returns the route over `interface`, with its address of the same IP version as `host`."""
     addresses = addresses_of(interface)
     sources = [*source_addresses(host)]
     if sources:
@@ -91,10 +92,11 @@ def way_over(interface: str, host: str = "") -> Way:
 
 
 def find_way(host: str) -> Way | None:
-    """Like `way_towards`, but raises a `ValueError` that lists the interfaces if there is no route.
+    """Returns the route of `way_towards`, but raises a `ValueError` that lists the interfaces if
+    there is no route.
 
-    Systems other than Linux do not list addresses: there it returns None, and the network library
-    chooses.
+    Systems other than Linux do not list addresses. There the result may be None, and the network
+    library chooses the interface.
     """
     way = way_towards(host)
     if way is None and sys.platform == "linux":
@@ -108,10 +110,11 @@ def find_way(host: str) -> Way | None:
 
 
 def listening_address(host: str) -> str:
-    """Address on which this machine must listen so that others can reach it as `host`.
+    """Returns the address on which this machine must listen so that other machines can reach it as
+    `host`.
 
-    It is loopback only if `host` names loopback itself: the machine's own name may resolve to
-    loopback, as on Debian. Raises `OSError` if no host has that name.
+    The machine's own name may resolve to loopback, as on Debian. So the address is loopback only if
+    `host` names loopback itself. Raises `OSError` if no host has the name `host`.
     """
     *_, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     address = str(where[0])
@@ -123,9 +126,9 @@ def listening_address(host: str) -> str:
 
 
 def listener_at(host: str, port: int, backlog: int | None = None) -> socket.socket:
-    """A socket that listens on the address `host`; "" means all IPv4 interfaces.
+    """Returns a socket that listens on the address `host`; "" means all IPv4 interfaces.
 
-    Raises `OSError` if that fails.
+    Raises `OSError` if the socket cannot listen there.
     """
     family = socket.AF_INET
     if ":" in host:
@@ -134,8 +137,8 @@ def listener_at(host: str, port: int, backlog: int | None = None) -> socket.sock
 
 
 def addresses_of(interface: str) -> list[str]:
-    """IPv4 and IPv6 addresses of an interface, without link-local ones; empty on systems other than
-    Linux.
+    """Returns the IPv4 and IPv6 addresses of an interface, without link-local addresses. The list
+    is empty on systems other than Linux.
     """
     found: list[str] = []
     if not interface or sys.platform != "linux":
@@ -157,7 +160,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def source_addresses(target: str) -> Iterator[str]:
-    """The source address that the kernel uses towards each address of `target`."""
+    """Yields the source address that the kernel uses for packets to each address of `target`."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

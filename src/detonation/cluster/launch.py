@@ -1,5 +1,5 @@
-"""Runs a function on the ranks of a world: in processes that it starts on this machine, or as one
-rank started by torchrun or srun.
+"""Runs a function on all ranks of a world. Either this module starts the ranks as processes of this
+machine, or this process is one rank that torchrun or srun has started.
 """
 
 import gc
@@ -47,10 +47,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank of a world, and its work.
+    """One rank of a world, and the function that it runs.
 
-    folder: the directory for its result or its failure. parent: the id of the process that started
-    it. where: the arguments of `join_replicas` if replicas may be lost, else None.
+    folder: the directory for the result or the failure of the rank. parent: the id of the process
+    that started the rank. where: the arguments of `join_replicas` if the run survives lost
+    replicas, else None.
     """
 
     rank: int
@@ -71,12 +72,12 @@ def run_local(
     enter: Callable[[int], None] | None = None,
     survival: Survival | None = None,
 ) -> list[Any]:
-    """Calls `function(*arguments)` in `world_size` processes of this machine that share a process
-    group.
+    """Calls `function(*arguments)` in `world_size` processes of this machine, which form one
+    process group.
 
-    On CPU the processes are forked, so `function` may be any callable. If each rank gets a GPU, the
-    processes are spawned, so `function` must be importable and `arguments` plain values. No process
-    outlives the call.
+    On a CPU the processes are forked, so `function` may be any callable. If each rank gets a GPU,
+    the processes are spawned, so `function` must be importable and `arguments` plain values. No
+    process remains after the call.
 
     Args:
         timeout_s: ends the world after this time; by default never.
@@ -125,9 +126,11 @@ def run_local(
 
 
 def _starter(world_size: int, enter: Callable[[int], None] | None) -> Callable[[_Rank], int]:
-    """Returns the function that starts a rank: by fork if possible, else as a new process.
+    """Returns the function that starts the process of a rank: by fork, or as a new Python process
+    if a fork is impossible.
 
-    Raises `ValueError` if the ranks get GPUs and there is an `enter` to call.
+    Raises `ValueError` if the ranks get GPUs and `enter` is given, because only forked ranks call
+    it.
     """
     if hasattr(os, "fork") and not gpus_for(world_size):
         return partial(_fork, enter)
@@ -137,7 +140,7 @@ def _starter(world_size: int, enter: Callable[[int], None] | None) -> Callable[[
 
 
 def _raise_failure(failure: Failure, stop: Stop, world_size: int) -> NoReturn:
-    """Raises `SystemExit` if a signal that this process forwarded ended a rank, else
+    """Raises `SystemExit` if this process forwarded the signal that ended a rank, else
     `WorldError`.
     """
     if stop and failure.kind == signal.Signals(stop.number).name:
@@ -149,18 +152,19 @@ def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # From Python 3.12 on, fork warns if there are threads.
-        # torch's threads are idle here, and the child starts its own.
+        # From Python 3.12 on, os.fork warns if the process has threads.
+        # This is safe: the threads of torch are idle here, and the child starts its own threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         code = 1
-        # a collection in the child would copy all of the parent's memory
+        # without this call, a garbage collection in the child would copy all of the parent's memory
         gc.freeze()
         try:
             code = _child(mine, enter)
         finally:
-            # Never return into the parent's stack: its finally clauses and atexit hooks would run.
+            # The child must not return into the parent's stack:
+            # the parent's finally clauses and atexit hooks would run in the child.
             os._exit(code)
     return pid
 
@@ -170,7 +174,8 @@ def _spawn(mine: _Rank) -> int:
     function = mine.function
     called = [function.__module__, function.__qualname__, list(mine.arguments)]
     write_result(task, [mine.rank, mine.world_size, *called, mine.parent, mine.where])
-    # Only the parent handles Ctrl-C. SIGTERM ends a rank that still imports.
+    # Ctrl-C is blocked in the new process, because only the parent handles Ctrl-C.
+    # SIGTERM is not blocked, so that it ends a rank that still imports modules.
     masked = [signal.SIGINT]
     command = [sys.executable, "-m", __name__, str(task)]
     return os.posix_spawn(sys.executable, command, os.environ, setsigmask=masked)
@@ -181,10 +186,10 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     world_size = mine.world_size
     folder = mine.folder
     die_with_parent(mine.parent)
-    # the parent handles Ctrl-C; a traceback from each child would only repeat it
+    # The parent handles Ctrl-C. Otherwise each child would print a traceback, too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in REQUESTS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # for example SIGHUP under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for example, ignores SIGHUP
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     heartbeat = None
@@ -218,7 +223,9 @@ def _end_lost(rank: int, folder: Path, reason: Reason) -> NoReturn:
 
 
 def _tell(folder: Path, failure: Failure) -> None:
-    """Writes a failure for the waiting parent process; prints it if the disk is full."""
+    """Writes the failure to `folder` for the waiting parent process; prints it if the disk is
+    full.
+    """
     try:
         write_result(failure_file(folder, failure.rank), asdict(failure))
     except OSError:
@@ -226,7 +233,9 @@ def _tell(folder: Path, failure: Failure) -> None:
 
 
 def _kill(pids: dict[int, int]) -> None:
-    """Kills the remaining ranks at once. Each of their files is complete or absent at any time."""
+    """Kills the ranks that still run. No damaged file remains, because a rank makes a file appear
+    only when the file is complete.
+    """
     for pid in pids.values():
         with suppress(ProcessLookupError):  # another thread has already waited for this process
             os.kill(pid, signal.SIGKILL)
@@ -238,8 +247,8 @@ def _kill(pids: dict[int, int]) -> None:
 
 @contextmanager
 def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
-    """Forwards the first request to stop to the ranks; the second raises `SystemExit`, which
-    ends them.
+    """Forwards the first request to stop (a signal) to the ranks. The second request raises
+    `SystemExit`, which ends the ranks.
     """
     stop = Stop()
 
@@ -254,7 +263,7 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
                 os.kill(pid, number)
 
     handlers: dict[int, Any] = dict.fromkeys(REQUESTS, pass_on)
-    # if SIGCHLD is ignored, no process can wait for a rank
+    # while SIGCHLD is ignored, no process can wait for a child, so the default is restored
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         handlers[signal.SIGCHLD] = signal.SIG_DFL
     with raising(handlers):
@@ -263,9 +272,11 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
 
 @contextmanager
 def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
-    """Blocks signals while a rank starts, so that every signal finds the new rank in `pids`.
+    """Blocks signals while a rank starts, so that the handler of every signal finds the new rank in
+    `pids`.
 
-    The forked rank briefly runs in the parent's stack, where no signal handler may raise.
+    The forked rank briefly runs in the parent's stack, where a signal handler must not raise an
+    exception.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     stop_requested = bool(stop)
@@ -306,12 +317,12 @@ def run_under_launcher(
         end_now(code)
 
     die_with_agent(os.environ)
-    # stay stoppable during a report: torchrun stops the other ranks as soon as one ends
+    # torchrun stops all ranks when one rank ends, so a signal may arrive during the report
     with stoppable() as stop:
         with stop.at_once():
             _require_start(position, fail, check, interface)
         try:
-            with stop.at_once():  # the other ranks may never connect
+            with stop.at_once():  # other ranks may never connect, so a signal ends this wait
                 init_rank(position, end)
             result = function()
             leave()
@@ -331,15 +342,17 @@ def _require_start(
     check: Callable[[], object],
     interface: str,
 ) -> None:
-    """Refuses the start on all ranks if this rank finds an error by itself; raises `WorldError`."""
+    """Makes all ranks refuse the start, and raises `WorldError`, if a check finds an error on this
+    rank alone.
+    """
     try:
         allow_open_files(position.world_size)
         check()
         use_interface(os.environ, interface)
     except ValueError as error:
         failure = failure_from_exception(position.rank, error)
-        if not position.local_rank:  # all ranks of a machine get the same error
-            fail(WorldError(failure, position.world_size))  # at once: others may never start
+        if not position.local_rank:  # one rank per machine prints this shared error
+            fail(WorldError(failure, position.world_size))  # now, as other ranks may never start
         failure = failure_from_exception(position.rank, refuse_world(position, error))
         raise WorldError(failure, position.world_size, reported=True) from error
 
@@ -347,21 +360,21 @@ def _require_start(
 def _reported(
     heartbeat: Heartbeat | None, failure: Failure, position: LaunchPosition
 ) -> WorldError:
-    """The error of this rank. The first rank that failed on its own reports its error; a rank that
-    lost a peer names that peer.
+    """Returns the error that this rank raises. The first rank that failed on its own reports its
+    own error. A rank that lost another rank names the lost rank.
     """
-    if heartbeat is None:  # before the heartbeat all ranks of a machine raise the same error
+    if heartbeat is None:  # without a heartbeat yet, all ranks of a machine raise the same error
         told = failure.complete and bool(position.local_rank)
         return WorldError(failure, position.world_size, told)
     error = WorldError(failure, position.world_size)
-    if failure.network and not failure.bad_input:  # a `RefusedStart` names its cause
+    if failure.network and not failure.bad_input:  # a `RefusedStart` already names its cause
         return _lost(position, heartbeat.explain(str(error)))
     reason = heartbeat.report(str(error), failure.bad_input)
     return WorldError(failure, position.world_size, _is_told(position, reason.rank))
 
 
 def _lost(position: LaunchPosition, reason: Reason) -> WorldError:
-    """The error of a rank that ends because of another rank."""
+    """Returns the error of a rank that ends because another rank failed or is lost."""
     failure = Failure(
         position.rank,
         time.time(),
@@ -375,7 +388,7 @@ def _lost(position: LaunchPosition, reason: Reason) -> WorldError:
 
 def _is_told(position: LaunchPosition, by: int) -> bool:
     """True if this rank need not print the report of rank `by`, because `by` itself or the first
-    rank of this machine prints it here.
+    rank of this machine prints the report on this machine.
     """
     if by == position.rank:
         return False

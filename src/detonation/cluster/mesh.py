@@ -1,5 +1,4 @@
-"""Device mesh of replicas and shards, the sharding of a model on it, and the comparison of
-replicas."""
+"""Makes the device mesh of replicas and shards, shards a model on it, and compares replicas."""
 
 import hashlib
 import os
@@ -29,7 +28,9 @@ from detonation.wire.wire import ShardWire
 
 
 def layers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Elements of every outermost `nn.ModuleList`, such as the layers of a transformer."""
+    """Yields the elements of every outermost `nn.ModuleList`, such as the layers of a
+    transformer.
+    """
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -38,12 +39,12 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """`backend_override` of `init_device_mesh` for the axis between replicas; None if the default
-    group suffices.
+    """Returns the `backend_override` of `init_device_mesh` for the axis between replicas, or None
+    if the default process group suffices.
 
-    With NCCL the axis gets its own communicator, even if it contains all ranks. Its kernels run on
-    a high-priority stream, so that short messages between replicas do not wait for the kernels of
-    backward. `chosen` is one of `SLOW_BACKENDS`, or None.
+    With NCCL, this axis gets its own NCCL communicator, even if the axis contains all ranks. The
+    kernels of this communicator run on a high-priority stream, so that short messages between
+    replicas do not wait for the kernels of backward. `chosen` is one of `SLOW_BACKENDS`, or None.
     """
     if chosen is not None:
         return {axis: chosen}
@@ -53,10 +54,10 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     if backends.get("cuda") != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # options override the timeout of the default backend, so the same timeout is set here
+    # NCCL options replace the timeout of the default backend, so the same timeout is set here
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
-    # The axis sends tensors of the same devices as the default group.
-    # With the backend "nccl" alone, NCCL can split that group.
+    # The axis must send tensors of the same devices as the default group.
+    # If NCCL is the only backend, the plain name "nccl" lets NCCL split the default group.
     name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
     if set(backends.values()) == {"nccl"}:
         name = "nccl"
@@ -64,10 +65,10 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
 
 
 def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGroup | None]:
-    """The link between the nodes of a replica, and the group of this rank's node (None if nodes
-    have one rank). Collective over all ranks of the world.
+    """Returns the link between the nodes of a replica, and the process group of the ranks on this
+    node. The group is None if each node has one rank of the replica.
 
-    The ranks of a node are neighbours on the axis "shard".
+    Collective over all ranks of the world. The ranks of a node are neighbours on the axis "shard".
 
     Raises:
         ValueError: The shards are not on at least two nodes with equally many ranks.
@@ -106,9 +107,10 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
 
 
 def split_shards(mesh: DeviceMesh, nodes: int) -> DeviceMesh:
-    """Splits the axis "shard" of `mesh` into the axes "shard_node" and "shard_local".
+    """Splits the axis "shard" of `mesh` into "shard_node" between nodes and "shard_local" inside a
+    node.
 
-    Collective.
+    Collective over all ranks of `mesh`.
     """
     names = [*(mesh.mesh_dim_names or ())]
     sizes = [*mesh.mesh.shape]
@@ -125,11 +127,11 @@ def init_mesh(
     timeout_s: float | None = None,
     slow_backend: str | None = None,
 ) -> DeviceMesh:
-    """Makes the mesh ("replicate", "shard") over all ranks. Neighbouring ranks are the shards of
-    one replica.
+    """Makes the device mesh with the axes "replicate" and "shard" over all ranks. Neighbouring
+    ranks are the shards of one replica.
 
     Uses the existing process group, or initialises one from the environment of a launcher such as
-    torchrun. Without both, this process is a world of one.
+    torchrun. If there is neither a group nor a launcher, this process is a world of one rank.
 
     Args:
         replicas: number of copies of the model, usually the number of nodes; by default it follows
@@ -148,7 +150,7 @@ def init_mesh(
             and always with NCCL, the axis has its own communicator.
 
     A rank that waits for 30 s in a step logs which ranks have not begun that step. After 60 s the
-    rank ends with code 1 if those ranks have left.
+    waiting rank ends with exit code 1 if those ranks have left the run.
 
     Raises:
         ValueError: slow_backend is not supported; replicas * shards is not the number of ranks;
@@ -173,7 +175,7 @@ def init_mesh(
     sizes = _sizes(replicas, shards, world)
     taken = join_world(device)
     mesh = _mesh_of(sizes, taken.type, slow_axis_backend("replicate", taken.type, slow_backend))
-    # set timeouts after creating the groups, which do not inherit the default group's timeout
+    # the timeouts come last, because new groups do not inherit the default group's timeout
     if timeout_s is not None:
         set_group_timeouts(timeout_s)
     watch_waiting()
@@ -181,7 +183,7 @@ def init_mesh(
 
 
 def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
-    """Raises `ValueError` for an argument of `init_mesh` that is out of range."""
+    """Raises `ValueError` if an argument of `init_mesh` is out of range."""
     if slow_backend not in (None, *SLOW_BACKENDS):
         raise ValueError(
             f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or"
@@ -192,7 +194,7 @@ def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
 
 
 def _world_size(position: LaunchPosition | None) -> int:
-    """Number of ranks in the process group, else in the launcher's world, else 1."""
+    """Returns the number of ranks: of the process group, else of the launcher's world, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     if position:
@@ -203,7 +205,8 @@ def _world_size(position: LaunchPosition | None) -> int:
 def _shards_of_nodes(
     world: int, position: LaunchPosition | None, device: str | None
 ) -> int | Sequence[int]:
-    """Number of ranks per node according to the launcher; a list if nodes differ.
+    """Returns the number of ranks per node as the launcher says it; a list if nodes have different
+    numbers of ranks.
 
     Collective if the ranks are on several machines.
     """
@@ -216,7 +219,9 @@ def _shards_of_nodes(
 
 
 def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | None) -> DeviceMesh:
-    """Mesh of replicas with `sizes` ranks, with backend `slow` between them."""
+    """Makes the mesh of replicas that have `sizes` ranks; `slow` is the backend between
+    replicas.
+    """
     if len({*sizes}) == 1:
         axes = (len(sizes), sizes[0])
         return init_device_mesh(
@@ -229,7 +234,9 @@ def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | Non
 
 
 def _remedy(sizes: Sequence[int], world: int) -> str:
-    """Remedy, as text, if `sizes` do not add up to the world."""
+    """Returns the advice for the user, as text, if the replicas' `sizes` do not add up to `world`
+    ranks.
+    """
     if world == 1 and launch_position(os.environ) is None and sum(sizes) > 1:
         script = "your_script.py"
         if sys.argv[0].endswith(".py"):
@@ -239,7 +246,9 @@ def _remedy(sizes: Sequence[int], world: int) -> str:
 
 
 def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int) -> list[int]:
-    """Number of ranks of each replica. Raises `ValueError` if they do not add up to the world."""
+    """Returns the number of ranks of each replica. Raises `ValueError` if the numbers do not add up
+    to `world`.
+    """
     if isinstance(shards, int | None):
         if shards is None:
             shards = world // max(1, replicas or 1)
@@ -273,12 +282,12 @@ def shard(
     mixed_precision: MixedPrecisionPolicy | None = None,
     wire: ShardWire | None = None,
 ) -> nn.Module:
-    """Shards `model` in place within each replica (FSDP2 on `mesh["shard"]`) and makes all replicas
-    equal. Collective.
+    """Shards `model` in place within each replica, with FSDP2 on `mesh["shard"]`, and gives all
+    replicas the same weights. Collective.
 
-    Every rank ends with its shard of rank 0's weights. Each element of an outermost `nn.ModuleList`
-    (the layers of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest
-    of the model; the model itself becomes the last unit.
+    Afterwards every rank holds its shard of the weights of rank 0. Each element of an outermost
+    `nn.ModuleList` (such as a layer of a transformer) becomes an FSDP unit, unless the element
+    shares a parameter with the rest of the model. The model itself becomes the last unit.
 
     Args:
         mesh: the mesh of `init_mesh`.
@@ -330,7 +339,7 @@ def shard(
         )
         if unit is model or own_parameters:
             sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
-            # gloo averages by summing first; older versions return the sum
+            # FSDP itself divides the sum, because in older versions the average of gloo is the sum
             if mesh.device_type == "cpu":
                 sharded.set_force_sum_reduction_for_comms(True)
             units.append(sharded)
@@ -342,8 +351,8 @@ def shard(
 
 @torch.no_grad()
 def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
-    """Broadcasts parameters and buffers from the first rank along `axis` to all others, in place.
-    Collective.
+    """Copies the parameters and buffers of the first rank along `axis` to all other ranks of the
+    axis, in place. Collective.
 
     Args:
         axis: one dimension of the mesh, such as `mesh["replicate"]`.
@@ -371,11 +380,11 @@ def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
 
 
 def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
-    """Hashes the parameters of the first replica and compares all replicas with it, bit for bit.
+    """Hashes the parameters of the first replica, and compares all replicas with it, bit for bit.
     Collective.
 
     The comparison includes persistent buffers, such as the running statistics of BatchNorm. These
-    are equal after `synchronize()`, and differ once training continues.
+    buffers are equal on all replicas after `synchronize()`, and differ once training continues.
 
     Args:
         mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or a mesh
@@ -394,7 +403,7 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
         (64, True)
         >>> dt.leave()
     """
-    device = torch.device("cpu")  # on the CPU, because parameters may be offloaded
+    device = torch.device("cpu")  # compare on the CPU, because parameters may be offloaded to it
     if not carries(distributed_c10d._get_default_group(), device):
         device = torch.device(mesh.device_type)
     axis = None
@@ -423,8 +432,8 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
 
 
 def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Sha256 of `parameters` (by default this rank's parameters), and sha256 of this rank's
-    persistent buffers.
+    """Returns two sha256 hashes: of `parameters` (by default this rank's parameters), and of this
+    rank's persistent buffers.
 
     Shapes: `[64]` uint8.
     """
@@ -437,8 +446,8 @@ def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = N
 
 
 def compared_digests(replicas: Sequence[Sequence[bytes]]) -> tuple[str, bool]:
-    """Fingerprint of the first replica, and True if all replicas are equal, from the
-    `weights_digest` of each shard.
+    """Compares the replicas, given the `weights_digest` of each shard. Returns the fingerprint of
+    the first replica, and True if all replicas are equal.
     """
     of_parameters = b"".join(both[:32] for both in replicas[0])
     return hashlib.sha256(of_parameters).hexdigest(), all(

@@ -1,4 +1,4 @@
-"""Rank and world size that a launcher assigned to this process, and parsing of HOST:PORT
+"""Reads the rank and the world size that a launcher assigned to this process, and parses HOST:PORT
 addresses.
 """
 
@@ -22,18 +22,19 @@ _MPI = (
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    # variables of MPICH and Intel MPI
+    # variables that MPICH and Intel MPI set
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
 @dataclass(frozen=True)
 class LaunchPosition:
-    """Rank `rank` of `world_size`, which is rank `local_rank` of `local_world_size` on its machine.
+    """Position of a process: rank `rank` of `world_size` ranks, which is rank `local_rank` of the
+    `local_world_size` ranks on its machine.
 
-    local_rank, local_world_size: None if the launcher does not set them. nodes: number of nodes of
-    torchrun; None with other launchers. address, port: the rendezvous, if the launcher does not set
-    MASTER_ADDR and MASTER_PORT.
+    local_rank, local_world_size: None if the launcher does not set them. nodes: number of
+    torchrun's nodes; None with other launchers. address, port: where the ranks meet, if the
+    launcher does not set MASTER_ADDR and MASTER_PORT.
     """
 
     rank: int
@@ -58,8 +59,8 @@ class LaunchPosition:
 
 
 def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
-    """Reads the position that torchrun, a Kubernetes job, mpirun or srun assigned; None without a
-    launcher.
+    """Reads the position that torchrun, a Kubernetes job, mpirun or srun assigned to this process.
+    Returns None if there is no launcher.
 
     Raises `ValueError` if a variable of the launcher is not a whole number.
 
@@ -70,7 +71,7 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return _named(env, names, meeting_here=is_loopback(env.get("MASTER_ADDR", "")))
-    # MPI before SLURM: mpirun starts daemons by srun, and ranks inherit their variables
+    # MPI comes first: mpirun starts daemons by srun, and its ranks inherit SLURM's variables
     for names in _MPI:
         if names[0] in env and names[3] in env:
             return _named(env, names)
@@ -82,7 +83,7 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
 
 
 def first_host(hosts: str) -> str:
-    """First name in SLURM's compressed list of hosts.
+    """Returns the first host name in SLURM's compressed list of hosts.
 
     >>> first_host("gpu[007-009,012],login1"), first_host("a,b"), first_host("rack2-[3,5]-ib")
     ('gpu007', 'a', 'rack2-3-ib')
@@ -96,8 +97,8 @@ def first_host(hosts: str) -> str:
 def _named(
     env: Mapping[str, str], names: tuple[str, str, str, str], meeting_here: bool = False
 ) -> LaunchPosition:
-    """Position from four environment variables. The last two may be missing; `meeting_here` is True
-    if the store is on this machine.
+    """Reads a position from four environment variables, of which the last two may be missing.
+    `meeting_here` is True if the store of the ranks is on this machine.
     """
     rank, world = (_number(env, name) for name in names[:2])
     local_rank, local_world = (_number_if_set(env, name) for name in names[2:])
@@ -110,14 +111,14 @@ def _named(
 
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-"""Lowest number of the SLURM steps that srun did not start: interactive, batch, extern."""
+"""Lowest number of the SLURM steps that srun did not start: interactive, batch and extern steps."""
 
 
 def _srun_started(env: Mapping[str, str]) -> bool:
-    """True for a task that srun started to compute.
+    """True if srun started this process as a task that computes.
 
-    False in shells of salloc, of `srun --pty` and of a batch script: each is one process, although
-    it sees the task count of the whole job.
+    False in a shell of salloc, of `srun --pty` or of a batch script. Such a shell is one process,
+    although it sees the task count of the whole job.
     """
     if "SLURM_PROCID" not in env or not _SLURM_COUNTS & env.keys():
         return False
@@ -130,8 +131,8 @@ _SLURM_COUNTS = {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    """Number of tasks of the step. SLURM_NTASKS is the job's count in a shell, and the step's count
-    under srun.
+    """Returns the number of tasks of this SLURM step. In a shell, SLURM_NTASKS is the task count of
+    the job; under srun, it is the task count of the step.
     """
     tasks = _number_if_set(env, "SLURM_STEP_NUM_TASKS")
     if tasks is None:
@@ -154,8 +155,8 @@ def _slurm(env: Mapping[str, str]) -> LaunchPosition:
 
 
 def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
-    """Number of tasks of this step on this node, from a list such as "8(x2),4"; None if SLURM sets
-    none.
+    """Returns the number of tasks of this step on this node, from a list such as "8(x2),4"; None if
+    SLURM gives no number.
     """
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     per_node = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
@@ -186,8 +187,8 @@ def _number(env: Mapping[str, str], name: str, default: int | str = "") -> int:
 
 
 def require_known_host(flag: str, addresses: str) -> None:
-    """Raises `ValueError` if this machine cannot resolve a HOST of the stores' `addresses`, the
-    value of `flag`, or if HOST names all interfaces.
+    """Raises `ValueError` if this machine cannot resolve a host in `addresses`, or if a host names
+    all interfaces. `addresses` are those of stores, which the user gave as the option `flag`.
     """
     for host, port in store_addresses(addresses):
         named = joined_address(host, port)
@@ -206,7 +207,7 @@ def require_known_host(flag: str, addresses: str) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of "HOST:PORT". An IPv6 address is in brackets.
+    """Splits "HOST:PORT" into host and port. An IPv6 address is in brackets.
 
     Raises:
         ValueError: The address has another form.
@@ -223,9 +224,10 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def store_addresses(text: str) -> list[tuple[str, int]]:
-    """The parts of one "HOST:PORT", or of several that are separated by commas.
+    """Splits one "HOST:PORT", or several that are separated by commas, into hosts and ports.
 
-    Raises `ValueError` if an address has another form or is repeated, or the number is even.
+    Raises `ValueError` if an address has another form or is repeated, or if the number of addresses
+    is even.
 
     >>> store_addresses("a:7000,b:7000,c:7000")
     [('a', 7000), ('b', 7000), ('c', 7000)]
@@ -242,7 +244,7 @@ def store_addresses(text: str) -> list[tuple[str, int]]:
 
 
 def joined_address(host: str, port: int | str) -> str:
-    """Inverse of `host_and_port`.
+    """Joins host and port to one text, from which `host_and_port` reads them again.
 
     >>> joined_address("10.10.0.1", 7000), joined_address("::1", 7000)
     ('10.10.0.1:7000', '[::1]:7000')

@@ -1,4 +1,4 @@
-"""Divides the examples of a step among ranks, however many there are."""
+"""Divides the examples of a step among any number of ranks."""
 
 from functools import lru_cache
 from itertools import pairwise
@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 
 class MicroBatch(NamedTuple):
-    """Examples of a step that a rank computes in one pass.
+    """Examples of a step that a rank computes in one forward and backward pass.
 
-    examples: their numbers among all examples of the step. weight: factor of their mean loss. With
-    this factor, the mean of all ranks' gradients is the mean over all examples of the step.
+    examples: the numbers of these examples among all examples of the step. weight: factor by which
+    the mean loss of these examples is multiplied. With this factor, the mean of all ranks'
+    gradients is the mean over all examples of the step.
     """
 
     examples: range
@@ -17,7 +18,8 @@ class MicroBatch(NamedTuple):
 
 
 def share_bounds(examples: int, number: int, of: int) -> range:
-    """Examples of part `number`, if a step's `examples` are divided into `of` parts.
+    """Returns the examples of part `number`, if the `examples` of a step are divided into `of`
+    parts.
 
     >>> share_bounds(7, 0, 2), share_bounds(7, 1, 2)
     (range(0, 4), range(4, 7))
@@ -29,12 +31,12 @@ def share_bounds(examples: int, number: int, of: int) -> range:
 def micro_batches(
     examples: int, largest: int, rank: int, ranks: int, together: int = 1
 ) -> tuple[MicroBatch, ...]:
-    """The share of `rank` in the `examples` of a step, in micro-batches.
+    """Returns the share of `rank` in the `examples` of a step, divided into micro-batches.
 
-    All ranks together have each example once; their shares differ by at most one example. The
-    `together` ranks of a replica get equally many micro-batches, at least one each, because under
-    FSDP2 they wait for each other in each pass. A rank with fewer examples repeats its last example
-    with weight 0.
+    Each example is in the share of exactly one rank, and the shares differ by at most one example.
+    The `together` ranks of a replica get the same number of micro-batches, at least one, because
+    under FSDP2 these ranks wait for each other in each pass. A rank with fewer examples repeats its
+    last example with weight 0.
 
     Args:
         largest: Largest number of examples in a micro-batch. A micro-batch never crosses a multiple

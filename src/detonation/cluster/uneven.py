@@ -1,5 +1,5 @@
-"""Nodes with different numbers of ranks: replicas shard a parameter at different rows, and exchange
-it in pieces.
+"""Replicas with different numbers of ranks: they shard a parameter at different rows, so they
+exchange the parameter in pieces.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,16 @@ from detonation.core.schemes import GradientScheme, Scheme
 
 Pieces = dict[str, Tensor]
 Owners = tuple[int, ...]
-"""The ranks that hold a piece, one per replica."""
+"""The ranks that hold one piece of a parameter: one rank in each replica."""
 
 
 class UnevenAxis(Communicator):
-    """The axis between replicas with different numbers of ranks.
+    """The mesh axis between replicas with different numbers of ranks.
 
-    Each parameter is cut at all rows at which any replica cuts it. A piece between two cuts has one
-    owner in each replica, and its owners form a process group. So each rank sends only rows of its
-    own shard. If the cuts of large nodes include the cuts of small nodes, messages are as large as
-    between large nodes alone.
+    Each parameter is cut at all rows at which any replica cuts it into shards. In each replica, one
+    rank (an owner) holds the piece between two neighbouring cuts. The owners of a piece form a
+    process group. So each rank sends only rows of its own shard. If the cuts of large nodes include
+    the cuts of small nodes, messages are as large as between large nodes alone.
 
     Args:
         nodes: Ranks of each replica, in order; the ranks of a replica are neighbours.
@@ -38,7 +38,7 @@ class UnevenAxis(Communicator):
             backend of the default group.
     """
 
-    shared = True  # gradients are sent in `step` only
+    shared = True  # gradients are sent in the optimizer's `step` only
 
     def __init__(self, nodes: Sequence[Sequence[int]], shard: DeviceMesh, backend: Any) -> None:
         self._nodes = nodes
@@ -57,8 +57,9 @@ class UnevenAxis(Communicator):
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """Pieces of all `parameters` for each group of owners, in order. Pieces may be empty. A
-        rank has no pieces of a group to which it does not belong.
+        """Cuts all `parameters` into pieces for each group of owners (the ranks that hold a piece),
+        in order. Pieces may be empty. There are no pieces for a group to which this rank does not
+        belong.
         """
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         everyone = {ranks for run in runs.values() for ranks in run}
@@ -72,8 +73,8 @@ class UnevenAxis(Communicator):
         return parts
 
     def divide(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, DeviceMesh, Pieces]]:
-        """This rank's parts of `parameters`, with the axis of each; see `communicator.divided`.
-        Collective.
+        """Returns this rank's pieces of `parameters`, with the axis on which each of them is
+        exchanged; see `communicator.divided`. Collective.
 
         Raises `ValueError` on all ranks if a rank does not shard a parameter by its first dimension
         over its node, or if a rank has no rows at all. Raises `Mismatch` if shapes differ.
@@ -108,8 +109,8 @@ class UnevenAxis(Communicator):
         return found
 
     def broadcast(self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
-        """Copies weights and buffers of the first replica to all others, in place. For whole
-        tensors, its first rank sends.
+        """Copies the weights and buffers of the first replica to all other replicas, in place.
+        Tensors that are not sharded come from the first rank of that replica.
         """
         sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
         whole = [p for name, p in parameters.items() if name not in sharded]
@@ -125,8 +126,8 @@ class UnevenAxis(Communicator):
                     dist.broadcast(piece, first, group)
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """Pieces of all owners, for `Clip`, in the same order on all ranks. Pieces of other ranks
-        are empty.
+        """Returns the pieces of all ranks for `Clip`, which clips gradients, in the same order on
+        all ranks. The pieces that other ranks hold are empty here.
         """
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
@@ -143,8 +144,9 @@ class UnevenAxis(Communicator):
         intra_node: DeviceMesh | None,
         balance: bool,
     ) -> None:
-        """Raises `ValueError` for options that replicas with different numbers of ranks do not
-        support yet."""
+        """Raises `ValueError` for options that do not work yet if replicas have different numbers
+        of ranks.
+        """
         gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
         late = [scheme.name for scheme in gradients if scheme.round.delay]
         kinds = {(local(p).device, p.dtype) for group in base.param_groups for p in group["params"]}
@@ -176,15 +178,15 @@ class UnevenAxis(Communicator):
         )
 
     def all_gather(self, mine: Tensor) -> Any:
-        """Raises `ValueError`: no group has all ranks of the axis."""
+        """Always raises `ValueError`, because no process group has all ranks of the axis."""
         raise ValueError(f"the axis joins {self._sizes}, which only `replicate` supports")
 
     def all_reduce(self, values: Tensor) -> Any:
-        """Raises `ValueError`, like `all_gather`."""
+        """Always raises `ValueError`, like `all_gather`."""
         return self.all_gather(values)
 
     def all_to_all(self, mine: Tensor) -> Any:
-        """Raises `ValueError`, like `all_gather`."""
+        """Always raises `ValueError`, like `all_gather`."""
         return self.all_gather(mine)
 
     @property
@@ -192,8 +194,8 @@ class UnevenAxis(Communicator):
         return f"nodes of {[len(ranks) for ranks in self._nodes]} ranks"
 
     def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
-        """First and end row of the piece of each group of owners, if FSDP2 shards a parameter of
-        `rows` rows.
+        """Returns the first row and the end row of the piece that each group of owners holds, if
+        FSDP2 shards a parameter of `rows` rows.
         """
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}
@@ -220,7 +222,7 @@ class UnevenAxis(Communicator):
         return piece
 
     def _problem(self, parameters: Mapping[str, Tensor]) -> str:
-        """The fault in this rank's parameters, as text; "" if there is none."""
+        """Returns the fault in this rank's parameters as text; "" if there is none."""
         node = [*self._nodes[self.replica]]
         for name, parameter in parameters.items():
             cut = parameter.ndim > 0 and len(node) == 1
@@ -237,8 +239,8 @@ class UnevenAxis(Communicator):
 
 
 class UnevenMesh:
-    """The axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh`
-    returns them.
+    """The mesh that `init_mesh` returns for replicas with different numbers of ranks. It has the
+    axes "replicate" and "shard".
     """
 
     mesh_dim_names = ("replicate", "shard")
@@ -264,10 +266,10 @@ class UnevenMesh:
 
 
 def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
-    """Number of ranks of each node. `mine` is the number for this rank's node. Collective over the
-    default group.
+    """Returns the number of ranks of each node. `mine` is the number of ranks on this rank's node.
+    Collective over the default process group.
 
-    Raises `ValueError` unless the ranks of a node are neighbours.
+    Raises `ValueError` unless the ranks of a node have consecutive numbers.
     """
     found = send_to_all(_world(device.type), mine, device)
     sizes = list[int]()

@@ -1,4 +1,4 @@
-"""The native engine, compiled for the CPU."""
+"""The native engine, whose kernels are compiled for the CPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ from detonation.core.runtime import Runtime
 
 
 class NativeEngine(ReferenceEngine):
-    """DCT x top-k with memory on a CPU: encode passes over the memory once, decode over the update
-    once.
+    """The engine on a CPU for DCT and top-k selection with a memory of unsent values. Encoding
+    passes over this memory once, and decoding passes over the update once.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class NativeEngine(ReferenceEngine):
         return selected
 
     def _encoded(self, signals: Sequence[Tensor | None], run: MessageRows | None) -> Selected:
-        """Absorbs a signal and writes the selected coefficients into `run`, or into new memory."""
+        """Adds gradients to the memory of unsent values, and writes the selected coefficients into
+        `run`, or into new tensors.
+        """
         k = self.codec.selection.k
         rows = self.layout.rows
         statistics: Tensor | None = None
@@ -113,7 +115,7 @@ class NativeEngine(ReferenceEngine):
             negative_zeros,
             indices,
         )
-        if statistics is not None:  # with statistics the buffer contains codes instead of values
+        if statistics is not None:  # with statistics, the buffer has codes instead of values
             values = torch.empty(rows, 0, dtype=torch.float32, device="cpu")
         return Selected(values, PackedIndices(self._coding, indices, rows))
 
@@ -142,7 +144,7 @@ class NativeEngine(ReferenceEngine):
         if not isinstance(received.aggregation, Mean | MeanNonzero):
             super().write(received, targets)
             return
-        # targets that are not contiguous fp32 are written through a copy
+        # targets that are not contiguous fp32 tensors are written through a copy
         odd = [
             i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()
         ]
@@ -159,7 +161,7 @@ class NativeEngine(ReferenceEngine):
     def apply_signs(
         self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None
     ) -> None:
-        """Moves `weights` by the signs of the update; without rates the update itself is written to
+        """Moves `weights` by the signs of the update. Without `rates`, writes the update itself to
         `weights`.
         """
         rows = received.rows
@@ -176,7 +178,7 @@ class NativeEngine(ReferenceEngine):
             k = whole.values.shape[2]
             values = [each.contiguous() for each in whole.values]
         few = sent is not None and len(values) * k <= self._most_summed and not nonzero
-        if sent is None:  # owners reply with whole rows, which have no indices
+        if sent is None:  # owners of rows answer with whole rows, which have no indices
             all_indices = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu")
             sent = all_indices.expand(len(values), rows, k)
         if isinstance(sent, PackedIndices):
@@ -197,15 +199,15 @@ class NativeEngine(ReferenceEngine):
             self._waves,
             rates,
         )
-        # autograd does not see these writes; a new version invalidates graphs that saved old values
+        # autograd does not see these writes, so a new version invalidates graphs with old values
         torch.autograd.graph.increment_version(weights)
 
 
 def native_engine(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None
 ) -> NativeEngine | None:
-    """The engine for DCT x top-k with memory on a CPU; None for other codecs, or if g++ is
-    missing.
+    """Returns the engine for DCT and top-k selection with memory on a CPU; None for other codecs,
+    or if g++ is missing.
     """
     if memory is None or runtime.decides_on_device or not runtime.kernels:
         return None

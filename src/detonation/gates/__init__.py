@@ -1,1 +1,3 @@
-"""Optional gates of a step: balance, and closeness of replicas that round differently."""
+"""Optional parts of a step: balance between slow and fast replicas, and closeness of replicas that
+round differently.
+"""

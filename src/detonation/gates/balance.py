@@ -1,5 +1,5 @@
-"""Balance: replicas of different speed end their rounds together, because slower replicas run fewer
-local steps.
+"""Balance: slower replicas take fewer local steps in a round, so that replicas of different speed
+end their rounds together.
 """
 
 import statistics
@@ -17,14 +17,15 @@ _ODD = 4
 
 
 class Balance(StepGate):
-    """Measures this replica's local steps. Agrees with the other replicas on the number of local
-    steps that each runs per round.
+    """Measures how long this replica's local steps last. Agrees with the other replicas on the
+    number of local steps that each replica takes per round.
 
     A local step lasts from the end of one `step()` call to the end of the base optimizer's step in
-    the next: loading, forward, backward. The gate averages the steps of a round, without steps
-    longer than `_ODD` medians, such as a step with an evaluation or a checkpoint. The slowest of
-    the `shards` determines the time of a replica. At the end of a round the replicas exchange 8
-    bytes each and wait for them; an accelerator's host waits, too.
+    the next call: it includes loading, forward and backward. The gate averages the local steps of a
+    round, without steps longer than `_ODD` times their median, such as a step with an evaluation or
+    a checkpoint. The slowest of the `shards` determines the time of a replica. At the end of a
+    round, each replica sends 8 bytes to the other replicas and waits for theirs. The host of an
+    accelerator waits, too.
     """
 
     def __init__(
@@ -34,21 +35,21 @@ class Balance(StepGate):
         self._link = link
         self._shards = shards
         self._device = device
-        self._since: Any = None  # time at the end of the last step
+        self._since: Any = None  # time mark at the end of the last step
         self._laps: list[tuple[Any, Any]] = []
 
     def idle(self, step: int) -> bool:
-        """True if this replica skips `step`."""
+        """True if this replica takes no local step in `step`."""
         return not bool(self.local_steps.taken(step)[self._link.replica])
 
     def moved(self, step: int, idle: bool) -> None:
-        """Ends a local step."""
+        """Records the duration of the local step that ends now, unless this replica was idle."""
         if not idle and self._since is not None:
             self._laps.append((self._since, time_mark(self._device)))
 
     def end(self, step: int) -> None:
-        """Ends `step`. At the end of a round it agrees with the other replicas, and is then
-        collective.
+        """Ends `step`. At the end of a round, agrees with the other replicas on the number of local
+        steps of each replica; the call is then collective.
         """
         if (step + 1) % self.local_steps.every == 0:
             lasted = typical([elapsed_ns(*lap) for lap in self._laps])
@@ -56,7 +57,7 @@ class Balance(StepGate):
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
             for link in self._shards:
-                # last, because a replica may be lost after some of its shards have sent durations
+                # shards come last: a replica may be lost after a part of its shards sent durations
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()
@@ -64,7 +65,8 @@ class Balance(StepGate):
 
 
 def typical(durations: Sequence[int]) -> int:
-    """The mean of `durations`, without durations longer than `_ODD` medians; 0 if there are none.
+    """Returns the mean of `durations`, without those longer than `_ODD` times the median; 0 if
+    there are no durations.
 
     >>> typical([2, 4, 3, 90]), typical([])
     (3, 0)
@@ -76,7 +78,9 @@ def typical(durations: Sequence[int]) -> int:
 
 
 def time_mark(device: torch.device) -> Any:
-    """The current time: seconds on the host, or an event in the queue of an accelerator."""
+    """Returns a mark of the current time: seconds on the host, or an event in the queue of an
+    accelerator.
+    """
     if device.type == "cpu":
         return time.perf_counter()
     module = torch.get_device_module(device)
@@ -86,7 +90,9 @@ def time_mark(device: torch.device) -> Any:
 
 
 def elapsed_ns(first: Any, last: Any) -> int:
-    """Nanoseconds between two time marks. Waits for an accelerator."""
+    """Returns the nanoseconds between two time marks, after a wait for the accelerator if
+    needed.
+    """
     if isinstance(first, float):
         return int(1e9 * (last - first))
     last.synchronize()

@@ -1,8 +1,9 @@
 """Closeness: keeps replicas that round differently within rounding error of each other.
 
-Such replicas receive the same messages, so their states differ only by the rounding errors
-accumulated since they were equal. So in each step all replicas copy a part of replica 0's agreed
-state, another part each time, and `verify` compares distances instead of bits.
+Such replicas receive the same messages, so their states differ only by the rounding errors that
+accumulate after the states were equal. So in each step all replicas copy a part of replica 0's
+agreed state (the state that must be equal on all replicas), another part each time. `verify`
+compares the replicas by distance instead of bit for bit.
 """
 
 import math
@@ -18,23 +19,23 @@ from detonation.core.link import Link
 from detonation.core.replicator import Replicator
 
 PERIOD = 1000
-"""Number of steps in which every number of the agreed state is made equal once."""
+"""Number of steps in which each number of the agreed state is made equal on all replicas once."""
 MOST_MOVED = 1 / 64
-"""Share of a tensor's movement in `PERIOD` steps by which replicas may differ."""
+"""Share of the distance that a tensor moved in `PERIOD` steps by which replicas may differ."""
 _SIGNS = 8
 _STRIP = 1 << 17
-"""Numbers that are projected at once."""
+"""Number of values that are projected in one operation."""
 _FP32 = torch.finfo(torch.float32).eps
 
 
 class Closeness(StepGate):
-    """Copies a part of the agreed state in each step, and compares the whole agreed state by
-    distance.
+    """Copies a part of replica 0's agreed state to all replicas in each step. Compares the whole
+    agreed state of the replicas by distance.
 
-    A part is 1 / `PERIOD` of the numbers in each replicator's `replicated` tensors. A round of n
-    steps sends n such parts before its message. The step number selects the part, so the gate saves
-    no state. Replica 0 sends, and the link counts the bytes. If an elastic axis has lost replica 0,
-    nothing is copied.
+    A part is 1 / `PERIOD` of the numbers in each replicator's `replicated` tensors. In a round of n
+    steps, n such parts are sent before the message of the round. The step number selects the part,
+    so the gate saves no state. Replica 0 sends the part, and the link counts its bytes. If an
+    elastic axis has lost replica 0, nothing is copied.
 
     Args:
         moved: The `movements` before a checkpoint.
@@ -46,14 +47,14 @@ class Closeness(StepGate):
         self._apart = 0.0
         self._moved = moved or {}
         self._replicators: Sequence[Replicator] = ()
-        # projections of earlier steps
+        # for each tensor, its projections at earlier steps
         self._seen: dict[tuple[Link, str], list[tuple[int, list[float]]]] = {}
 
     @torch.no_grad()
     def attach(
         self, consensus: StopConsensus, replicators: Sequence[Replicator], step: int
     ) -> None:
-        """Attaches the gate to all steps of `replicators` from `step` on."""
+        """Attaches this gate to all steps of `replicators` from step number `step` on."""
         self._step = step
         self._replicators = replicators
         if self not in consensus.gates:
@@ -81,8 +82,8 @@ class Closeness(StepGate):
                     self._align(replicator, link, turn)
 
     def _links_of(self, replicator: Replicator) -> Iterable[Link]:
-        """The links over which the state of `replicator` is equal. Replicas agree on an anchor
-        along its own axis, and it is also equal along the inner axes.
+        """Returns the links over which the state of `replicator` is equal. Replicas agree on an
+        anchor along the axis of its replicator. The anchor is also equal along the inner axes.
         """
         links = [replicator.link]
         if not replicator.stepped:
@@ -94,11 +95,11 @@ class Closeness(StepGate):
         return dict.fromkeys(links)
 
     def _align(self, replicator: Replicator, link: Link, turn: int) -> None:
-        """Copies part number `turn` of replica 0's state along `link`. Collective."""
+        """Copies part number `turn` of replica 0's state to all replicas of `link`. Collective."""
         tensors = _floats(replicator.replicated())
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # Weights move together with their anchor.
-            # Otherwise the outer momentum would multiply their change.
+            # Weights must move together with their anchor, so they are left out here.
+            # Otherwise the outer momentum would multiply the change of the weights.
             for name in replicator.parameters:
                 tensors.pop(name, None)
         cut = _cut(tensors, turn, max(1, PERIOD // replicator.round.every))
@@ -108,8 +109,8 @@ class Closeness(StepGate):
         device = replicator.channel.runtime.device
         mark = torch.ones(1, dtype=torch.uint8, device=device)
         sent = torch.cat([*(each.to(device).view(torch.uint8) for each in mine), mark])
-        # Replica 0 sends its bytes and all others send zeros, so all get the same bits.
-        # The mark is 0 if replica 0 was absent.
+        # Replica 0 sends its bytes and other replicas send zeros, so the sum has replica 0's bits.
+        # The last byte of the sum is 0 if replica 0 was absent.
         if link.replica != 0:
             sent.zero_()
         total = link.all_reduce(sent)()
@@ -137,8 +138,8 @@ class Closeness(StepGate):
         device: torch.device,
         options: Mapping[str, str] | None = None,
     ) -> list[Difference]:
-        """Compares like `differences`, but compares floating-point tensors by their distance.
-        Collective.
+        """Compares the replicas as `differences` does, but compares floating-point tensors by their
+        distance. Collective.
         """
         options = options or {}
         floats = _floats(tensors)
@@ -165,8 +166,8 @@ class Closeness(StepGate):
         return found
 
     def _movement(self, link: Link, name: str, now: list[float]) -> float:
-        """The distance that a tensor moved in the last `PERIOD` steps, or since it was first seen;
-        for a new tensor its distance from zero.
+        """Returns the distance that a tensor moved in the last `PERIOD` steps, or since this gate
+        first saw the tensor. For a new tensor, this is its distance from zero.
         """
         seen = self._seen.setdefault((link, name), [(self._step, [0.0] * _SIGNS)])
         while len(seen) > 1 and seen[1][0] <= self._step - PERIOD:
@@ -180,7 +181,9 @@ class Closeness(StepGate):
         return movement
 
     def movements(self) -> dict[str, float]:
-        """The recent movement of each tensor, by name. Replicas may differ by a share of it."""
+        """Returns the recent movement of each tensor, by name. Replicas may differ by a share of
+        this movement.
+        """
         found: dict[str, float] = {}
         for link, name, tensor in self._fractions():
             moved = self._movement(link, name, projections(tensor).tolist())
@@ -188,8 +191,8 @@ class Closeness(StepGate):
         return found
 
     def measure(self) -> float:
-        """The largest distance of a tensor between replicas, relative to its norm; infinity if the
-        replicas are not close. Collective.
+        """Returns the largest distance between a tensor on two replicas, relative to its norm;
+        infinity if the replicas are not close. Collective.
         """
         self._apart = 0.0
         found = []
@@ -206,8 +209,8 @@ def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cut(tensors: Mapping[str, Tensor], turn: int, turns: int) -> dict[str, slice]:
-    """Part number `turn` of `turns` equal parts of all numbers, as a slice of each overlapping
-    tensor.
+    """Returns part number `turn` of `turns` equal parts of all numbers in `tensors`, as a slice of
+    each tensor that the part overlaps.
     """
     ends = list(accumulate((each.numel() for each in tensors.values()), initial=0))
     size = -(-ends[-1] // turns)
@@ -221,8 +224,8 @@ def _cut(tensors: Mapping[str, Tensor], turn: int, turns: int) -> dict[str, slic
 
 
 def projections(tensor: Tensor) -> Tensor:
-    """Sums of the numbers of `tensor` with fixed random signs. Their mean square estimates the
-    squared norm of `tensor` to within about a half.
+    """Returns sums of the numbers of `tensor` with fixed random signs. The mean square of these
+    sums estimates the squared norm of `tensor` to within about a half.
 
     Shapes: any -> `[8]` fp64 on the CPU.
     """
@@ -242,8 +245,8 @@ def projections(tensor: Tensor) -> Tensor:
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Estimates the norm of the difference of two tensors from their projections, with operations
-    that round alike on every processor.
+    """Estimates the norm of the difference of two tensors from their projections. All operations
+    round in the same way on every processor.
 
     >>> distance([3.0, 1.0], [0.0, 1.0]) == math.sqrt(4.5)
     True
@@ -255,7 +258,8 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def farthest(rows: Sequence[Sequence[float]]) -> float:
-    """The largest distance from the first of `rows`, relative to its norm.
+    """Returns the largest distance of a row from the first of `rows`, relative to the first row's
+    norm.
 
     >>> farthest([[4.0, 0.0], [4.0, 1.0], [4.0, 0.0]])
     0.25
@@ -270,13 +274,13 @@ def farthest(rows: Sequence[Sequence[float]]) -> float:
 
 
 def tolerance(norm: float, movement: float, eps: float) -> float:
-    """The allowed distance of a tensor between replicas: the rounding that can add up in `PERIOD`
-    steps.
+    """Returns the distance that a tensor may have between two replicas: the rounding that can add
+    up in `PERIOD` steps.
 
-    A number that was equal is rounded once per step in fp32, and stored in its dtype. So the bound
-    is one fp32 epsilon per step plus one epsilon of the dtype, times the norm. Updates follow from
-    the same messages, so they differ by less than `MOST_MOVED` of the movement, even if the sign of
-    an update depends on a last bit.
+    A number that was once equal is rounded once per step in fp32, and stored in its dtype. So the
+    bound for rounding is the norm, times one fp32 epsilon per step plus one epsilon of the dtype.
+    Updates follow from the same messages, so they differ by less than `MOST_MOVED` times the
+    movement of the tensor, even if the sign of an update depends on a last bit.
     """
     return (PERIOD * _FP32 + eps) * norm + MOST_MOVED * movement
 
@@ -284,13 +288,13 @@ def tolerance(norm: float, movement: float, eps: float) -> float:
 def _difference(
     name: str, rows: Sequence[Sequence[float]], eps: float, local_ranks: int
 ) -> Difference | None:
-    """The replicas whose rows (projections and movement of a tensor) are not close to the
-    majority's.
+    """Returns the replicas whose rows are not close to the rows of the majority; None if there are
+    none. A row holds the projections and the movement of a tensor.
     """
     sums = [list(row[:_SIGNS]) for row in rows]
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 
-    def close(a: int, b: int) -> bool:  # nonfinite numbers are not close unless they are equal
+    def close(a: int, b: int) -> bool:  # nonfinite numbers are close only if they are equal
         if repr(sums[a]) == repr(sums[b]):
             return True
         norm = min(norms[a], norms[b])

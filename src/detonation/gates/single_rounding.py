@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _FP64 = 53
-"""Number of bits up to which fp64 adds integers exactly, in any order."""
+"""Number of bits that sums of integers may have so that fp64 adds them exactly, in any order."""
 _INT64 = 63
-"""Number of bits up to which int64 adds integers exactly."""
+"""Number of bits that sums of integers may have so that int64 adds them exactly."""
 
 
 class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -20,10 +20,11 @@ class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     rounded separately.
 
     torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, depending on the
-    processor's instructions, and libraries compute its fp32 roots. IEEE 754 defines the rounding of
-    each single operation. Matrix products and norms have no fixed order of summation; here they are
-    exact sums of integers, with at least 19 bits below the largest element. So torch's optimizers
-    and Muon compute the same bits on all kinds of processors, unless they are `fused`.
+    processor's instructions, and torch's fp32 roots depend on a library. IEEE 754
+    defines the rounding of each single operation. Matrix products and norms have no fixed order of
+    summation. In this context, they are exact sums of integers, with at least 19 bits below the
+    largest element. So torch's optimizers and Muon compute the same bits on all kinds of
+    processors, unless the optimizers are `fused`.
 
     Example:
         >>> weight = torch.tensor([1.0, 2.0])
@@ -53,7 +54,7 @@ class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _apply(name: str, *operands: Any) -> Any:
-    """The operation `name` on tensors, or on lists of them."""
+    """Applies the operation `name` to tensors, or to lists of tensors."""
     function = getattr(torch, name, None)
     if function:
         return function(*operands)
@@ -62,7 +63,7 @@ def _apply(name: str, *operands: Any) -> Any:
 
 
 def _like(name: str, operation: str) -> str:
-    """`operation` with the signature of `name`: on lists, or in place."""
+    """Returns the name of `operation` in the form of `name`: on lists, in place, or both."""
     found = _apart(name, operation)
     if name.endswith("_"):
         found += "_"
@@ -70,7 +71,7 @@ def _like(name: str, operation: str) -> str:
 
 
 def _apart(name: str, operation: str) -> str:
-    """`operation` with the signature of `name`: on lists, but not in place."""
+    """Returns the name of `operation` in the form of `name`: maybe on lists, but never in place."""
     if name.startswith("_foreach_"):
         return "_foreach_" + operation
     return operation
@@ -112,7 +113,9 @@ def _reciprocal(number: Any) -> Any:
 
 
 def _root(name: str, own: Any) -> Any:
-    """The square root in fp64, converted back: equal to the correctly rounded fp32 root."""
+    """Computes the square root in fp64 and converts it back. The result equals the correctly
+    rounded fp32 root.
+    """
     if name.startswith("_foreach_"):
         return [_root(name.removeprefix("_foreach_"), each) for each in own]
     root = own.double().sqrt().to(own.dtype)
@@ -122,7 +125,9 @@ def _root(name: str, own: Any) -> Any:
 
 
 def _whole(tensor: Tensor, bits: int) -> tuple[Tensor, float]:
-    """Integers of up to `bits` bits in fp64, and the power of two that scales them back."""
+    """Returns `tensor` as integers of up to `bits` bits in fp64, and the power of two that scales
+    these integers back.
+    """
     _, exponent = math.frexp(float(tensor.abs().amax()))
     exponent -= bits
     return (tensor.double() * math.ldexp(1.0, -exponent)).round_(), math.ldexp(1.0, exponent)
@@ -166,4 +171,4 @@ _RULES: dict[str, Callable[..., Any]] = {
     "addmm": _add_matrices,
     "linalg_vector_norm": _norm,
 }
-"""Rules by name of the operation, without the list prefix and the in-place suffix."""
+"""Rules for operations. A key is the operation's name without list prefix and in-place suffix."""

@@ -1,9 +1,9 @@
 """The cache of the compiled library: a private directory, whose files are written atomically and
 checked before use.
 
-Anybody who can write a cached library can run code as its user. Therefore only the user owns the
-directory and can replace it, and a file is loaded only if the user owns it and its checksum, at the
-end of the file, is right.
+Anybody who can write a cached library can run code as the user who loads it. Therefore only the
+user owns the directory and can replace it. A file is loaded only if the user owns it and if its
+checksum, at the end of the file, is right.
 """
 
 import contextlib
@@ -21,14 +21,15 @@ from detonation.whole_files import open_lock, opened, read_bytes
 
 _log = logging.getLogger(__name__)
 _LOCK_S = 330.0
-"""Seconds to wait for another process that compiles the same library, which may need 300 s;
-afterwards this process compiles, too.
+"""Seconds to wait for another process that compiles the same library, which may need 300 s. After
+this time, this process compiles the library, too.
 """
 _DIGEST_BYTES = 32
 
 
 def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], object]) -> object:
-    """Returns `usable(path)` for the cached file `name`; `make(path)` creates a missing file.
+    """Returns `usable(path)` for the cached file `name`. If the file is missing, `make(path)`
+    creates it.
 
     Directories are tried in this order: the user's cache, a private directory that all processes of
     the user share, and a temporary directory of this process. One line of the log gives the reason
@@ -52,14 +53,14 @@ def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], obj
 
 
 def _directories(reasons: list[str]) -> Iterator[Path]:
-    """Yields directories for the cache, best first; appends to `reasons` why a directory is
-    skipped.
+    """Yields directories for the cache, the best directory first. Appends to `reasons` why a
+    directory is skipped.
     """
     shared = Path(tempfile.gettempdir(), f"detonation-kernels-{os.getuid()}")
     for find in (_of_user, lambda: shared):
         try:
             yield private_directory(find())
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        except (OSError, RuntimeError) as error:  # RuntimeError if the user has no home directory
             reasons.append(str(error))
     with (
         contextlib.suppress(OSError),
@@ -101,8 +102,8 @@ def private_directory(path: Path) -> Path:
 
 
 def _system_users() -> set[int]:
-    """User ids of root and, in a user namespace such as a container's, of root outside the
-    namespace.
+    """Returns the user ids of root and, in a user namespace such as a container's, of root outside
+    the namespace.
     """
     users = Path("/proc/self/uid_map")
     if not users.exists() or users.read_text().split() == ["0", "0", "4294967295"]:
@@ -122,14 +123,14 @@ def _whole(path: Path) -> bool:
 
 
 def _make_once(path: Path, make: Callable[[Path], None]) -> None:
-    """Makes `path` in one of the processes that need it, if the file system has locks; the others
-    wait.
+    """Makes the file `path` in one of the processes that need it, if the file system has locks. The
+    other processes wait.
     """
     with open_lock(path.with_suffix(".lock")) as lock:
         _wait_for(lock.fileno())
         if _whole(path):
             return
-        # a unique directory, because compilers may write further files
+        # the directory is used once only, because compilers may write further files
         with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as folder:
             part = Path(folder) / path.name
             make(part)
@@ -148,7 +149,7 @@ def _wait_for(lock: int) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.05)
-        except OSError:  # a network file system without locks: the atomic rename suffices
+        except OSError:  # a file system without locks: the atomic rename suffices
             return
         else:
             return

@@ -1,5 +1,5 @@
-"""Compiles the kernels with g++ on first use, caches the library per user, and calls it through
-ctypes.
+"""Compiles the C++ kernels with g++ on first use, keeps the library in a cache of the user, and
+calls it through ctypes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 SignRate = tuple[float, float]
-"""The factors (shrink, lr) of a step along signs: `shrink * weight - lr * sign`."""
+"""The factors (shrink, lr) of a step by signs: `weight = shrink * weight - lr * sign`."""
 
 
 _P = ctypes.c_void_p
@@ -65,15 +65,15 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "encode_powers": [_P, _I, _I, _P, _P, _I],
     "look_up": [_P, _I, _I, _I, _I, _N, _I, _P, _I, _P],
 }
-"""Argument types of each function: pointers, 64-bit counts, floats and ints."""
+"""Argument types of each C++ function: pointers, 64-bit counts, floats and ints."""
 
 
 class Library:
-    """The compiled functions. All tensors are contiguous and on the CPU; the C++ source documents
+    """The compiled functions. All tensors are contiguous and on the CPU. The C++ source documents
     each function.
 
-    name: identifies source, compiler and processor; replicas with different names may round
-    differently.
+    name: identifies the source, the compiler and the processor. Replicas with different names may
+    round differently.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,8 +98,8 @@ class Library:
         negative_zeros: bool,
         indices: Tensor,
     ) -> None:
-        """Adds the gradients to the decayed residual, and selects its `k` largest DCT coefficients
-        per row.
+        """Adds the gradients to the decayed residual of unsent values, and selects the `k` largest
+        DCT coefficients in each row of the sum.
 
         Args:
             residual: Changed in place; `release` times the selected part is subtracted at once.
@@ -112,7 +112,7 @@ class Library:
         `[nbytes]` uint8.
         """
         rows, chunk = residual.shape
-        pointers = (ctypes.c_void_p * len(gradients))()  # null for None
+        pointers = (ctypes.c_void_p * len(gradients))()  # null where a gradient is None
         for number, gradient in enumerate(gradients):
             if gradient is not None:
                 pointers[number] = gradient.data_ptr()
@@ -139,10 +139,10 @@ class Library:
         few: bool,
         basis: Tensor,
     ) -> None:
-        """Subtracts `share` times the values from the residual; see `decode` for `few` and
+        """Subtracts `share` times the `values` from the residual. `decode` describes `few` and
         `basis`.
         """
-        # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 from `encode`
+        # shapes: residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 of `encode`
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width,
@@ -164,8 +164,8 @@ class Library:
         basis: Tensor,
         rates: Sequence[SignRate] | None = None,
     ) -> None:
-        """Writes the mean of messages into `targets`. With `rates`, `targets` are weights, which
-        move by the signs of the mean.
+        """Writes the mean of messages into `targets`. With `rates`, `targets` are weights, and each
+        weight moves by the sign of the mean.
 
         Args:
             targets: fp32, one tensor per parameter.
@@ -205,10 +205,10 @@ class Library:
         assert status == 0
 
     def topk(self, coefficients: Tensor, k: int) -> Tensor:
-        """The indices of the `k` largest magnitudes of each row, in rising order; see
+        """Returns the indices of the `k` largest magnitudes in each row, in rising order; see
         `topk_indices`.
         """
-        # [rows, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, k] uint8
+        # shapes: [rows, chunk] fp32, with chunk one of KERNEL_CHUNKS -> [rows, k] uint8
         rows, chunk = coefficients.shape
         found = torch.empty(rows, k, dtype=torch.uint8, device="cpu")
         status = self._library.detonation_topk(
@@ -218,10 +218,10 @@ class Library:
         return found
 
     def product(self, coefficients: Tensor, basis: Tensor) -> Tensor:
-        """`coefficients @ basis` as a chain of fused multiply-adds, in the order of the basis
-        vectors.
+        """Computes `coefficients @ basis` as a chain of fused multiply-adds, in the order of the
+        basis vectors.
         """
-        # [rows, chunk] and [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
+        # shapes: [rows, chunk], [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
         rows, chunk = coefficients.shape
         out = torch.empty_like(coefficients)
         status = self._library.detonation_product(
@@ -231,8 +231,8 @@ class Library:
         return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """The number of the first tensor (fp32) that contains NaN or a magnitude above `limit`; -1
-        if there is none.
+        """Returns the number of the first fp32 tensor that contains NaN or a magnitude above
+        `limit`; -1 if there is no such tensor.
         """
         count = len(tensors)
         pointers = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors])
@@ -240,14 +240,14 @@ class Library:
         return int(self._library.detonation_beyond(pointers, numel, count, limit))
 
     def sign_step(self, weights: Tensor, directions: Tensor, shrink: float, lr: float) -> None:
-        """`weights = shrink * weights - lr * sign(directions)`, in fp32."""
+        """Computes `weights = shrink * weights - lr * sign(directions)` in fp32, in place."""
         self._library.detonation_sign_step(
             weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr
         )
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """Packs numbers of `width` bits, each line separately."""
-        # [..., n] integer -> [..., nbytes] uint8
+        """Packs numbers of `width` bits without gaps, each line separately."""
+        # shapes: [..., n] integers -> [..., nbytes] uint8
         *lines, count = numbers.shape
         is_narrow = width <= 8
         plain = numbers.to(torch.uint8 if is_narrow else torch.int64).contiguous()
@@ -258,8 +258,8 @@ class Library:
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The inverse of `pack`."""
-        # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
+        """Unpacks the numbers that `pack` has packed."""
+        # shapes: [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
         lines = packed.unsqueeze(0).flatten(0, -2)
         is_narrow = width <= 8
         shape = (*packed.shape[:-1], count)
@@ -271,8 +271,8 @@ class Library:
         return numbers
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
-        """The bitmap of rows of `chunk` bits in which `indices` are set."""
-        # [..., rows, k] integer -> [..., ceil(rows * chunk / 8)] uint8
+        """Returns a bitmap of rows of `chunk` bits, in which the bits at `indices` are set."""
+        # shapes: [..., rows, k] integers -> [..., ceil(rows * chunk / 8)] uint8
         *lines, rows, k = indices.shape
         is_narrow = chunk <= 256
         plain = indices.to(torch.uint8 if is_narrow else torch.int64).contiguous()
@@ -283,8 +283,8 @@ class Library:
         return bitmap
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """The indices that are set in a bitmap, in order."""
-        # shapes as in `mark`; chunks up to 256 -> uint8, else int64
+        """Returns the indices of the bits that are set in a bitmap, in order."""
+        # shapes as in `mark`; the indices are uint8 for a chunk up to 256, else int64
         lines = bitmap.unsqueeze(0).flatten(0, -2)
         is_narrow = chunk <= 256
         shape = (*bitmap.shape[:-1], rows, k)
@@ -294,10 +294,10 @@ class Library:
         return indices
 
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
-        """The sum of the 32-bit words of each message, after each word is multiplied by an odd
-        number that depends on its position.
+        """Returns a checksum of each message: the sum of its 32-bit words, each multiplied by an
+        odd number that depends on the position of the word.
 
-        Eight bytes of the first line, from byte `skipped` on, count as zeros; -1 for no such bytes.
+        Eight bytes of the first line, from byte `skipped` on, count as zeros; with -1, no bytes do.
         """
         found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
         at = messages.data_ptr(), len(messages), messages.stride(0)
@@ -305,9 +305,9 @@ class Library:
         return found
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-        """For each message: 1 if a packed index is not below `chunk`, 2 if the indices of a row do
-        not rise, else 0. For bitmaps (`width` 0): 2 if the number of set bits in a row is not `k`,
-        else 0.
+        """Checks the indices of each message; the result 0 means that they are valid. 1 means that
+        a packed index is not below `chunk`, and 2 that the indices of a row do not rise. For
+        bitmaps (`width` 0), 2 means that the number of set bits in a row is not `k`.
 
         Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
         """
@@ -317,8 +317,8 @@ class Library:
         return found
 
     def encode_powers(self, values: Tensor, limits: Tensor, nbytes: int) -> Tensor:
-        """Encodes lines of values as `codebooks.E3M0` does; see `octave_limits` for `limits`."""
-        # [..., n] and [6] fp32 -> [..., nbytes] uint8
+        """Encodes lines of values as `codebooks.E3M0` does. `octave_limits` describes `limits`."""
+        # shapes: values [..., n] and limits [6] fp32 -> [..., nbytes] uint8
         *lines, count = values.shape
         plain = values.to(torch.float32).contiguous()
         encoded = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
@@ -330,8 +330,8 @@ class Library:
     def look_up(
         self, packed: Tensor, levels: Tensor, first: int, count: int, width: int, block: int
     ) -> Tensor:
-        """The level of each packed code of up to 4 bits; see `codebooks.decoded`."""
-        # [..., nbytes] uint8, [..., blocks, 2**width] fp32 -> [..., count] fp32
+        """Returns the level of each packed code of up to 4 bits; see `codebooks.decoded`."""
+        # shapes: [..., nbytes] uint8, levels [..., blocks, 2**width] fp32 -> [..., count] fp32
         lines = packed.unsqueeze(0).flatten(0, -2)
         of_lines = levels.unsqueeze(0).flatten(0, -3)
         values = torch.empty(*packed.shape[:-1], count, dtype=torch.float32, device="cpu")
@@ -345,7 +345,9 @@ class Library:
 
 @lru_cache
 def load_library() -> Library | None:
-    """The library, compiled at the first call; None if g++ is missing or fails, which is logged."""
+    """Returns the library, which the first call compiles; None if g++ is missing or fails, and logs
+    why.
+    """
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
         _log.info("the kernels in plain torch: there is no g++")
@@ -363,29 +365,31 @@ def load_library() -> Library | None:
 def _load(path: Path) -> Library:
     try:
         return Library(path)
-    except AttributeError as error:  # the compiler succeeded, but omitted functions
+    except AttributeError as error:  # the library lacks functions, although it was compiled
         raise OSError(f"{path} is not the library: {error}") from error
 
 
 def _compile(compiler: str, path: Path) -> None:
     command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
     try:
-        # compiling needs 13 s on an idle machine
+        # the limit is generous, because compiling needs 13 s even on an idle machine
         subprocess.run(command, check=True, capture_output=True, timeout=300)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
         said = said or [f"code {error.returncode}"]
         for line in said:
-            # retry in another directory, which may have free space
+            # an OSError lets the caller try another directory, which may have free space
             if "No space left" in line or "quota exceeded" in line:
                 raise OSError(f"{compiler} failed: {line}") from error
-        # report the first error, which causes the rest
+        # report the first error only, because it causes the other errors
         errors = [line for line in said if "error" in line] or said
         raise subprocess.SubprocessError(f"{compiler} failed: {errors[0]}") from error
 
 
 def _identity(compiler: str) -> str:
-    """The identity of the machine code: machines of different kinds may share a home directory."""
+    """Returns an identity of the machine code. It depends on the compiler and the processor,
+    because machines of different kinds may share a home directory.
+    """
     version = subprocess.run(
         [compiler, "--version"], check=True, capture_output=True, timeout=30
     ).stdout

@@ -1,5 +1,5 @@
-"""Whole matrices of a sharded model: for each matrix one rank of the node computes the step of all
-ranks.
+"""Steps of whole matrices in a sharded model: for each matrix, one rank of the node computes the
+step for all ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from detonation.core.flat.tensors import local
 
 GROUP_BYTES = 2**26
-"""Bytes per rank of matrices that travel together. Three such groups are in memory at a time."""
+"""Bytes per rank of the matrices in a group, which is sent together. Three groups are in memory at
+a time.
+"""
 
 
 class MatrixStep(Protocol):
-    """The step of one matrix. Only its middle part needs the whole matrix.
+    """An optimizer's step on one matrix. Only its middle part, `whole`, needs the whole matrix.
 
     Attributes:
         matrix: The parameter, [rows, columns].
@@ -32,30 +34,30 @@ class MatrixStep(Protocol):
     noted: int
 
     def before(self) -> Tensor:
-        """Returns a tensor that is sharded like the matrix. Every rank calls it."""
+        """Returns the input of `whole`, sharded like the matrix. Every rank calls this method."""
 
     def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Gets the whole tensor whose parts `before` returned. Returns the result, in the same
-        shape, and the notes.
+        """Gets the whole tensor whose shards `before` returned. Returns the result of the step, in
+        the same shape, and the notes (numbers about the whole matrix).
         """
 
     def divisors(self, notes: Tensor) -> Tensor:
-        """Divisors of the result's rows, `[rows, 1]`. Every rank calls this method, if there are
-        notes.
+        """Returns the divisors of the result's rows, `[rows, 1]`. If there are notes, every rank
+        calls this method.
         """
 
     def after(self, result: Tensor) -> None:
-        """Receives the local shard of the divided result. Every rank calls this method."""
+        """Moves the matrix by its shard of the divided result. Every rank calls this method."""
 
 
 def take(steps: Iterable[MatrixStep]) -> None:
-    """Makes the steps of matrices, in any order. Collective over the ranks of a node.
+    """Takes the steps on matrices, in any order. Collective over the ranks of a node.
 
-    The bits do not depend on the number of shards. A matrix that is sharded over one axis is
-    gathered to one rank, its owner, and the owner returns shards of the result. Matrices are sent
-    in groups, with two collectives per group. A group is computed while shards of its neighbours
-    are in flight. A matrix that is sharded over several axes is gathered to every rank, and each
-    rank computes it.
+    The resulting bits do not depend on the number of shards. A matrix that is sharded over one axis
+    is gathered to one rank, its owner. The owner computes the step and returns shards of the
+    result. Matrices are sent in groups, with two collectives per group. While one group is
+    computed, shards of its neighbour groups are in flight. A matrix that is sharded over several
+    axes is gathered to every rank, and each rank computes its step.
     """
     groups: dict[Any, list[_Sharded]] = {}
     for step in steps:
@@ -72,7 +74,9 @@ def take(steps: Iterable[MatrixStep]) -> None:
 
 
 def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each matrix: each matrix goes to the rank with the least work so far."""
+    """Returns the owner of each matrix (the rank that computes its step). A matrix goes to the rank
+    with the least work so far.
+    """
     load = [0] * ranks
     owners = []
     for cost in costs:
@@ -82,13 +86,15 @@ def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def operations(shape: Sequence[int]) -> int:
-    """Operations of one iteration: a Gram matrix, its square, and their product with the matrix."""
+    """Returns the number of operations of one Muon iteration: a Gram matrix, its square, and the
+    product of both with the matrix.
+    """
     short, long = sorted(shape)
     return 4 * short * short * long + 2 * short**3
 
 
 def _axes(matrix: Tensor) -> list[tuple[int, Any]]:
-    """The mesh axes over which a matrix is split, each with its placement."""
+    """Returns the mesh axes over which a matrix is split, each with its placement."""
     if not isinstance(matrix, DTensor):
         return []
     return [
@@ -99,7 +105,7 @@ def _axes(matrix: Tensor) -> list[tuple[int, Any]]:
 
 
 def _divided(step: MatrixStep, result: Tensor, notes: Tensor, rows: slice = slice(None)) -> Tensor:
-    """The `rows` of a result, divided if there are notes."""
+    """Returns the `rows` of a result, divided by their divisors if the step has notes."""
     if not step.noted:
         return result
     return result / step.divisors(notes)[rows]
@@ -143,17 +149,17 @@ class _Sharded:
         return operations(self.step.matrix.shape)
 
     def nbytes(self, rank: int) -> int:
-        """Bytes of the shard of `rank`."""
+        """Returns the number of bytes of the shard of `rank`."""
         return self.sizes[rank] * self.step.matrix.shape[1 - self.dim] * self.step.dtype.itemsize
 
     def shard(self, content: Tensor, rank: int) -> Tensor:
-        """The shard of `rank` from its bytes."""
+        """Makes the shard of `rank` from its bytes."""
         shape = [*self.step.matrix.shape]
         shape[self.dim] = self.sizes[rank]
         return _from_bytes(content, self.step.dtype).view(shape)
 
     def rows(self, rank: int) -> slice:
-        """The rows of the matrix that `rank` holds, at least in part."""
+        """Returns the rows of the matrix that `rank` holds, at least in part."""
         if self.dim:
             return slice(None)
         first = sum(self.sizes[:rank])
@@ -161,7 +167,7 @@ class _Sharded:
 
 
 def _take_by_owners(steps: list[_Sharded]) -> None:
-    """Takes steps of matrices that are sharded over the same ranks."""
+    """Takes the steps on matrices that are sharded over the same ranks."""
     steps.sort(key=lambda step: -step.cost)
     computed: _Group | None = None
     # the next group is transferred while this group is computed
@@ -176,8 +182,9 @@ def _take_by_owners(steps: list[_Sharded]) -> None:
 
 
 def _groups(steps: Sequence[_Sharded]) -> Iterator["_Group"]:
-    """Starts one group after the other, each of `GROUP_BYTES` per rank or more, and of at least as
-    many matrices as ranks."""
+    """Yields one group of matrices after the other; a group starts to send when it is made. Except
+    the last, each has `GROUP_BYTES` per rank or more, and at least as many matrices as ranks.
+    """
     ranks = len(steps[0].sizes)
     owners = owners_of([step.cost for step in steps], ranks)
     first = 0
@@ -192,7 +199,7 @@ def _groups(steps: Sequence[_Sharded]) -> Iterator["_Group"]:
 
 
 class _Group:
-    """Matrices that are sent together. The constructor sends their shards to the owners."""
+    """Matrices that are sent together. The constructor sends their shards to their owners."""
 
     def __init__(self, steps: Sequence[_Sharded], owners: Sequence[int]) -> None:
         self._group = steps[0].group
@@ -217,7 +224,7 @@ class _Group:
         ]
         sent: list[list[Tensor]] = [[] for _ in self._owned]
         for each, *parts in zip(self._mine, *shards, strict=True):
-            # copied, because a sum of products may depend on the address of its first number
+            # `cat` copies the parts, because a sum of products may depend on its first address
             result, notes = each.step.whole(torch.cat(parts, each.dim))
             for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
                 pieces.extend((_to_bytes(shard), _to_bytes(notes)))
@@ -228,7 +235,7 @@ class _Group:
         self._send(sent, sizes)
 
     def finish(self) -> None:
-        """Ends the steps of all matrices."""
+        """Ends the steps on all matrices of this group."""
         received = self._received()
         for each in chain.from_iterable(self._owned):
             shard = each.shard(next(received), self._rank)
@@ -236,7 +243,9 @@ class _Group:
             each.step.after(_divided(each.step, shard, notes, each.rows(self._rank)))
 
     def _send(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> None:
-        """Starts to send bytes to each rank, and to receive tensors of `sizes` bytes from each."""
+        """Starts to send bytes to each rank, and to receive tensors of `sizes` bytes from each
+        rank.
+        """
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
         message = torch.cat([empty, *chain.from_iterable(sent)])
         self._sizes = [*chain.from_iterable(sizes)]
@@ -251,7 +260,9 @@ class _Group:
         )
 
     def _received(self) -> Iterator[Tensor]:
-        """Waits, and returns the tensors from all ranks, in their order."""
+        """Waits for the transfer, and returns the tensors from all ranks, in the order of the
+        ranks.
+        """
         self._work.wait()
         return iter(torch.split(self._buffer, self._sizes))
 
@@ -263,4 +274,4 @@ def _to_bytes(tensor: Tensor) -> Tensor:
 
 
 def _from_bytes(content: Tensor, dtype: torch.dtype) -> Tensor:
-    return content.clone().view(dtype)  # a view may start in the middle of a number
+    return content.clone().view(dtype)  # a copy, because the bytes may begin at any offset

@@ -27,7 +27,7 @@ _POLAR_EXPRESS = (
 _SECOND_MOMENT = "second_momentum_buffer"
 """The key of NorMuon's state: the mean square of each row of directions, `[rows]` fp32."""
 _SAFETY = 1.01
-"""The factor by which rounding may enlarge a singular value, in Polar Express."""
+"""The factor by which rounding may enlarge a singular value in the method Polar Express."""
 COEFFICIENTS = {
     "jordan": (1.0, ((3.4445, -4.7750, 2.0315),) * 5),
     "polar_express": (
@@ -35,7 +35,7 @@ COEFFICIENTS = {
         tuple((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS),
     ),
 }
-"""By name: the norm's factor, and the coefficients of x, x^3 and x^5 in each iteration."""
+"""For each name: the norm's factor, and the coefficients of x, x^3 and x^5 in each iteration."""
 
 
 class Muon(Optimizer):
@@ -47,12 +47,12 @@ class Muon(Optimizer):
     `orthogonal=False` (use it for embeddings and the output layer).
 
     The orthogonal direction depends on the whole matrix. So each step gathers every sharded matrix
-    to one rank of the node, which computes the direction and returns its shards; every rank
-    computes a matrix that is sharded over several axes. The result is bitwise equal to a step on
-    the whole matrix, for any number of shards. `torch.optim.Muon` with
+    to one rank of the node. This rank computes the direction and returns shards of it. If a matrix
+    is sharded over several axes, every rank computes its direction. The result is bitwise equal to
+    a step on the whole matrix, for any number of shards. `torch.optim.Muon` with
     `adjust_lr_fn="match_rms_adamw"` makes the same steps on whole matrices, but multiplies in bf16
-    on CPUs, too. On shards torch 2.13 fails for a matrix with a single row, and starts 11 to 16
-    collectives per matrix of 8 shards.
+    on CPUs, too. On shards, `torch.optim.Muon` of torch 2.13 fails for a matrix with a single row,
+    and starts 11 to 16 collectives per matrix of 8 shards.
 
     Args:
         params: Parameters or groups of them, as in torch; a group may set `orthogonal`, and each
@@ -111,8 +111,9 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Options that older versions did not save get the values that those versions used. Raises
-        `ValueError` for the state of another optimizer, such as `torch.optim.Muon`.
+        """Restores the state. Options that older versions did not save get the values that those
+        versions used. Raises `ValueError` for the state of another optimizer, such as
+        `torch.optim.Muon`.
         """
         for group in state.get("param_groups", ()):
             if missing := {"betas", "orthogonal"} - group.keys():
@@ -179,7 +180,7 @@ class Muon(Optimizer):
         )
 
 
-# products of 512 x 512 numbers would make the test slow
+# the test has 64 rows, because products of 512 x 512 numbers would make it slow
 register_step_test(Muon, StepTest(rows=64, is_elementwise=False))
 
 
@@ -203,7 +204,7 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 class _OrthogonalStep:
-    """The step of one matrix; see `matrices.MatrixStep`."""
+    """The step of Muon on one matrix; see `matrices.MatrixStep`."""
 
     def __init__(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         self.matrix = matrix
@@ -218,7 +219,7 @@ class _OrthogonalStep:
         self._state = state
 
     def before(self) -> Tensor:
-        """The momentum, with Nesterov's correction."""
+        """Updates the momentum, and returns it with Nesterov's correction."""
         gradient = self.matrix.grad
         assert gradient is not None
         if "momentum_buffer" not in self._state:
@@ -231,18 +232,22 @@ class _OrthogonalStep:
         return direction.to(self.dtype)
 
     def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """The orthogonal direction, and the mean of the squares of each row."""
+        """Returns the orthogonal direction and, for NorMuon, the mean of the squares of each of its
+        rows.
+        """
         direction = _newton_schulz(given, self._group["coefficients"])
         if not self.noted:
             return direction, direction.new_empty(0, dtype=torch.float32)
         columns = direction.shape[1]
         squares = direction.float().square()
-        # in `SingleRounding` a matrix product is an exact sum
+        # a matrix product adds the squares, because in `SingleRounding` it is an exact sum
         means = (squares @ squares.new_ones(columns, 1)).div_(columns)
         return direction, means.view(-1)
 
     def divisors(self, notes: Tensor) -> Tensor:
-        """The root of the second moment, scaled to keep the norm of an orthogonal direction."""
+        """Returns the root of NorMuon's second moment, by which each row is divided. The root is
+        scaled so that the direction keeps the norm of an orthogonal direction.
+        """
         if _SECOND_MOMENT not in self._state:
             self._state[_SECOND_MOMENT] = torch.zeros_like(notes)
         moment: Tensor = self._state[_SECOND_MOMENT]
@@ -253,7 +258,7 @@ class _OrthogonalStep:
         return root.mul_(scale.clamp(min=1e-7)).view(-1, 1)
 
     def after(self, result: Tensor) -> None:
-        """Decays the weights, and moves them."""
+        """Decays the weights, and moves them by `result`."""
         lr = float(self._group["lr"])
         weights = local(self.matrix)
         weights.mul_(1 - lr * self._group["weight_decay"])

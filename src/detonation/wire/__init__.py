@@ -1,3 +1,3 @@
-"""Sharding over a slow link: quantized all-gather of weights, reduce-scatter of gradients with
-error feedback.
+"""Sharding over a slow link: a quantized all-gather of weights, and a quantized reduce-scatter of
+gradients with error feedback.
 """

@@ -1,5 +1,5 @@
-"""The collectives between nodes: an all-gather of quantized weight differences to a common
-reference, and one all-to-all of quantized gradients with error feedback.
+"""Two collectives between the nodes of a replica: an all-gather of quantized differences between
+the weights and a common reference, and one all-to-all of quantized gradients with error feedback.
 """
 
 import logging
@@ -31,13 +31,13 @@ from detonation.wire.wire import BLOCK
 
 @dataclass(frozen=True)
 class BlockIntegers:
-    """Encodes numbers in 4 or 8 bits: evenly spaced levels between minus and plus the largest
-    magnitude of a block of 128. One more code marks a number that was not sent.
+    """Encodes numbers in 4 or 8 bits, as evenly spaced levels between minus and plus the largest
+    magnitude of a block of 128 numbers. One more code marks a number that was not sent.
 
     A message consists of packed integers, followed by the bf16 scales of its blocks. The last block
     is padded with zeros. On an accelerator the message is padded to a multiple of `ALIGNMENT`
-    bytes. A block with a nonfinite number decodes to nonfinite numbers. The encoding is odd, like
-    every precision: see `codec.precision`.
+    bytes. A block with a nonfinite number decodes to nonfinite numbers. The encoding is an odd
+    function, like that of every precision; see `codec.precision`.
     """
 
     width: int
@@ -50,18 +50,20 @@ class BlockIntegers:
     def encode(
         self, values: Tensor, places: Tensor | None = None, marked: Tensor | None = None
     ) -> Tensor:
-        """Quantizes each line, and marks the numbers at `places` for which `marked` is True."""
-        # [..., n] fp32, [marks] int64, [marks] bool -> [..., bytes of whole blocks] uint8
+        """Quantizes each line of `values`. Where `marked` is True, marks the number at `places` as
+        not sent.
+        """
+        # shapes: values [..., n] fp32, places, marked [marks] -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
         if missing:
             lines = pad(values, (0, missing))
         else:
             lines = values.contiguous()
-        blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
-        largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
+        blocks = lines.view(*lines.shape[:-1], -1, self.block)  # shape [..., blocks, block]
+        largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # shape [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # A scale that is 0 or nonfinite makes quotients nonfinite. The mask keeps nonfinite
-        # quotients inside their block.
+        # A scale of 0 or a nonfinite scale makes the quotients of its block nonfinite.
+        # The bit mask below keeps the code of a nonfinite quotient inside this block.
         normal = scales.float().clamp_(min=torch.finfo(torch.float32).tiny)
         per_step = normal.reciprocal_().unsqueeze(-1)
         codes = (blocks * per_step).round_().clamp_(-self.largest, self.largest)
@@ -73,15 +75,17 @@ class BlockIntegers:
         return _aligned(torch.cat([packed, scales.view(torch.uint8)], -1))
 
     def decode(self, encoded: Tensor, count: int, places: Tensor | None = None) -> Tensor:
-        """Reads messages of `count` numbers each. A number at `places` that is marked becomes 0."""
-        # [..., bytes] uint8, [marks] int64 -> [..., count] fp32
+        """Decodes messages of `count` numbers each. A number at `places` that is marked becomes
+        0.
+        """
+        # shapes: encoded [..., bytes] uint8, places [marks] int64 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
         codes = self._codes(encoded, count).sub_(self.largest + 1)
         if places is not None:
             some = codes[..., places]
             codes[..., places] = some.masked_fill(some == -self.largest - 1, 0.0)
-        # [..., blocks, 1]
+        # shape of the scales: [..., blocks, 1]
         scales = (
             encoded[..., split : split + 2 * blocks]
             .contiguous()
@@ -94,20 +98,22 @@ class BlockIntegers:
         )
 
     def marked(self, encoded: Tensor, count: int, places: Tensor) -> Tensor:
-        """For messages of `count` numbers each: which numbers at `places` are marked?"""
-        # [..., bytes] uint8, [marks] int64 -> [..., marks] bool
+        """Returns which numbers at `places` are marked as not sent, in messages of `count`
+        numbers.
+        """
+        # shapes: encoded [..., bytes] uint8, places [marks] int64 -> [..., marks] bool
         return self._codes(encoded, count)[..., places] == 0
 
     def _codes(self, encoded: Tensor, count: int) -> Tensor:
-        # [..., bytes] uint8 -> [..., numbers of whole blocks] fp32
+        # shapes: encoded [..., bytes] uint8 -> [..., numbers of whole blocks] fp32
         numbers = -(-count // self.block) * self.block
         split = packed_bytes(numbers, self.width)
         return unpack(encoded[..., :split], numbers, self.width, torch.float32)
 
 
 def _aligned(octets: Tensor) -> Tensor:
-    """Pads messages to the alignment of a gathered buffer; see `ALIGNMENT`."""
-    # [..., bytes] -> [..., bytes or more]
+    """On an accelerator, pads messages to the alignment of a gathered buffer; see `ALIGNMENT`."""
+    # shapes: [..., bytes] -> [..., bytes and padding]
     missing = -octets.shape[-1] % ALIGNMENT
     if missing and decides_on_device(octets.device):
         return pad(octets, (0, missing))
@@ -118,15 +124,15 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
-    """The reduce-scatter of one FSDP unit whose shards are on several nodes.
+    """The reduce-scatter of the gradients of one FSDP unit whose shards are on several nodes.
 
-    Gradients are first summed inside the node, without quantization. Each rank then sends a
+    Gradients are first summed inside the node, without quantization. After that, each rank sends a
     quantized sum to the rank with the same local rank on each other node. The sum for its own node
     is not quantized. Rounding errors are added to the next sums.
 
-    A message marks the parameters that no rank of its node used: instead of their first number it
-    has the code for a number that was not sent. Nothing changes for parameters that no rank of the
-    replica used.
+    A message marks each parameter that no rank of its node used: the parameter's first number gets
+    the code for a number that was not sent. If no rank of the replica used a parameter, its
+    residual stays unchanged.
 
     lacks: the parameters without a gradient on this rank, whose zeros the next call sums. unused:
     the parameters in `lacks` that no rank of the replica used, set by a call. residual: `[nodes -
@@ -151,7 +157,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         self.unused: set[str] = set()
         self.residual: Tensor | None = None
         self._places: tuple[dict[str, int], Tensor | None] = ({}, None)
-        self._laid_out: dict[str, int] = {}  # element count of each parameter in the residual
+        self._laid_out: dict[str, int] = {}  # number of elements of each parameter in the residual
 
     def __call__(
         self,
@@ -161,7 +167,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        # [n], [S * n]
+        # shapes: output_tensor [n], input_tensor [S * n] for S shards
         if op != dist.ReduceOp.SUM:
             raise ValueError(
                 f"the reduce-scatter between nodes sums, but was asked for {op}: leave the divisor"
@@ -169,24 +175,24 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             )
         parts = input_tensor.view(self._link.replicas, -1)
         places = self._first_numbers(parts)
-        sums, unused = self._summed_in_node(parts, places)  # [nodes, n], [parameters] bool
+        sums, unused = self._summed_in_node(parts, places)  # shapes [nodes, n], [parameters]
         count = sums.shape[1]
         here = self._link.replica
         residual = self._residual_for(count, sums.device)
         before = residual.clone() if self.lacks else residual
-        # slices, because indexing with a list copies to the device and blocks the host
+        # slices, because a list of indices would be copied to the device and block the host
         others = torch.cat([sums[:here], sums[here + 1 :]])
-        signal = others.float().add_(residual)  # [nodes - 1, n]
+        signal = others.float().add_(residual)  # shape [nodes - 1, n]
         encoded = self._codec.encode(signal, places, unused)
         for_itself = encoded.new_zeros(1, encoded.shape[1])
         sent = torch.cat([encoded[:here], for_itself, encoded[here:]])
         arriving = self._link.all_to_all(sent)
         signal.sub_(self._codec.decode(encoded, count, places))
-        # Receivers refuse nonfinite gradients; here they only leave the residual unchanged.
+        # Nonfinite gradients leave the residual unchanged; the receivers refuse such gradients.
         torch.where(signal.isfinite().all(), signal, residual, out=residual)
         (rows,), _ = self._link.wait([arriving])
         total = torch.zeros(count, dtype=torch.float32, device=sums.device)
-        # in node order, because the order of a sum changes its bits
+        # the nodes are added in a fixed order, because the order of a sum changes its bits
         for node in range(self._link.replicas):
             if node == here:
                 total.add_(sums[node].float())
@@ -200,7 +206,9 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         output_tensor.copy_(total)
 
     def _leave(self, unused: Sequence[bool], before: Tensor, total: Tensor) -> None:
-        """Undoes the step of the residual for the parameters that no rank of the replica used."""
+        """For each parameter that no rank of the replica used, restores the residual from `before`
+        and sets the sum of the gradients to zero.
+        """
         assert self.residual is not None
         end = 0
         for (name, size), is_unused in zip(self._laid_out.items(), unused, strict=True):
@@ -211,10 +219,10 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
                 total[end - size : end] = 0.0
 
     def _first_numbers(self, parts: Tensor) -> Tensor | None:
-        """The position at which each parameter begins in a shard; None if torch leaves parameters
-        out.
+        """Returns the position at which each parameter begins in a shard; None if torch leaves some
+        parameters out of the message.
         """
-        # [nodes, local * n] -> [parameters] int64
+        # shapes: parts [nodes, local * n] -> [parameters] int64
         sizes = dict(self._sizes())
         local = self._local.size() if self._local is not None else 1
         if not all(sizes.values()) or sum(sizes.values()) * local != parts.shape[1]:
@@ -227,8 +235,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         return places
 
     def by_parameter(self) -> dict[str, Tensor]:
-        """The residual of each parameter. Empty before the first use."""
-        # -> [nodes - 1, size] fp32 each
+        """Returns the residual of each parameter; nothing before the first use."""
+        # shape of each residual: [nodes - 1, size] fp32
         if self.residual is None:
             return {}
         return dict(
@@ -240,13 +248,13 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         )
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Replaces the residual. Parameters that are missing in `saved`, or have another shape,
-        start with zero.
+        """Replaces the residual by `saved`. A parameter that is missing in `saved`, or has another
+        shape there, starts with a residual of zero.
 
-        Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained
-        again.
+        Shapes: as `by_parameter`. `saved` may contain parameters that are frozen now, because they
+        may be trained again.
         """
-        # `_residual_for` checks the sizes
+        # only the number of nodes is checked here, because `_residual_for` checks the sizes
         fitting = {name: piece for name, piece in saved.items() if len(piece) == self._others}
         self._laid_out = {name: piece.shape[1] for name, piece in fitting.items()}
         self.residual = None
@@ -254,11 +262,11 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             self.residual = torch.cat([*fitting.values()], 1).float()
 
     def _residual_for(self, count: int, device: torch.device) -> Tensor:
-        """The residual in the layout of the currently trained parameters."""
-        # -> [nodes - 1, count] fp32
+        """Returns the residual in the layout of the parameters that are trained now."""
+        # shape of the result: [nodes - 1, count] fp32
         sizes = dict(self._sizes())
         if sum(sizes.values()) != count:
-            # before torch 2.13 a parameter without a gradient is omitted
+            # before torch 2.13, FSDP2 omits a parameter without a gradient from the message
             sizes = {"": count}
         if (
             self.residual is None
@@ -278,10 +286,10 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         return self.residual
 
     def _summed_in_node(self, parts: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Sums over the ranks of this node, for the shards of the ranks with the same local rank on
-        all nodes. Also returns which parameters no rank of this node used.
+        """Sums gradients over the ranks of this node. A rank gets the sums for the shards of its
+        own local rank on all nodes. Also returns which parameters no rank of this node used.
         """
-        # [nodes, local * n], [parameters] int64 -> [nodes, n], [parameters] bool
+        # shapes: [nodes, local * n], [parameters] int64 -> [nodes, n], [parameters] bool
         unused = None
         used = parts.new_ones(0)
         if places is not None:
@@ -295,7 +303,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         nodes = len(parts)
         size = self._local.size()
         count = parts.shape[1] // size
-        lines = parts.view(nodes, size, -1).transpose(0, 1)  # [local, nodes, n]
+        lines = parts.view(nodes, size, -1).transpose(0, 1)  # shape [local, nodes, n]
         for_each = torch.cat([lines, used.expand(size, nodes, -1)], 2)
         summed = parts.new_empty(nodes, for_each.shape[2])
         _reduce_scatter_single(summed.view(-1), for_each.view(-1), group=self._local)
@@ -313,25 +321,25 @@ class WeightMoves:
     def __init__(self) -> None:
         self.count = 0
         self.gathers = WeakSet["DifferenceGather"]()
-        self.warned = False  # True after a warning about other writes
+        self.warned = False  # True after a warning about writes outside of optimizer steps
 
     def __call__(self) -> None:
-        """Counts a change; all ranks call it."""
+        """Counts a change of the weights. All ranks must call it for the same changes."""
         self.count += 1
         for gather in self.gathers:
             gather.note_step()
 
 
 WEIGHT_MOVES = WeightMoves()
-"""The counter of this process."""
+"""The counter of weight changes in this process."""
 
 
 @cache
 def watch_optimizers() -> None:
-    """Counts each optimizer step on sharded weights from now on.
+    """From now on, counts each optimizer step on sharded weights as a change of the weights.
 
-    Steps of an unsharded model that a single rank trains do not count, because the other ranks
-    would not know of them.
+    Steps on an unsharded model are not counted, because a single rank may train such a model, and
+    the other ranks would not know of its steps.
     """
     register_optimizer_step_post_hook(_announce)
 
@@ -350,12 +358,12 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class DifferenceGather(DefaultAllocMixin, AllGather):
-    """The all-gather of one FSDP unit whose shards are on several nodes.
+    """The all-gather of the weights of one FSDP unit whose shards are on several nodes.
 
-    After an optimizer step each rank sends the difference between its shard and the reference to
-    the other nodes, once. All ranks add the same bytes to the same reference, so their copies stay
-    bitwise equal. The output is the reference, gathered inside the node. If there was no step,
-    nothing else is sent.
+    After an optimizer step, each rank sends the difference between its shard and the reference to
+    the other nodes, once. All ranks add the same bytes to the same reference, so their copies of
+    the reference stay bitwise equal. The output is the reference, gathered inside the node. Without
+    a step since the last gather, no message leaves the node.
 
     reference: `[nodes, n]`, the shards of all ranks with the same local rank, equal on all nodes;
     None until the first gather, which is exact.
@@ -384,9 +392,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self._is_trained = is_trained
         self.weights = weights
         self.reference: Tensor | None = None
-        self._exchanges = 0  # exchanges since the last exact one
+        self._exchanges = 0  # exchanges since the last exact exchange
         self._seen = -1
-        self._was_trained = False  # True if the model was in training mode at the last gather
+        self._was_trained = False  # True if a weight of the unit was trained at the last gather
         self._warned = False
         WEIGHT_MOVES.gathers.add(self)
         watch_optimizers()
@@ -398,7 +406,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        # [S * n], [n]: the input is a view into the output, so the output is written last
+        # output [S * n], input [n]: the input is a part of the output, so write the output last
         reference = self.reference
         trained = self._is_trained()
         if (
@@ -427,26 +435,28 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         output_tensor.view(len(reference), size, -1).copy_(gathered.transpose(0, 1))
 
     def note_step(self) -> None:
-        """Records that an optimizer step has just written the weights, if they are trained."""
+        """Records that an optimizer step has just written the weights, if some of them are
+        trained.
+        """
         if self._is_trained():
             self.weights.note()
 
     def forget(self) -> None:
-        """Makes the next exchange exact, because the weights were replaced."""
+        """Makes the next exchange of weights exact, because the weights were replaced."""
         self.reference = None
 
     def counts(self) -> Tensor:
-        """The number of exchanges since the last exact one, and whether a step followed the last
-        gather.
+        """Returns the number of exchanges since the last exact exchange, and 1 if a step followed
+        the last gather, else 0.
         """
-        # -> [2] int64
+        # shape of the result: [2] int64
         return torch.tensor(
             [self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu"
         )
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
-        """Restores a saved reference; `own` is this rank's part of it. Collective."""
-        # shapes: [n], and [2] int64 in the order of `counts`
+        """Restores a saved reference, of which `own` is this rank's part. Collective."""
+        # shapes: own [n], counts [2] int64 in the order of the method `counts`
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
         self._seen = WEIGHT_MOVES.count
@@ -456,7 +466,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self.weights.note()
 
     def _exchange(self, reference: Tensor, own: Tensor, exactly: bool) -> None:
-        """Updates the reference in place."""
+        """Exchanges the change of the weights between nodes, and updates the reference in place."""
         self._exchanges += 1
         if self._codec and not own.is_floating_point() and not self._warned:
             self._warned = True
@@ -476,7 +486,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
                 "them to send them exactly",
                 first_names(written),
             )
-        # weights recover from nonfinite values; the reference must recover, too
+        # nonfinite weights can become finite again, so the reference must become finite, too
         reference.nan_to_num_(0.0, 0.0, 0.0)
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])
@@ -486,12 +496,12 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self._link.recycle(arrived)
 
     def _exact(self, own: Tensor) -> Tensor:
-        """Gathers the unquantized shards of all nodes."""  # [n] -> [nodes, n]
+        """Gathers the unquantized shards of all nodes."""  # shapes: [n] -> [nodes, n]
         self._exchanges = 0
         (arrived,), _ = self._link.wait(
             [self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))]
         )
-        # no inference tensors: training steps after an evaluation change them in place
+        # inference mode is off, because training after an evaluation changes this tensor in place
         with torch.inference_mode(False):
             exact = (
                 arrived[:, : own.nbytes]

@@ -1,5 +1,5 @@
-"""FSDP units of a model that is sharded over several nodes: their collectives, counters and
-state.
+"""FSDP units of a model that is sharded over several nodes: the collectives between nodes, the
+counters and the state of each unit.
 """
 
 import logging
@@ -32,8 +32,8 @@ _log = logging.getLogger("detonation")
 
 
 class ShardUnit:
-    """The collectives between nodes of one FSDP unit, `module`; it becomes an attribute of the
-    unit.
+    """The collectives between nodes of one FSDP unit, `module`. The object becomes an attribute of
+    `module`.
 
     parameters: the unit's own parameters by name, in FSDP2's order, without parameters of nested
     units. in_node: the process group of this node; None if the node has one rank.
@@ -65,15 +65,15 @@ class ShardUnit:
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
-                # since torch 2.13: makes messages equal in size at every step
+                # from torch 2.13 on, this makes the messages of all steps equal in size
                 module.set_reduce_scatter_unused_params(True, recurse=False)
             self._watch_backward(module, self.reduce)
         setattr(module, _UNIT, self)
         self._hook_loading(cast(nn.Module, module))
 
     def _watch_backward(self, module: FSDPModule, reduce: ErrorFeedbackReduce) -> None:
-        """Tells `reduce` which gradients are missing, and removes the zeros that FSDP2 substitutes
-        for gradients that no rank has.
+        """Tells `reduce` which gradients are missing. If no rank has a gradient for a parameter,
+        removes the zeros that FSDP2 puts in the place of this gradient.
         """
         group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
         reduces = group.post_backward
@@ -97,12 +97,14 @@ class ShardUnit:
         group.post_backward = post_backward
 
     def _hook_loading(self, module: nn.Module) -> None:
-        """Makes the next exchange exact after `load_state_dict` of any module of the unit."""
+        """Makes the next exchange of weights exact after `load_state_dict` of a module of the
+        unit.
+        """
 
         def loaded(*_: object) -> None:
-            # an already gathered unit would not exchange at the next forward pass
+            # without a reshard, a gathered unit would not exchange in the next forward pass
             reshard(unit)
-            for name, (parameters, own_name) in places.items():  # `assign` replaces the parameters
+            for name, (parameters, own_name) in places.items():  # `assign` makes new parameters
                 if (now := parameters.get(own_name)) is not None:
                     self.parameters[name] = now
             self.gather.forget()
@@ -119,8 +121,8 @@ class ShardUnit:
             each.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's part of the state, by `<kind>.<parameter>`: the reference of its shard, and
-        its residual.
+        """Returns this rank's part of the unit's state, by `<kind>.<parameter>`: the reference of
+        its shard, and its residual.
 
         The counters of exchanges are stored under the name of the first parameter.
 
@@ -143,7 +145,8 @@ class ShardUnit:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores `state`. If it does not fit, continues from exact weights without a residual.
+        """Restores the result of `state`. If it does not fit, the unit continues from exact weights
+        and without a residual.
 
         Collective.
         """
@@ -173,7 +176,9 @@ class ShardUnit:
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
     def sizes(self) -> dict[str, int]:
-        """Elements of one rank's shard of each parameter, padded as FSDP2 does."""
+        """Returns the number of elements of a rank's shard of each parameter, padded as in
+        FSDP2.
+        """
         return {name: padded_numel(parameter) for name, parameter in self.parameters.items()}
 
     def _trained_sizes(self) -> dict[str, int]:
@@ -183,7 +188,7 @@ class ShardUnit:
 
 
 def _lacks_gradient(fsdp_parameter: Any) -> bool:
-    """True if FSDP2 would send zeros as the gradient of its parameter."""
+    """True if FSDP2 would send zeros as the gradient of this parameter."""
     whole = getattr(fsdp_parameter, "_unsharded_param", None)
     return (
         whole is not None
@@ -199,7 +204,7 @@ def _take_back(reduce: ErrorFeedbackReduce, name: str, parameter: Tensor) -> Non
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """A unit and the modules inside it, without nested units."""
+    """Yields a unit and the modules inside it, but no modules of nested units."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):
@@ -207,8 +212,8 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def padded_numel(parameter: Tensor) -> int:
-    """Elements that each rank's shard of `parameter` occupies in FSDP2's messages. This is the size
-    of the largest shard.
+    """Returns the number of elements that a rank's shard of `parameter` occupies in FSDP2's
+    messages. This is the size of the largest shard.
     """
     return math.prod(largest_local_shape(parameter))
 
@@ -220,7 +225,7 @@ def join_units(
     link: Link,
     in_node: dist.ProcessGroup | None,
 ) -> None:
-    """Attaches the collectives between nodes to each FSDP unit of `model`, inner units first; see
+    """Adds the collectives between nodes to each FSDP unit of `model`; inner units come first. See
     `ShardUnit`.
     """
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
@@ -230,7 +235,7 @@ def join_units(
             for parameter in cast(nn.Module, module).parameters()
             if id(parameter) in names
         ]
-        if own:  # FSDP2 sends no messages for the other parameters
+        if own:  # FSDP2 sends no messages for a unit without own parameters
             ShardUnit(
                 module,
                 {names.pop(id(parameter)): parameter for parameter in own},
@@ -241,16 +246,17 @@ def join_units(
 
 
 def resync_weights(model: nn.Module) -> None:
-    """Makes the next exchange of weights between nodes exact, after a write outside of an optimizer
-    step.
+    """Makes the next exchange of weights between nodes exact. Call it after a write to the weights
+    outside of an optimizer step.
 
-    All ranks call it. `load_checkpoint` and `load_state_dict` of the model, or of a module in it,
-    call it themselves. A model without a shard wire does not need it.
+    All ranks must call it. `load_checkpoint` calls it, and so does `load_state_dict` of the model
+    or of a module in it. A model without compressed communication between shards (a shard wire)
+    does not need it.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
     """
-    reshard(model)  # an already gathered unit would not exchange at the next forward pass
+    reshard(model)  # a unit that is gathered already would not exchange in the next forward pass
     for unit in shard_units(model):
         unit.gather.forget()
 
@@ -261,10 +267,10 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def shard_bytes_sent(model: nn.Module) -> int:
-    """Bytes that this rank has sent to other nodes of its replica through the shard wire; 0 without
-    one.
+    """Returns the number of bytes that this rank has sent to other nodes of its replica by
+    compressed communication between shards (the shard wire); 0 without a shard wire.
 
-    Gradients in fp32 use torch's own reduce-scatter and are not counted.
+    Gradients in fp32 use torch's own reduce-scatter, so their bytes are not counted.
 
     Example:
         >>> shard_bytes_sent(nn.Linear(2, 2))
@@ -274,13 +280,15 @@ def shard_bytes_sent(model: nn.Module) -> int:
 
 
 def shard_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of all units on this rank, by `<kind>.<parameter>`; see `ShardUnit.state`."""
+    """Returns the state of all units on this rank, by `<kind>.<parameter>`; see
+    `ShardUnit.state`.
+    """
     return {key: tensor for unit in shard_units(model) for key, tensor in unit.state().items()}
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restores the result of `shard_state`. If it does not fit, continues from exact weights.
-    Collective.
+    """Restores the result of `shard_state`. A unit whose state does not fit continues from exact
+    weights. Collective.
     """
     for unit in shard_units(model):
         unit.load(
@@ -294,14 +302,15 @@ def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def mend_references(model: nn.Module) -> None:
-    """Compares the references of all nodes. Makes the next exchange exact for references that
-    differ. Collective.
+    """Compares the references (the common copies of gathered weights) of all nodes. If they differ,
+    makes the next exchange of these weights exact. Collective.
 
-    The shards store the weights, so a reference damaged in memory or on the network costs only one
-    exact exchange, and a write to weights on any rank costs one, too. The call counts as a change
-    of the weights, because callers may have completed rounds or repaired weights before.
+    The shards store the weights. So a reference that is damaged in memory or on the network costs
+    only one exact exchange. A write to frozen weights on any rank costs an exact exchange, too. The
+    call counts as a change of the weights, because its caller may have completed a round or
+    repaired weights before.
 
-    Sends 16 bytes per unit, which are not counted as sent.
+    The call sends 16 bytes per unit, which are not counted as sent.
     """
     units = [unit for unit in shard_units(model) if unit.gather.reference is not None]
     if not units:
@@ -312,7 +321,7 @@ def mend_references(model: nn.Module) -> None:
         [bool(unit.gather.weights.found()) for unit in units], dtype=torch.int64, device="cpu"
     )
     both = torch.stack([sums, written.to(sums.device)])
-    table = units[0].link.collect(both.view(-1)).view(-1, *both.shape)  # [nodes, 2, units]
+    table = units[0].link.collect(both.view(-1)).view(-1, *both.shape)  # shape [nodes, 2, units]
     rewritten = table[:, 1].any(0).tolist()
     for unit, differs, anew in zip(
         units, (table[:, 0] != table[0, 0]).any(0).tolist(), rewritten, strict=True

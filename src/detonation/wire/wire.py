@@ -1,4 +1,4 @@
-"""The shard wire between the nodes of one replica: its settings, bytes and memory."""
+"""Settings of the shard wire, the compressed communication between the nodes of one replica."""
 
 from dataclasses import dataclass
 from typing import get_type_hints
@@ -7,12 +7,12 @@ from detonation.choices import unknown
 from detonation.link_speed import LinkSpeed
 
 WIDTHS = {"fp32": 0, "8bit": 8, "4bit": 4}
-"""Bits per number of each precision between nodes; 0 for unquantized numbers."""
+"""Bits per number of each precision between nodes; 0 for numbers that are not quantized."""
 
 
 @dataclass(frozen=True)
 class ShardWire:
-    """The settings of `shard_wire`."""
+    """The settings of compressed communication between shards, which `shard_wire` makes."""
 
     weights: str = "4bit"
     gradients: str = "4bit"
@@ -63,8 +63,9 @@ def shard_wire(
     ranks. A rounding error is part of the next difference and does not accumulate. Gathers without
     a step in between (backward, evaluation, further micro-batches) stay inside the node.
 
-    Gradients are summed inside the node without quantization, then quantized and sent to the node
-    of their owner. Each rank adds the rounding error to its next gradients (error feedback).
+    Gradients are summed inside the node without quantization. Each sum is quantized and sent to the
+    node that holds the shard of its parameters. Each rank adds the rounding error to its next
+    gradients (error feedback).
 
     Args:
         weights: "4bit" or "8bit" differences in blocks of 128 with a bf16 scale, or "fp32":
@@ -96,4 +97,4 @@ def shard_wire(
 
 
 BLOCK = 128
-"""Number of values that share a scale."""
+"""Number of values that share one scale."""

@@ -1,1 +1,1 @@
-"""Throttled, simulated and loopback communicators, and measurements of networks."""
+"""Communicators that emulate a network (throttled, simulated, loopback), and measurements."""

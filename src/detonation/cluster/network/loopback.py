@@ -1,5 +1,5 @@
-"""Loopback: a communicator that returns this replica's own message for each of its peers, without a
-network.
+"""Loopback: a communicator without a network, which returns this replica's own message as the
+message of each peer.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from detonation.core.link import RenumberedCommunicator
 
 
 class LoopbackCommunicator(RenumberedCommunicator):
-    """A communicator in which every replica sends the messages of this rank, each with its own
-    number.
+    """A communicator in which every other replica seems to send the message of this rank, under its
+    own replica number.
 
     next_size: number of replicas from the next step on.
     """

@@ -1,5 +1,5 @@
-"""Measures latency, rate and the cost of silence on a mesh axis, with all groups sending at
-once.
+"""Measures the latency and the rate of a mesh axis, and how much slower a message is after a pause.
+All groups of the axis send at the same time.
 """
 
 import math
@@ -25,27 +25,33 @@ from detonation.cluster.network.profile import (
 from detonation.core.link import Axis, ElasticCommunicator, Link, mismatch_on_all
 
 Start = Callable[[int], Callable[[], object]]
-"""Starts an exchange of the given number of bytes, and returns a function that waits for it."""
+"""Starts an exchange of the given number of bytes, and returns a function that waits for its
+end.
+"""
 _SIZES = 2**10, 2**24
-"""Smallest and largest message, in bytes."""
+"""Sizes in bytes of the smallest and the largest message that is measured."""
 _HINTS = 1.1
-"""Once a message needs this multiple of the smallest message's time, sizes grow by smaller factors.
+"""If a message takes more than this multiple of the smallest message's time, the following sizes
+grow by smaller factors.
 """
 _SHOWS = 1.5
-"""A message that needs this multiple of the smallest message's time is large enough to measure the
-link's rate.
+"""A message that takes more than this multiple of the smallest message's time is large enough to
+show the rate of the link.
 """
 _REPEATS = 5
 _FEWEST = 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
 _NEAR_S = 1e-3
-"""Largest latency at which silence is assumed to cost nothing, because the nodes are close."""
+"""Largest latency, in seconds, at which a pause is assumed to slow no message, because the nodes
+are close to each other.
+"""
 
 
 class Everyone:
-    """All ranks, which agree on measurements by collective methods: the ranks of the default
-    process group, or the present ranks of the replicas along an elastic `axis`.
+    """All ranks that measure together, with collective methods to compare their results. These are
+    the ranks of the default process group, or the present ranks of the replicas along an elastic
+    `axis`.
 
     Args:
         device: Device of tensors that the groups can send.
@@ -63,7 +69,7 @@ class Everyone:
 
     @cached_property
     def _links(self) -> list[Link]:
-        """Links of all axes, innermost first."""
+        """Returns the links of all axes; the innermost axis comes first."""
         if self._elastic and self._axis is not None:
             return [*self._shards, Link(self._axis)]
         return [Link(init_device_mesh(self.device.type, (dist.get_world_size(),)))]
@@ -75,8 +81,8 @@ class Everyone:
         return dist.get_world_size()
 
     def barrier(self) -> None:
-        """Waits for all ranks, which then continue at about the same time, because each pair of
-        replicas exchanges directly.
+        """Waits for all ranks. Each pair of replicas exchanges a message directly, so that all
+        ranks continue at about the same time.
         """
         *shards, between = self._links
         for link in shards:
@@ -89,12 +95,14 @@ class Everyone:
     def over(
         self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max
     ) -> list[float]:
-        """The maximum, or the mean, of each of `times` over all ranks."""
+        """Reduces each of `times` over all ranks with the function `reduced`, by default the
+        maximum.
+        """
         return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
     def send_to_all(self, value: Any) -> list[Any]:
-        """The JSON `value` of each rank, in rank order. For a lost rank, the value of another
-        rank.
+        """Returns the JSON `value` of each rank, in rank order. In the place of a lost rank is the
+        value of another rank.
         """
         found = [value]
         for link in self._links:
@@ -102,7 +110,7 @@ class Everyone:
         return found
 
     def require_same(self, description: Mapping[str, str], notes: Mapping[str, str]) -> None:
-        """Raises `Mismatch` on all ranks if descriptions differ."""
+        """Raises `Mismatch` on all ranks if the ranks have different descriptions."""
         *shards, between = self._links
         for link in (between, *shards):
             with mismatch_on_all(shards, self.device):
@@ -115,9 +123,9 @@ def probe_axis(
     """Measures `axis` with messages on `device`. Collective over `everyone`, all ranks by default.
 
     All groups of the axis send at the same time, and each rank sends and receives simultaneously,
-    as in training. It runs for about `budget_s` seconds and skips sizes that do not fit into this
-    time. One operation must reach a size that shows the rate, so a link with a long latency needs
-    more time.
+    as in training. The measurement takes about `budget_s` seconds and skips message sizes that do
+    not fit into this time. A link with a long latency takes more time, because at least one
+    operation must reach a size that shows the rate.
     """
     everyone = everyone or Everyone(device, axis)
     per_node = everyone.size // axis.size()
@@ -138,7 +146,7 @@ def probe_axis(
         operations = of_one_link(operations)
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
             silence = _silence(starts["all-gather"], everyone)
-    # a throttled link has the same speed between all pairs
+    # pairs are measured on a real link only: a throttled link is the same between all pairs
     pairs: Sequence[LinkSample] = ()
     if axis.size() > 2 and isinstance(axis, DeviceMesh):
         pairs = _pairs(axis, everyone)
@@ -146,14 +154,15 @@ def probe_axis(
 
 
 def fit_line(samples: Sequence[Sample]) -> Operation:
-    """Fits seconds = latency + 8 * bytes / rate with the smallest relative squared error and
-    latency >= 0."""
+    """Fits the line seconds = latency + 8 * bytes / rate to `samples`, with the smallest relative
+    squared error and a latency >= 0.
+    """
     x = torch.tensor([s.bytes_sent for s in samples], dtype=torch.float64)
     y = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
     latency = 0.0
     slope = 0.0
     scale = y
-    # errors relative to `y` would give the shortest noisy times too much weight
+    # errors are relative to the fit; relative to `y`, short noisy times would weigh too much
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))
@@ -167,8 +176,9 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Extends each operation to the largest measured size: an operation that stopped at a quarter
-    of this size or less gets the rate of the operation that reached it.
+    """Extends the line of each operation to the largest size that any operation has measured. An
+    operation that stopped at a quarter of this size or less gets the rate of the operation that
+    reached this size.
     """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent
@@ -185,9 +195,10 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
 def _samples(
     link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool
 ) -> list[Sample]:
-    """Measures growing sizes until the budget is used up and a size has shown the link's rate.
+    """Measures growing message sizes until the budget is used up and a size has shown the link's
+    rate.
 
-    All ranks agree on the last size.
+    All ranks agree on the last size, so that all measure the same sizes.
     """
     samples: list[Sample] = []
     size, largest = _SIZES
@@ -199,7 +210,7 @@ def _samples(
         if len(samples) > 1:
             left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
-            # exceed the time budget instead of guessing the link's rate
+            # if no size has shown the link's rate yet, measure on, even beyond the time budget
             if shown and repeats < _FEWEST:
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
@@ -208,7 +219,7 @@ def _samples(
         times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
         low, median, high = statistics.quantiles(times, n=4)
-        # the mean, because training also waits for delayed and resent packets
+        # a mean and no median, because training also waits for delayed and resent packets
         samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
         longer = samples[-1].seconds / samples[0].seconds
         shown = shown or longer > _SHOWS
@@ -222,10 +233,11 @@ def _samples(
 def _timed(
     start: Start, size: int, everyone: Everyone, repeats: int, silent_s: float = 0.0
 ) -> list[float]:
-    """Seconds of each of several exchanges after a silence, averaged over ranks. Collective.
+    """Returns the seconds of each of `repeats` exchanges after a pause of `silent_s` seconds,
+    averaged over ranks. Collective.
 
-    A rank that starts late waits less. The average over ranks is the time that an exchange adds to
-    a step.
+    The average over ranks is the time that an exchange adds to a step, because a rank that starts
+    the exchange late waits less.
     """
     times = []
     for _ in range(repeats):
@@ -233,14 +245,15 @@ def _timed(
         everyone.barrier()
         began = time.perf_counter()
         start(size)()
-        if everyone.device.type == "cuda":  # waiting for NCCL does not block the host
+        if everyone.device.type == "cuda":  # NCCL does not block the host, so wait for the GPU
             torch.cuda.synchronize(everyone.device)
         times.append(time.perf_counter() - began)
     return everyone.over(times, statistics.fmean)
 
 
 def _silence(start: Start, everyone: Everyone) -> float:
-    """Additional seconds of a message of `SILENT_BYTES` after `SILENT_S` without messages.
+    """Returns the additional seconds that a message of `SILENT_BYTES` bytes takes after a pause of
+    `SILENT_S` seconds.
 
     Collective.
     """
@@ -252,10 +265,11 @@ def _silence(start: Start, everyone: Everyone) -> float:
 
 
 def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
-    """Measures each pair of replicas of the axis with a short and a long message, both ways at
-    once.
+    """Measures the link of each pair of replicas on the axis with a short and a long message. Both
+    replicas of a pair send at the same time.
 
-    In each of the `_rounds`, each replica exchanges with one other replica.
+    The pairs are measured in the rounds of `_rounds`. In a round, a replica exchanges with at most
+    one other replica.
     """
     replica = axis.get_local_rank()
     size = axis.size()
@@ -279,7 +293,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
         short = agreed[:size]
         long = agreed[size:]
         for a, b in pairs:
-            # the difference of two times that are almost equal is noise
+            # the difference of almost equal times is noise, so use at least a tenth of the time
             seconds = max(long[a] - short[a], 0.1 * long[a])
             rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
             samples.append(LinkSample(a, b, short[a], rate))
@@ -287,8 +301,8 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `size` replicas in rounds that use each replica at most once (the circle
-    method).
+    """Divides all pairs of `size` replicas into rounds. Each replica is in at most one pair of a
+    round (the circle method).
 
     >>> _rounds(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -307,8 +321,8 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh, everyone: Everyone) -> float:
-    """Seconds for sending `nbytes` to `peer` while receiving as many. A rank without a peer only
-    enters the barrier.
+    """Returns the seconds for sending `nbytes` bytes to `peer` while as many bytes arrive from it.
+    A rank without a peer only enters the barrier.
     """
     device = torch.device(axis.device_type)
     if dist.get_backend(axis.get_group()) == "gloo":  # gloo sends from host memory only

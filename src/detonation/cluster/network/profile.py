@@ -9,14 +9,16 @@ from typing import Any
 PROFILE_FORMAT = 1
 SILENT_S = 1.0
 SILENT_BYTES = 2**16
-"""Seconds of silence before a message of `probe`, and the size of that message."""
+"""`probe` sends nothing for `SILENT_S` seconds, and then times a message of `SILENT_BYTES`
+bytes.
+"""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Mean time of one message size: a rank sends `bytes_sent` in `seconds`.
+    """Mean time of messages of one size: a rank sends `bytes_sent` bytes in `seconds`.
 
-    spread: interquartile range / median.
+    spread: interquartile range / median of the measured times.
     """
 
     bytes_sent: int
@@ -26,10 +28,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Operation:
-    """Time of a collective on one rank: seconds = latency_s + 8 * bytes_sent / rate_bits_per_s.
+    """Time of a collective on one rank, as a line: seconds = latency_s + 8 * bytes_sent /
+    rate_bits_per_s.
 
-    All groups of the axis send at once, as in training, so a node sends at `per_node` times the
-    rate. spread: largest relative distance of a sample from this line.
+    All groups of the axis send at the same time, as in training, so a node sends at `per_node`
+    times this rate. spread: largest relative distance of a measured sample from the line.
     """
 
     latency_s: float
@@ -41,13 +44,13 @@ class Operation:
         return self.latency_s + self.transfer_s(nbytes)
 
     def transfer_s(self, nbytes: float) -> float:
-        """Seconds without the latency."""
+        """Returns the seconds that the transfer of `nbytes` bytes takes without the latency."""
         return 8 * nbytes / self.rate_bits_per_s
 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """Link between two replicas, measured while both sent."""
+    """Latency and rate of the link between two replicas, measured while both replicas sent."""
 
     first: int
     second: int
@@ -57,10 +60,11 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class AxisProfile:
-    """One axis of the mesh: `size` nodes, each with `per_node` ranks that share its link.
+    """Measurements of one mesh axis: `size` nodes, each with `per_node` ranks that share the link
+    of the node.
 
-    silence_s: additional seconds of an all-gather of `SILENT_BYTES` after `SILENT_S` without
-    messages; 0 if it was not measured.
+    silence_s: additional seconds of an all-gather of `SILENT_BYTES` bytes after a pause of
+    `SILENT_S` seconds without messages; 0 if it was not measured.
     """
 
     size: int
@@ -72,8 +76,10 @@ class AxisProfile:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of an optimizer step with an exchange (encoding and decoding, without the network),
-    and of a step without one.
+    """Duration of an optimizer step.
+
+    exchange_s: seconds of a step with an exchange, including encoding and decoding, but not the
+    network. local_s: seconds of a step without an exchange.
     """
 
     exchange_s: float
@@ -82,12 +88,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Compute:
-    """One training step of a recipe on this machine, without the network.
+    """Times of one training step of a recipe on this machine, without the network.
 
-    parameters: number of trained parameters. forward_backward_s: median of forward and backward.
-    spread: interquartile range / median. steps: times of the optimizer step by scheme, with the
-    recipe's base optimizer for that scheme. examples: number per rank and step, over all
-    micro-batches; None if not recorded.
+    parameters: number of trained parameters. forward_backward_s: median seconds of forward and
+    backward. spread: interquartile range / median of these seconds. steps: times of the optimizer
+    step for each scheme, with the recipe's base optimizer for that scheme. examples: number of
+    examples per rank and step, over all micro-batches; None if it is not recorded.
     """
 
     recipe: str
@@ -100,7 +106,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Profile:
-    """Result of `detonation probe`."""
+    """The result of `detonation probe`: measurements of the axes and of the training step."""
 
     replicas: int
     shards: int
@@ -110,7 +116,7 @@ class Profile:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Writes the profile to `path`; returns the table in the file."""
+        """Writes the profile to the file `path`. Returns the table that the file holds."""
         table = {"format": PROFILE_FORMAT, **asdict(self)}
         path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         return table
@@ -119,7 +125,7 @@ class Profile:
     def read(cls, path: Path) -> "Profile":
         """Reads the profile at `path`.
 
-        Raises `ValueError` if it is no profile, or of another version.
+        Raises `ValueError` if the file is no profile, or has the format of another version.
         """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -144,7 +150,7 @@ class Profile:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "Profile":
-        """Makes a profile from the result of `asdict`."""
+        """Makes a profile from a table as `dataclasses.asdict` returns it."""
         axes = {name: axis_profile(axis) for name, axis in table["axes"].items()}
         steps = {}
         if table["compute"]:
@@ -154,7 +160,7 @@ class Profile:
 
 
 def axis_profile(table: Mapping[str, Any]) -> AxisProfile:
-    """Makes the profile of an axis from the result of `asdict`."""
+    """Makes the profile of an axis from a table as `dataclasses.asdict` returns it."""
     operations = {}
     for name, operation in table["operations"].items():
         samples = [Sample(**sample) for sample in operation["samples"]]

@@ -1,9 +1,9 @@
-"""Simulated replicas: many replicas in one process, running the code of real replicas over
-communicators without a network.
+"""Simulates replicas: many replicas in one process run the code of real replicas, but their
+communicators use no network.
 
 Each replica is a thread, because its code waits inside a step. Only one thread runs at a time. When
-it waits for a message that no replica has sent yet, the next thread in replica order runs. So a run
-is deterministic.
+the running thread waits for a message that no replica has sent yet, the thread of the next replica
+runs. So a simulated run is deterministic.
 """
 
 import threading
@@ -22,15 +22,15 @@ _T = TypeVar("_T")
 
 
 class Abandoned(RuntimeError):
-    """Another replica failed, so this replica cannot continue."""
+    """Raised on a replica that cannot continue because another simulated replica failed."""
 
 
 def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: int) -> list[_T]:
-    """Calls `act` for each of `replicas` simulated replicas with its communicator; returns the
-    results.
+    """Calls `act` for each of `replicas` simulated replicas, with the communicator of the replica.
+    Returns the results in the order of the replicas.
 
-    `act` must start the same collectives in the same order on each replica. The random generators
-    of the process are shared: seed them before drawing.
+    `act` must start the same collectives in the same order on each replica. The replicas share the
+    random generators of the process, so seed a generator before each use.
 
     Raises the exception of the first replica that failed.
     """
@@ -51,7 +51,7 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
             ends.put(None)
 
     def wait_for_all() -> None:
-        # not Thread.join: after Ctrl-C in a join, CPython regards a running thread as ended
+        # Thread.join would be wrong: after Ctrl-C in it, CPython regards a running thread as ended
         while not all(ended):
             ends.get()
 
@@ -74,8 +74,8 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
 
 
 def wait_until_gone(threads: list[threading.Thread]) -> None:
-    """Waits until the system has removed `threads`, at most ten seconds. The threads have ended or
-    are about to. Only Linux lists threads; other systems do not wait.
+    """Waits, at most ten seconds, until the operating system has removed `threads`, which have
+    ended or are about to end. Only Linux lists threads, so there is no wait on other systems.
 
     MKL holds a lock while a thread that multiplied matrices ends, even after `Thread.join`. A
     process forked at that moment inherits the lock, and its first matrix product never returns.
@@ -87,9 +87,9 @@ def wait_until_gone(threads: list[threading.Thread]) -> None:
 
 
 class SimulatedCommunicator(Communicator):
-    """One simulated replica's end of the axis.
+    """Communicator of one simulated replica.
 
-    On a CPU all replicas share the tensors that its collectives return.
+    On a CPU, all replicas share the tensor that a collective returns.
     """
 
     def __init__(self, replica: int, scheduler: "_Scheduler") -> None:
@@ -111,8 +111,8 @@ class SimulatedCommunicator(Communicator):
         return lambda: gathered()[:, self.replica]
 
     def together(self, mine: _T, act: Callable[[list[_T]], object]) -> None:
-        """Calls `act` once with the values `mine` of all replicas, after all replicas have called
-        `together` and before any of them continues. `act` must not wait.
+        """Calls `act` once with a list of the value `mine` of each replica. The call comes after
+        all replicas have called `together` and before any replica continues. `act` must not wait.
         """
         self._collective(mine, lambda values: torch.tensor(act(values) is None))()
 
@@ -133,7 +133,9 @@ class SimulatedCommunicator(Communicator):
 
 
 class _Collective:
-    """One collective: the input of each replica, and the result, computed once for all."""
+    """A collective: the input of each replica, and the result, which is computed once for all
+    replicas.
+    """
 
     def __init__(self, replicas: int, combine: Callable[[list[Any]], Tensor]) -> None:
         self.inputs: dict[int, Any] = {}
@@ -155,8 +157,9 @@ class _Collective:
 
 
 class _Scheduler:
-    """Lets one replica run at a time, and holds the collectives that not all replicas have started
-    yet."""
+    """Lets one simulated replica run at a time, and keeps each collective until all replicas have
+    started it.
+    """
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
@@ -164,42 +167,46 @@ class _Scheduler:
         self._turns = [threading.Semaphore(0) for _ in range(replicas)]
         self._running = [True] * replicas
         self._open: dict[int, _Collective] = {}
-        self._idle = 0  # consecutive turns in which no replica received its result
+        self._idle = 0  # how many times in a row a replica ran and got no result
 
     def begin(self) -> None:
-        """Gives the first replica its turn."""
+        """Lets the first replica run."""
         self._turns[0].release()
 
     def enter(self, replica: int) -> None:
-        """Waits for the first turn of `replica`."""
+        """Waits until `replica` may run for the first time."""
         self._turns[replica].acquire()
         self._idle = 0
         self._check()
 
     def leave(self, replica: int) -> None:
-        """Ends the last turn of `replica`."""
+        """Records that `replica` has ended, and lets the next replica run."""
         self._running[replica] = False
         self._next(replica)
 
     def fail(self, error: BaseException) -> None:
-        """Ends all replicas: each raises `Abandoned` when it would wait, or when its turn comes."""
+        """Ends all replicas because of `error`. A replica raises `Abandoned` when it would wait for
+        a result, or before its first step.
+        """
         if self.failure is None:
             self.failure = error
 
     def collective(self, number: int, combine: Callable[[list[Any]], Tensor]) -> _Collective:
-        """Returns collective `number`. Each replica counts the collectives in the order in which it
-        starts them.
+        """Returns the collective with this `number`. Each replica numbers its collectives in the
+        order in which it starts them.
         """
         if number not in self._open:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
         if len(collective.inputs) == self.replicas - 1:
-            # the last replica has fetched the result; the other replicas hold references to it
+            # all replicas have started this collective, so each of them refers to it already
             del self._open[number]
         return collective
 
     def wait(self, replica: int, collective: _Collective) -> Tensor:
-        """Lets the other replicas run until all have started `collective`; returns its result."""
+        """Lets other replicas run until all replicas have started `collective`; returns its
+        result.
+        """
         while not collective.complete:
             self._idle += 1
             if self._idle > self.replicas:
@@ -225,9 +232,9 @@ class _Scheduler:
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:
-    """Sum in replica order.
+    """Sums the tensors in the order of the replicas.
 
-    A real network may add in another order, and therefore round differently.
+    A real network may add the tensors in another order, and therefore round differently.
     """
     if len(tensors) > 1:
         total = tensors[0] + tensors[1]

@@ -1,4 +1,6 @@
-"""Throttled: emulates a slow link between processes of one machine, on any system, without root."""
+"""Emulates a slow link between processes of one machine, on any operating system and without
+root.
+"""
 
 import fcntl
 import mmap
@@ -20,16 +22,17 @@ from detonation.link_speed import LinkSpeed
 from detonation.whole_files import opened
 
 _WINDOW = 4096
-"""Largest number of unfinished exchanges per rank."""
+"""Largest number of exchanges that a rank may have started but not finished."""
 ELSEWHERE = "a link can be emulated between processes of one machine only: leave --link out"
 
 
 class NodeLink:
-    """The slow link that the ranks of `node` share: messages are sent one after another, each in
-    bytes / rate seconds.
+    """The slow link that all ranks of one node share. The link sends messages one after another,
+    each in bytes / rate seconds.
 
-    Construction is collective over the default process group, if there is one; its ranks are spread
-    over `nodes` nodes. `speed` may change between two steps.
+    Construction is collective over the default process group, if there is one. The ranks of this
+    group are spread over `nodes` nodes, and this rank is on the node number `node`. `speed` may
+    change between two steps.
     """
 
     def __init__(
@@ -45,13 +48,13 @@ class NodeLink:
         self._node = node
         self._clock = clock
         self._sleep = sleep
-        # [nodes] float64: times at which all messages of each node will have left
+        # [nodes] float64: for each node, the time at which its last message will have been sent
         self._file, self._idle_from = _shared_memory(8 * nodes, device or torch.device("cpu"))
         weakref.finalize(self, os.close, self._file)
 
     def leave(self, kind: str, sent: Tensor, replicas: int) -> float:
-        """Queues the bytes of a collective behind the messages that this node is sending. Returns
-        the time at which the last byte will have been sent.
+        """Puts the bytes of a collective into the queue behind the messages that this node still
+        sends. Returns the time at which the last of these bytes will have been sent.
         """
         if kind == "all-to-all":
             nbytes = sent.nbytes // replicas * (replicas - 1)
@@ -64,23 +67,24 @@ class NodeLink:
         return end
 
     def arrive(self, kind: str, left: Tensor, replicas: int, nbytes: int) -> None:
-        """Waits until the last message arrives, given the times at which messages of `nbytes` have
-        `left`.
+        """Waits until the messages of all replicas have arrived, each of `nbytes` bytes. `left`
+        holds the time at which each replica has sent its message.
         """
-        # [replicas] float64
+        # the shape of `left` is [replicas], float64
         due = float(left.max()) + self.speed.seconds(0, hops(kind, replicas, nbytes))
         while (early := due - self._clock()) > 0:
             self._sleep(early)
 
 
 class ThrottledCommunicator(NodeLink, Communicator):
-    """Slows the link of `axis` down to `speed`. Pass it to `replicate` instead of the axis.
+    """Communicator that slows the link of `axis` down to `speed`. Pass the communicator to
+    `replicate` instead of the axis.
 
-    Ranks with the same coordinate on the axis are a node and share its link: their messages are
-    sent one after another, each in bytes / rate seconds. An exchange ends one latency per hop after
-    the messages of all peers were sent. Ranks can compute in the meantime, so overlap works as on a
-    real link. Only the sending side is limited: in ring collectives a node receives as much as it
-    sends.
+    All ranks with the same coordinate on the axis form a node and share the link of the node. The
+    link sends their messages one after another, each in bytes / rate seconds. An exchange ends when
+    all peers have sent their messages and one latency per hop has passed. A rank can compute in the
+    meantime, so communication overlaps with computation as on a real link. Only the sending side is
+    limited, because in ring collectives a node receives as much as it sends.
 
     Construction is collective. Raises `ValueError` unless all ranks are processes of this machine.
     """
@@ -96,7 +100,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
         self._group = ProcessGroupCommunicator(axis, own=True)
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
-        # [ranks, exchanges]: the time at which each message will have been sent
+        # shape [ranks, exchanges]: the time at which each message will have been sent
         file, left = _shared_memory(8 * world * _WINDOW, device)
         self._left = left.view(world, _WINDOW)
         os.close(file)  # the memory remains mapped after the file is closed
@@ -116,14 +120,14 @@ class ThrottledCommunicator(NodeLink, Communicator):
     def _throttled(
         self, kind: str, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor
     ) -> Callable[[], Tensor]:
-        exchange = self._started % _WINDOW  # equal on all ranks
+        exchange = self._started % _WINDOW  # the same number on all ranks
         self._left[dist.get_rank(), exchange] = self.leave(kind, message, self.size())
         self._started += 1
         wait_for_result = start(message)
 
         def wait() -> Tensor:
             result = wait_for_result()
-            # all peers have started this exchange, so each has recorded the end of its sending
+            # each peer has started this exchange, so it has recorded when its message is sent
             self.arrive(kind, self._left[self._peers, exchange], self.size(), message.nbytes)
             return result
 
@@ -131,8 +135,8 @@ class ThrottledCommunicator(NodeLink, Communicator):
 
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
-    """An unlinked file that all ranks have open, and a float64 view of its zeroed memory.
-    Collective.
+    """Creates a file without a name that all ranks have open. Returns its descriptor, and a float64
+    view of the file's memory, filled with zeros. Collective.
     """
     path = torch.zeros(4096, dtype=torch.uint8, device=device)
     rank = -1

@@ -1,10 +1,10 @@
-"""Makes sure that each replica number belongs to one process, and that all replicas agree on their
-count.
+"""Checks that each replica number belongs to one process, and that all replicas agree on the
+numbers of replicas and shards.
 
-Replicas that are separate worlds get their numbers from users, who may give one number twice or
-different counts. While a rank waits in the store in which the replicas meet, it claims its number
-there, and writes its claim again and again. So a claim that changes belongs to a live process, and
-keys of earlier starts do not matter.
+Replicas that are separate worlds get their numbers from users, who may give one number to two
+replicas, or different counts. While a rank waits in the store in which the replicas meet, it writes
+a claim of its number there again and again, each time with a higher count. So a claim that changes
+belongs to a live process, and keys of earlier starts do not matter.
 """
 
 import json
@@ -22,19 +22,20 @@ _SIZE = "detonation/counts"
 
 
 def this_process() -> str:
-    """Name of this process for users on other machines."""
+    """Returns a name of this process that users on other machines can understand."""
     return f"process {os.getpid()} on {platform.node()}"
 
 
 class Claim:
-    """The claim of `rank`, which belongs to `replica` of `replicas` with `shards` ranks each.
+    """The claim of a rank to its number. `rank` belongs to `replica` of `replicas` with `shards`
+    ranks each.
 
-    Its methods raise `RefusedStart` on a rank whose claim conflicts with another claim, after they
-    have written the reason for the waiting ranks.
+    If the claim conflicts with the claim of another process, a method writes the reason to the
+    store for the waiting ranks, and raises `RefusedStart`.
     """
 
     def __init__(self, store: Store, replica: int, replicas: int, shards: int, rank: int) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # one for each thread
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection per thread
         self._replica = replica
         self._size = f"{replicas} replicas x {shards} shards"
         self._key = _key(rank)
@@ -45,8 +46,8 @@ class Claim:
         self.look()
 
     def look(self) -> None:
-        """Renews the claim, and compares it with the claims of other processes. Call it
-        repeatedly.
+        """Writes the claim again, and compares it with the claims of other processes. The rank
+        calls this method repeatedly while it waits.
         """
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
@@ -54,7 +55,7 @@ class Claim:
         self._looked = now
         found = self._read(self._key)
         self._store.set(self._key, json.dumps([*self._own, self._count]))
-        if self._count:  # the first claim replaces the claim of an earlier start
+        if self._count:  # the first claim may replace the claim of an earlier start
             self._require_own(found)
         self._count += 1
         first = self._read(_key(0))
@@ -62,17 +63,19 @@ class Claim:
             self._require_size(first[2])
 
     def offer(self, axis: Store) -> None:
-        """On the first rank: writes the counts that all other ranks must have."""
+        """On the first rank, writes the numbers of replicas and shards that other ranks must
+        share.
+        """
         axis.set(_SIZE, self._size)
 
     def hold(self, axis: Store) -> None:
-        """Claims the number in `axis`, the store of this start alone."""
+        """Claims the number of this rank in `axis`, a store that only this start uses."""
         claim = json.dumps(self._own)
         self._require_own(json.loads(axis.compare_set(self._key, "", claim)))
         self._require_size(axis.compare_set(_SIZE, "", self._size).decode())
 
     def _read(self, key: str) -> list[str]:
-        """The claim at `key`; empty if there is none."""
+        """Returns the claim under `key` in the store; an empty list if there is none."""
         claim: list[str] = json.loads(self._store.compare_set(key, "", "").decode() or "[]")
         return claim
 

@@ -1,4 +1,6 @@
-"""Keeps free file descriptors: raises their limit, and drops strangers' connections to gloo."""
+"""Keeps file descriptors free: raises their limit, and drops foreign connections to gloo's
+ports.
+"""
 
 import ctypes
 import os
@@ -15,25 +17,25 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 LEAST_OPEN = 64
-"""Number of open files that a rank needs to meet the others and to save."""
+"""Number of open files that a rank needs to meet the other ranks and to save."""
 OPEN_PER_RANK = 3
-"""Number of open files needed per other rank: connections of the default group, of saving and of
-the axis.
+"""Number of open files that a rank needs for each other rank: connections of the default process
+group, of saving and of the mesh axis.
 """
 _SAFE_OPEN = 4096
 _MOST_OPEN = 1 << 20
-"""Higher limits are useless, and slow down programs that visit each number up to the limit."""
-_SO_ATTACH_FILTER = 26  # Python has no name for it
+"""A higher limit is useless, and slows down programs that try each number up to the limit."""
+_SO_ATTACH_FILTER = 26  # Python has no name for this socket option
 _DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)
-"""A program for Linux's packet filter (BPF): "return 0", which keeps no byte of a packet."""
+"""A program for Linux's packet filter (BPF): "return 0" keeps no byte, which drops the packet."""
 
 
 def allow_open_files(ranks: int = 1) -> None:
-    """Raises the soft limit of open files to the hard limit.
+    """Raises the soft limit of open files of this process to its hard limit.
 
-    gloo aborts if it accepts a connection without a free descriptor, and it never closes
-    connections of other programs. Raises `ValueError` if the hard limit is too low for a run of
-    `ranks` ranks.
+    gloo aborts the process if it accepts a connection when no file descriptor is free. It also
+    never closes connections of foreign programs. Raises `ValueError` if the hard limit is too low
+    for a run of `ranks` ranks.
     """
     least = LEAST_OPEN + OPEN_PER_RANK * (ranks - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -55,8 +57,9 @@ def allow_open_files(ranks: int = 1) -> None:
 
 
 def few_open_files() -> str:
-    """A warning to append to a log line, if a few foreign connections to gloo's ports can end this
-    process; "" if the process may open enough files, or if the kernel drops such connections.
+    """Returns a warning to append to a log line, if a few foreign connections to gloo's ports can
+    end this process. Returns "" if the process may open enough files, or if the kernel drops
+    foreign connections.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if not 0 <= soft < _SAFE_OPEN:
@@ -73,9 +76,9 @@ def few_open_files() -> str:
 
 
 class GlooPorts:
-    """The ports of the gloo groups that torch has registered.
+    """The ports of the gloo process groups that torch has registered.
 
-    store: The store of the default group, on a connection that no other thread uses.
+    store: The store of the default process group, on a connection that no other thread uses.
     """
 
     def __init__(self, store: Store) -> None:
@@ -83,9 +86,10 @@ class GlooPorts:
         self._done: set[str] = set()
 
     def drop_strangers(self) -> None:
-        """Calls `drop_strangers` for each group once.
+        """Calls the function `drop_strangers` once for each gloo group, so that the kernel drops
+        foreign connections to its port.
 
-        A group whose store does not answer is tried again at the next call.
+        If the store of a group does not answer, the next call tries this group again.
         """
         for group in [*distributed_c10d._world.pg_map]:
             if group.group_name not in self._done:
@@ -101,35 +105,35 @@ def _drop_for_backends(group: dist.ProcessGroup, store: Store) -> None:
     for device in group._device_types:
         backend: Any = group._get_backend(device)
         if isinstance(backend, ProcessGroupGloo):
-            # torch stores addresses under the first device type of a backend
+            # torch stores the addresses of a backend under the first device type of this backend
             drop_strangers(backend, PrefixStore(f"{device.type}/", store))
 
 
 def drop_strangers(group: Any, store: Store) -> None:
-    """Makes the kernel drop all new connections to the port of `group`, which met in `store`.
+    """Makes the kernel drop all new connections to the port of `group`, whose ranks met in `store`.
 
-    gloo keeps the descriptor of each connection that it accepts, even after it was closed. The
-    constructor of a group returns when all connections of this rank are made, so after it the port
-    is of no use. A group with `TORCH_GLOO_LAZY_INIT` connects later; its port stays as it is.
-    Forked processes share the port, and so the filter.
+    gloo keeps the descriptor of each connection that it accepts, even after the connection was
+    closed. When the constructor of a group returns, this rank has all its connections, so its port
+    is of no more use. A group with `TORCH_GLOO_LAZY_INIT` connects later, so its port is left as it
+    is. Forked processes share the port, and so the filter.
 
-    Does nothing if the system has no such filter. Raises `RuntimeError` or `OSError` if the store
-    does not answer.
+    Does nothing if the operating system has no such filter. Raises `RuntimeError` or `OSError` if
+    the store does not answer.
     """
     keys = [f"{device}/{group.rank()}" for device in range(len(group.options._devices))]
     if "TORCH_GLOO_LAZY_INIT" in os.environ or not store.check(keys):
         return
     for key in keys:
         entry = store.get(key)
-        with suppress(OSError, ValueError):  # another system, or another format of gloo
+        with suppress(OSError, ValueError):  # another system, or another entry format of gloo
             _drop_at(_address_in(entry))
 
 
 def _address_in(entry: bytes) -> tuple[str, int]:
-    """Host and port in the entry of a rank of gloo.
+    """Returns host and port from the `entry` that gloo stores for a rank.
 
-    The entry has the length of a host name, the name, the length of the address, and the address as
-    the system stores it. Raises `ValueError` or `OSError` for other entries.
+    An entry holds the length of the host name, the name, the length of the address, and the address
+    as the operating system stores it. Raises `ValueError` or `OSError` for entries of another form.
     """
     address = entry[16 + int.from_bytes(entry[:8], sys.byteorder) :]
     family = int.from_bytes(address[:2], sys.byteorder)
@@ -140,10 +144,10 @@ def _address_in(entry: bytes) -> tuple[str, int]:
 
 
 def _drop_at(address: tuple[str, int]) -> None:
-    """Drops new connections to the socket of gloo that listens at `address`.
+    """Makes the kernel drop new connections to the socket of gloo that listens at `address`.
 
-    gloo's sockets are inheritable and Python's are not, so a forged entry of the store cannot name
-    a server of this process.
+    Only inheritable sockets are changed: gloo's sockets are inheritable, and Python's are not. So a
+    forged entry of the store cannot cut off a server of this process.
     """
     for descriptor in Path("/proc/self/fd").iterdir():
         number = int(descriptor.name)
@@ -160,7 +164,7 @@ def _drop_if_at(address: tuple[str, int], number: int) -> None:
 
 
 def _own_socket(number: int) -> socket.socket:
-    """The socket of a descriptor, by another descriptor. Raises `OSError` if it is no socket."""
+    """Returns a socket object for a copy of a descriptor. Raises `OSError` if it is no socket."""
     copy = os.dup(number)
     blocks = os.get_blocking(copy)
     try:
@@ -168,12 +172,12 @@ def _own_socket(number: int) -> socket.socket:
     except OSError:
         os.close(copy)
         raise
-    os.set_blocking(copy, blocks)  # socket.setdefaulttimeout changes it, for all copies
+    os.set_blocking(copy, blocks)  # socket.setdefaulttimeout changes the mode of all copies
     return held
 
 
 def _drop_all(held: socket.socket) -> None:
-    """Makes the kernel drop all packets for `held`. Raises `OSError` if it refuses."""
+    """Makes the kernel drop all packets for the socket `held`. Raises `OSError` if it refuses."""
     if sys.platform != "linux":
         raise OSError("no packet filter")
     program = ctypes.create_string_buffer(_DROP_ALL)

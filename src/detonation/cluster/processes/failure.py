@@ -25,7 +25,7 @@ _NETWORK_WORDS = (
     "socket",
 )
 ROOT_CAUSE_WAIT_S = 2.0
-"""Seconds to wait for the root cause after a rank lost its connection."""
+"""Seconds to wait for the root cause, another rank's failure, after a rank lost its connection."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Failure:
     """The failure of one rank.
 
     kind: the class of the exception, or the name of the signal. text: the message. when:
-    `time.time()`. network: True if a peer's end can cause this failure. bad_input: True if the user
-    can fix it. complete: True if the text names its subject, so that the rank need not be added.
+    `time.time()` of the failure. network: True if the end of another rank can cause this failure.
+    bad_input: True if the user can fix the cause. complete: True if the text already names its
+    subject, so that "rank N:" is not added to it.
     """
 
     rank: int
@@ -48,12 +49,13 @@ class Failure:
 
 
 class RunError(DetonationError, RuntimeError):
-    """A failure whose message needs neither the class of the error nor the rank."""
+    """A failure whose message is complete without the class of the error and the rank."""
 
 
 class StopRequested(RunError):
-    """A signal asked this process to stop, and all work is saved. code: 128 + the signal's
-    number.
+    """Raised when a signal asked this process to stop and all work is saved.
+
+    code: the exit code, which is 128 + the number of the signal.
     """
 
     def __init__(self, number: int, text: str) -> None:
@@ -62,13 +64,16 @@ class StopRequested(RunError):
 
 
 class SecondaryFailure(RunError):
-    """This rank stops because another rank failed and reports the cause."""
+    """Raised on a rank that stops because another rank failed. That other rank reports the
+    cause.
+    """
 
 
 class WorldError(DetonationError, RuntimeError):
-    """A rank failed. The message is the root cause, not its effects on other ranks.
+    """Raised when a rank failed. The message is the root cause, and not the effects of the failure
+    on other ranks.
 
-    reported: another process of the same launcher has already reported it.
+    reported: True if another process of the same launcher has already reported the failure.
     """
 
     def __init__(self, failure: Failure, world_size: int, reported: bool = False) -> None:
@@ -94,9 +99,10 @@ def failure_from_exception(rank: int, error: BaseException) -> Failure:
 
 
 def failure_from_exit_code(rank: int, code: int) -> Failure:
-    """Failure of a rank that ended with `code` and left no message.
+    """Describes the failure of `rank`, which ended with exit code `code` and left no message.
 
-    A signal has the code -number, or 128 + number if it was a stop request; see `interrupts.end`.
+    A rank that a signal ended has the code -number, or 128 + number if the signal was a request to
+    stop; see `interrupts.end`.
     """
     if code - 128 in REQUESTS:
         code = -(code - 128)
@@ -107,21 +113,21 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
     hint = ""
     if -code == signal.SIGKILL:
         hint = " (out of memory?)"
-    # gloo aborts a process if its peer ends at a bad moment, so SIGABRT may be a consequence.
+    # gloo may abort a process when its peer ends, so SIGABRT can be a consequence of that end
     return Failure(
         rank, time.time(), name, f"ended by {name}{hint}", network=-code == signal.SIGABRT
     )
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that a peer's end cannot cause; if there is none, the earliest
-    failure.
+    """Returns the earliest failure that the end of another rank cannot cause. If there is none,
+    returns the earliest failure.
     """
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
 
 
 def describe(error: BaseException) -> str:
-    """Describes an error in one line: its message, prefixed by its class if the message alone is
+    """Describes an error in one line: its message, after the error's class if the message alone is
     unclear.
     """
     lines = str(error).strip().splitlines()
@@ -137,7 +143,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """True if `error` may be a mere consequence of another rank's end."""
+    """True if `error` can be merely a consequence of another rank's end."""
     if isinstance(error, WorldError):
         return error.failure.network
     if isinstance(error, dist.DistError | ConnectionError | SecondaryFailure):

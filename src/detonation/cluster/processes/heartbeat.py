@@ -1,11 +1,11 @@
 """Heartbeat: each rank shows that it is alive and watches the next rank, so that no rank waits long
-for a lost one.
+for a lost rank.
 
-A process group cannot distinguish a slow peer from a dead one, and gloo cannot be interrupted: a
-rank may wait for the whole timeout of the collective if its peer is stopped or cut off, or if a
-rank other than its neighbour dies. So a thread of each rank increments a counter on a shared
-heartbeat board. A rank whose counter does not change for longer than the limit is lost; the rank
-that notices this posts a notice on the board, and all ranks end.
+A process group cannot distinguish a slow peer from a dead peer, and gloo cannot be interrupted. A
+rank may wait for the whole timeout of a collective if its peer is stopped or cut off, or if a rank
+that is not its neighbour dies. So a thread of each rank increments a counter on a heartbeat board
+that all ranks share. A rank is lost if its counter does not change for longer than the limit. The
+rank that notices the loss posts a notice on the board, and all ranks end.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 _BYTES = 8
 _NOTHING = "-"
 _READING_S = 2.0
-"""Seconds in which other ranks may read the last notice; lost ranks never do."""
+"""Seconds in which other ranks can still read the last notice; lost ranks never read it."""
 
 
 class FileBoard:
-    """A board in a folder, for ranks of one machine.
+    """A heartbeat board in a folder, for ranks of one machine.
 
-    Each rank counts on the board, and the first rank that knows why the world must end posts a
-    notice. Its methods raise `RuntimeError` or `OSError` if the board is lost.
+    Each rank writes its counter to the board. The first rank that knows why the world must end
+    posts a notice there. The methods raise `RuntimeError` or `OSError` if the board is lost.
 
     where: name of the file or store that must be reachable, for messages.
     """
@@ -46,7 +46,7 @@ class FileBoard:
         self._counts = opened(folder / "counts", os.O_RDWR | os.O_CREAT, permissions=0o600)
 
     def write_count(self, rank: int, count: int) -> None:
-        """Sets the count of `rank`, above 0."""
+        """Sets the counter of `rank` to `count`, which is above 0."""
         os.pwrite(self._counts, count.to_bytes(_BYTES, "little"), rank * _BYTES)
 
     def read_counts(self, ranks: Sequence[int]) -> list[int]:
@@ -56,30 +56,33 @@ class FileBoard:
         ]
 
     def post_notice(self, notice: str) -> str:
-        """Posts `notice` unless the board has one; returns the notice on the board."""
+        """Posts `notice`, unless the board has a notice already. Returns the notice on the
+        board.
+        """
         draft = self._notice.with_name(f"notice-{os.getpid()}")
         with os.fdopen(replaced(draft), "wb") as file:
             file.write(notice.encode())
         with contextlib.suppress(FileExistsError):
-            # atomic: only the first notice is created, and it is complete
+            # creating a hard link is atomic: only the first notice is created, and it is complete
             self._notice.hardlink_to(draft)
         return self.read_notice()
 
     def read_notice(self) -> str:
-        """Notice on the board; "" for none."""
+        """Returns the notice on the board; "" if there is none."""
         if self._notice.exists():
             return read_text(self._notice)
         return ""
 
     def close(self, others: int) -> None:
-        """Ends the use of the board after a failure; the files remain for other ranks."""
+        """Ends the use of the board after a failure. The files remain, for other ranks to read."""
 
 
 class StoreBoard:
-    """A board in the store of the rendezvous, over its own connection.
+    """A heartbeat board in the store of the rendezvous, over a connection of its own.
 
-    Any process that reaches the store can write to it. With a `token`, which only the ranks have,
-    notices of other processes are ignored. `host` describes the process that hosts the store.
+    Any process that reaches the store can write to the board. With a `token`, which only the ranks
+    have, the board ignores notices of other processes. `host` describes the process that hosts the
+    store.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class StoreBoard:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.where = f"the store, which {host} keeps"
         self._store.compare_set(_key("notice"), "", _NOTHING)
-        # each attempt draws a new value, so that signed notices of earlier attempts are invalid
+        # each start draws a new value, so that signed notices of earlier starts are invalid
         drawn: bytes = self._store.compare_set(_key("board"), "", secrets.token_hex(8))
         self._secret = b""
         if token:
@@ -98,8 +101,8 @@ class StoreBoard:
         self.write_count(rank, 1)
 
     def require_same_token(self, rank: int, world_size: int) -> None:
-        """Raises `ValueError` on all ranks if one rank has another token, because the other ranks
-        would ignore its notices. Collective.
+        """Raises `ValueError` on all ranks if the ranks have different tokens, because a rank
+        ignores notices that were signed with another token. Collective.
         """
         self._store.set(_key(f"token/{rank}"), self._signed("token"))
         found = self._store.multi_get([_key(f"token/{each}") for each in range(world_size)])
@@ -121,7 +124,7 @@ class StoreBoard:
 
     def post_notice(self, notice: str) -> str:
         found: bytes = self._store.compare_set(_key("notice"), _NOTHING, self._signed(notice))
-        # replaces a notice that a foreign process has written
+        # the notice on the board comes from a foreign process, so it is replaced
         if not self._authentic(found.decode(errors="replace")):
             self._store.set(_key("notice"), self._signed(notice))
         return self.read_notice()
@@ -147,13 +150,15 @@ class StoreBoard:
 
     def _authentic(self, found: str) -> bool:
         _, _, notice = found.partition(" ")
-        # a notice without a number names no reporting rank
+        # a valid notice begins with the number of the rank that reports it
         if not notice.partition(" ")[0].isdigit():
             return False
         return hmac.compare_digest(found.encode(), self._signed(notice).encode())
 
     def close(self, others: int) -> None:
-        """On the machine that hosts the store, waits until `others` have closed the board, too."""
+        """Closes the board. On the machine that hosts the store, waits until the other ranks,
+        `others` in number, have closed it, too.
+        """
         deadline = time.monotonic() + _READING_S
         closed = self._store.add(_key("closed"), 1)
         while self._hosted_here and closed <= others and time.monotonic() < deadline:
@@ -167,16 +172,19 @@ def _key(name: object) -> str:
 
 BEAT_S = 0.25
 STARTUP_LIMIT_S = 120.0
-"""Silence limit until the run knows the size of its messages, because processes start at different
-speeds.
+"""Seconds without a heartbeat after which a rank counts as lost, until the run knows the size of
+its messages. The limit is long, because processes start at
+different speeds.
 """
 _MISSED = 6
-"""Number of missing beats after which a rank is suspected."""
+"""Number of missing heartbeats after which a rank is suspected to be lost."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason why all ranks end, and the rank that reports it. bad_input: see `Failure`."""
+    """The reason why all ranks end, and the rank that reports this reason. bad_input: see
+    `Failure`.
+    """
 
     text: str
     rank: int
@@ -184,7 +192,7 @@ class Reason:
 
     @classmethod
     def parse(cls, notice: str) -> "Reason":
-        """The inverse of `str`, for a notice that begins with a number."""
+        """Parses a notice that `str` made of a `Reason`; the notice begins with a number."""
         rank, bad_input, text = [*notice.split(" ", 2), "", ""][:3]
         return cls(text, int(rank), bad_input == "1")
 
@@ -193,14 +201,14 @@ class Reason:
 
 
 EndProcess = Callable[[Reason], NoReturn]
-"""Ends this process for a reason that this rank or another one reports."""
+"""Ends this process for a reason that this rank or another rank reports."""
 
 
 class Heartbeat:
-    """This rank's heartbeat, from construction until `stop`.
+    """The heartbeat of this rank, which runs from construction until `stop`.
 
-    `end` is called in another thread if a rank is lost, because the main thread may wait inside the
-    network library.
+    If a rank is lost, `end` is called in another thread, because the main thread may wait inside
+    the network library.
     """
 
     def __init__(
@@ -217,23 +225,23 @@ class Heartbeat:
         self._answered = time.monotonic()
         self._stopped = threading.Event()
         self._leaving = self._cut_off = False
-        # a thread that acquires it ends the process and never releases it
+        # the thread that acquires this lock ends the process and never releases the lock
         self._reporting = threading.Lock()
         self._board.write_count(rank, 1)
-        # A request to the board may never return after the network is cut:
-        # one thread sends requests, another decides.
+        # After the network is cut, a request to the board may never return.
+        # So one thread sends the requests, and another thread decides whether a rank is lost.
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         self._watcher = threading.Thread(target=self._watch, name="heartbeat watch", daemon=True)
         self._watcher.start()
 
     def set_limit(self, limit_s: float, shards: int) -> None:
-        """From now on a rank is lost after `limit_s` seconds of silence."""
+        """From now on, a rank counts as lost after `limit_s` seconds without a heartbeat."""
         self._limit_s = limit_s
         self._shards = shards
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
-        # the heartbeat board may end with the first rank that leaves the barrier
+        # a lost board is no error now: it may end with the first rank that leaves the barrier
         self._leaving = True
         barrier()
         self.stop()
@@ -248,18 +256,18 @@ class Heartbeat:
 
     def explain(self, text: str) -> Reason:
         """Finds out why this rank lost a connection with the error `text`, and posts the reason on
-        the board.
+        the heartbeat board.
 
-        Waits briefly for missing heartbeats, and names silent ranks, if any. Returns the reason on
-        the board.
+        Waits briefly for missing heartbeats. If ranks have sent none, the reason names these ranks.
+        Returns the reason on the board.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)
 
     def report(self, text: str, bad_input: bool = False) -> Reason:
-        """Posts why this rank ends, so that all ranks end.
+        """Posts on the heartbeat board why this rank ends, so that all ranks end.
 
-        Returns the reason on the board, which another rank may have posted before.
+        Returns the reason on the board, which another rank may have posted earlier.
         """
         self._reporting.acquire()
         own = Reason(text, self._rank, bad_input)
@@ -269,16 +277,18 @@ class Heartbeat:
             return own
 
     def close(self) -> None:
-        """Ends the use of the board after a failure.
+        """Ends the use of the heartbeat board after a failure.
 
-        After its return the other ranks have read the reason or are lost.
+        When this method returns, the other ranks have read the reason or are lost.
         """
         if not self._cut_off:
             with contextlib.suppress(RuntimeError, OSError):
                 self._board.close(self._world_size - 1)
 
     def _beat(self) -> None:
-        """Counts up for this rank, and reads the next rank's count and the notice of a failure."""
+        """Increments this rank's counter again and again, and reads the counter of the next rank
+        and the notice of a failure.
+        """
         count = 1
         neighbour = [(self._rank + 1) % self._world_size]
         while not self._stopped.wait(BEAT_S):
@@ -298,8 +308,8 @@ class Heartbeat:
             self._answered = time.monotonic()
 
     def _watch(self) -> None:
-        """Ends the process if the neighbour or the board is silent for too long, or if a notice is
-        posted.
+        """Ends the process if the next rank shows no heartbeat for too long, if the board does not
+        answer for too long, or if a notice is posted.
         """
         neighbour = (self._rank + 1) % self._world_size
         latest = 0
@@ -307,7 +317,7 @@ class Heartbeat:
         awake = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
-            if now - awake > _MISSED * BEAT_S:  # the watching process itself was suspended
+            if now - awake > _MISSED * BEAT_S:  # this process itself was suspended, so begin anew
                 last_beat = self._answered = now
             awake = now
             if self._neighbour_count != latest:
@@ -327,7 +337,7 @@ class Heartbeat:
                 self._end(self._explained(self._lost_message([neighbour], silence), silence))
 
     def _explained(self, text: str, silence: float) -> Reason:
-        """Like `explain`, in the thread that holds `_reporting`."""
+        """Does the work of `explain`, in the thread that holds the lock `_reporting`."""
         try:
             lost = self._silent_ranks()
             if lost:
@@ -337,7 +347,7 @@ class Heartbeat:
             return self._board_lost(str(error).splitlines()[0])
 
     def _silent_ranks(self) -> list[int]:
-        """Other ranks whose counters do not change during several beats."""
+        """Returns the other ranks whose counters do not change during several beats."""
         ranks = range(self._world_size)
         before = self._board.read_counts(ranks)
         time.sleep(_MISSED * BEAT_S)
@@ -345,9 +355,10 @@ class Heartbeat:
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
     def _post(self, reason: Reason) -> Reason:
-        """Posts `reason`; returns the reason that is then on the board.
+        """Posts `reason`; returns the reason that the board holds after that.
 
-        A rank with another token may overwrite it at once; then the board has no valid reason.
+        A rank with another token may overwrite the notice immediately. In this case the board has
+        no valid reason, and `reason` is returned.
         """
         notice = self._board.post_notice(str(reason))
         if not notice:
@@ -374,8 +385,8 @@ class Heartbeat:
 
 
 def silence_limit_s(silence_s: float, message_bytes: float, rate_bits_per_s: float) -> float:
-    """Seconds of silence after which a rank counts as lost: on a slow link, heartbeats wait behind
-    messages.
+    """Returns the seconds without a heartbeat after which a rank counts as lost: `silence_s`, and
+    the transfer time of a message, because on a slow link heartbeats wait behind messages.
 
     >>> silence_limit_s(15, 1_000_000, 10e6)
     15.8

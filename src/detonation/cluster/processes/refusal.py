@@ -1,15 +1,18 @@
-"""Refusal of a start: if the set-up of one rank or replica fails, all end, each with the reason.
+"""Refusal of a start: if the set-up of one rank or replica fails, all ranks end, each with the
+reason.
 
-A rank of a launcher's world that cannot start still meets the others, and sends them the reason.
+A rank of a launcher's world that cannot start still meets the other ranks, and sends them the
+reason.
 
-A replica is *preparing* until it has done all its own checks; then it is *prepared*. If a preparing
-replica fails, it writes the reason to the store in which the others wait for it. The others end
-with that reason unless all replicas are already prepared. They survive the loss of a replica that
-wrote no reason.
+A replica is *preparing* until it has done all its own checks; after that it is *prepared*. If a
+preparing replica fails, it writes the reason to the store in which the other replicas wait for it.
+The other replicas end with that reason, unless all replicas are already prepared. They survive the
+loss of a replica that wrote no reason.
 
 Before replicas have met, their store may contain reasons of an earlier start. So a reason that a
-rank finds there is valid for `FRESH_S`, once for each rank, and until its replica starts again. A
-reason that arrives while the rank waits is always valid, because clocks of machines may differ.
+rank finds there when it comes is valid for `FRESH_S` seconds, once for each rank, and only until
+the failed replica starts again. A reason that arrives while the rank waits is always valid, because
+clocks of machines may differ.
 """
 
 import json
@@ -30,14 +33,16 @@ from detonation.cluster.processes.failure import SecondaryFailure, describe
 from detonation.cluster.processes.rendezvous import rendezvous_store, wait_until_read
 
 FRESH_S = 60.0
-"""Seconds in which ranks or replicas that are started together meet or refuse."""
+"""Seconds within which ranks or replicas that are started together must meet or refuse the
+start.
+"""
 _LOOK_S = 0.25
 _KEY = "detonation/refused"
 _REFUSED = "refused"
 
 
 class RefusedStart(SecondaryFailure, ValueError):
-    """Another rank or replica cannot start, so this one must not start either.
+    """Raised on a rank that must not start, because another rank or replica cannot start.
 
     rank: First rank of a launcher's world that cannot start.
     """
@@ -46,10 +51,11 @@ class RefusedStart(SecondaryFailure, ValueError):
 
 
 def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
-    """Sends the other ranks of a launcher's world the reason why this one cannot start; waits for
-    them at most `FRESH_S`.
+    """Sends the reason why this rank cannot start to the other ranks of a launcher's world. Waits
+    for these ranks at most `FRESH_S` seconds.
 
-    Returns the error of this rank: a `RefusedStart` if a lower rank cannot start either.
+    Returns the error that this rank must raise: a `RefusedStart` if a lower rank cannot start
+    either.
     """
     if position.world_size == 1:
         return error
@@ -59,7 +65,7 @@ def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
     except RefusedStart as refused:
         if refused.rank < position.rank:
             return refused
-    except (RuntimeError, OSError, ValueError):  # the others did not connect
+    except (RuntimeError, OSError, ValueError):  # other ranks did not connect
         return error
     return error
 
@@ -68,15 +74,15 @@ def require_start(store: Store, position: LaunchPosition, device: torch.device) 
     """Raises an error on all ranks if one rank cannot start, if two ranks share a GPU, or if GPU
     and CPU ranks are mixed.
 
-    Collective with `refuse_world` on ranks that cannot start.
+    Collective: ranks that cannot start call `refuse_world` in its place.
     """
     _compare(store, position, [device_name(device, socket.gethostname()), ""])
 
 
 def _compare(store: Store, position: LaunchPosition, own: Sequence[str]) -> None:
-    """Exchanges the name of the device and the reason against a start of each rank.
+    """Exchanges the device name of each rank and, if a rank cannot start, the reason.
 
-    Raises `RefusedStart` or `ValueError` after all ranks have read them.
+    Raises `RefusedStart` or `ValueError` after all ranks have read the names and reasons.
     """
     keys = [f"detonation/start/{rank}" for rank in range(position.world_size)]
     store.set(keys[position.rank], json.dumps(own))
@@ -94,8 +100,7 @@ def _compare(store: Store, position: LaunchPosition, own: Sequence[str]) -> None
 
 
 class Preparation:
-    """The start of one rank, after the replicas have met. Its methods are called in several
-    threads.
+    """The start of one rank, after the replicas have met. Several threads call its methods.
 
     store: the store in which the replicas agree; its keys belong to this start only.
     """
@@ -107,28 +112,33 @@ class Preparation:
         self._announces = self._all_prepared = False
 
     def begin(self) -> None:
-        """Allows other replicas to refuse until all are `prepared`, even after training steps."""
+        """Lets other replicas refuse the start until all are `prepared`, even after training
+        steps.
+        """
         self._announces = True
 
     def prepared(self) -> None:
-        """Announces that this rank's set-up has ended. The others then survive its loss."""
+        """Announces that this rank's set-up has ended. From now on the other replicas survive its
+        loss.
+        """
         self._store.set(_prepared(self._rank), "1")
 
     def refuse(self, reason: str) -> None:
-        """Ends the start of all replicas with `reason`, because this replica's set-up failed.
+        """Ends the start of all replicas with `reason`, because the set-up of this replica failed.
 
-        Later reasons are ignored.
+        Reasons that come later are ignored.
         """
-        with suppress(DistError, RuntimeError):  # the store is lost
+        with suppress(DistError, RuntimeError):  # a lost store cannot take the reason
             self._store.compare_set(
                 _REFUSED, "", f"replica {self._replica} did not start: {reason}"
             )
 
     def refused(self, store: Store, ranks: Sequence[int], under_way: bool) -> RefusedStart | None:
-        """The error of another replica that did not start; None after all `ranks` are prepared.
+        """Returns the error to raise if another replica did not start; None otherwise, and None
+        after all `ranks` are prepared.
 
-        store: a separate connection. under_way: True if training has begun; ranks that do not
-        announce the end of their set-up then count as prepared.
+        store: a store on a separate connection. under_way: True if training has begun; then ranks
+        that do not announce the end of their set-up count as prepared.
         """
         if self._all_prepared or (under_way and not self._announces):
             return None
@@ -139,15 +149,15 @@ class Preparation:
 
 
 def is_prepared(store: Store, rank: int) -> bool:
-    """True if the set-up of `rank` has ended. `store` is the store of its axis."""
+    """True if the set-up of `rank` has ended. `store` is the store of the rank's mesh axis."""
     return bool(store.check([_prepared(rank)]))
 
 
 def note_refusal(store: Store, replica: int, reason: str, waiting: bool = False) -> None:
     """Writes the `reason` why `replica` cannot start to `store`.
 
-    waiting: True if the reason is only for ranks that already wait there, not for ranks that start
-    later.
+    waiting: True if the reason is only for ranks that already wait in the store, not for ranks that
+    start later.
     """
     said = {"replica": replica, "reason": reason, "when": time.time(), "name": secrets.token_hex(4)}
     if waiting:
@@ -156,12 +166,12 @@ def note_refusal(store: Store, replica: int, reason: str, waiting: bool = False)
 
 
 def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
-    """Returns a function for `rank` of `replica` that raises `RefusedStart` if another replica
-    cannot start.
+    """Returns a function that raises `RefusedStart` if another replica cannot start. A rank calls
+    this function repeatedly while it waits.
     """
-    store = store.clone()  # type: ignore[attr-defined]  # one for each thread
+    store = store.clone()  # type: ignore[attr-defined]  # a connection per thread
     earlier = _said(store)
-    # a refusal from an earlier start of this replica
+    # this refusal comes from an earlier start of this replica, so it is removed
     if earlier.get("replica") == replica:
         store.compare_set(_KEY, json.dumps(earlier), "")
     looked = time.monotonic() - _LOOK_S
@@ -187,8 +197,8 @@ def _prepared(rank: int) -> str:
 
 
 def _said(store: Store) -> dict[str, Any]:
-    """The newest refusal; empty for none. It uses one request, so that no rank can remove the
-    refusal in between.
+    """Returns the newest refusal; an empty dictionary if there is none. One request reads it, so
+    that no rank can remove the refusal in between.
     """
     said: dict[str, Any] = json.loads(store.compare_set(_KEY, "", "").decode() or "{}")
     return said

@@ -1,5 +1,5 @@
-"""The store through which processes meet, and the network interface on which their sockets
-listen.
+"""Opens the store through which the processes of a run meet, and chooses the network interface on
+which their sockets listen.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ _S = TypeVar("_S", bound=Store)
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
-"""Variables from which torch's network libraries read the interface to listen on."""
+"""Environment variables that name the interface on which torch's network libraries listen."""
 _RENDEZVOUS_TIMEOUT_S = 300.0
 _CONNECT_S = 2.0
 _ANSWER_S = 30.0
-"""Seconds in which a program that accepts connections must answer as a store."""
+"""Seconds within which a program that accepts connections must answer as a store does."""
 _READ_S = 10.0
 _MOST_WAYS = 4
 _WORLD = "detonation/world"
 _OTHER_WORLD = "detonation/world/other"
 _found = ""
-"""Interface that this process has chosen and written to its environment."""
+"""Network interface that this process has chosen and written to its environment; "" if none."""
 
 
 def rendezvous_store(
@@ -58,17 +58,18 @@ def rendezvous_store(
     folder: Path | None = None,
     timeout_s: float | None = None,
 ) -> Store:
-    """Opens the store of all ranks: a file in `folder`, else a server at MASTER_ADDR:MASTER_PORT.
-    If the environment lacks these two, they are set from `position`.
+    """Opens the store that all ranks share: a file in `folder`, else a server at
+    MASTER_ADDR:MASTER_PORT. If the environment lacks these two variables, they are set from
+    `position`.
 
-    torchrun's agent hosts the server, on all interfaces of its machine. Otherwise rank 0 hosts it
-    on a single address (see `_listen`). Each attempt to start has its own prefix of keys in the
-    agent's store.
+    If torchrun's agent runs, it hosts the server, on all interfaces of its machine. Otherwise rank
+    0 hosts the server on a single address (see `_listen`). In the agent's store, the keys of each
+    attempt to start have their own prefix.
 
-    timeout_s: Seconds in which the ranks must meet; None for 300.
+    timeout_s: Seconds within which the ranks must meet; None for 300.
 
-    Raises `ValueError` if another process has the port, or MASTER_ADDR or MASTER_PORT is missing or
-    wrong, and `RunError` if the ranks did not meet within `timeout_s`.
+    Raises `ValueError` if another process has the port, or if MASTER_ADDR or MASTER_PORT is missing
+    or wrong. Raises `RunError` if the ranks did not meet within `timeout_s`.
     """
     rank = position.rank
     world_size = position.world_size
@@ -101,13 +102,13 @@ def rendezvous_store(
                 who=f"rank {rank} of {world_size}",
                 whom=describe_store_host(os.environ),
                 limit_s=timeout_s,
-                answer_s=timeout_s,  # a proxy accepts and closes before rank 0 listens
+                answer_s=timeout_s,  # a proxy may accept and close before rank 0 listens
             )
             if not _agent_hosts_store(os.environ):
                 _require_same_world(store, rank, world_size)
                 store.set(_key("came", rank), "")
                 return store
-            # a prefix per attempt: after a restart the store still has addresses of dead ranks
+            # each attempt has its own keys, because the store still has addresses of ended ranks
             name = name_of_first(store, rank, world_size, secrets.token_hex(8), timeout_s)
             return PrefixStore(name, store)
         host, listener = _listen(address, int(port), position.one_machine)
@@ -139,10 +140,10 @@ def rendezvous_store(
 
 
 def reached_store(host: str, port: int, limit_s: float = _RENDEZVOUS_TIMEOUT_S) -> TCPStore:
-    """Connects to the store at `host` and `port`. Waits up to `limit_s` for it, and logs that it
-    waits.
+    """Connects to the store at `host` and `port`. Waits for the store up to `limit_s` seconds, and
+    logs this wait.
 
-    Raises `ValueError` if nothing answers, or the host is unknown.
+    Raises `ValueError` if no store answers there, or if the host is unknown.
     """
     where = joined_address(host, port)
     require_known_host("the address of the store", where)
@@ -163,7 +164,7 @@ def reached_store(host: str, port: int, limit_s: float = _RENDEZVOUS_TIMEOUT_S) 
 
 
 class _Unreached(TimeoutError):
-    """No store answered; the text is the reason."""
+    """Raised if no store answered; the text is the reason."""
 
 
 def _connected(
@@ -178,9 +179,10 @@ def _connected(
 ) -> _S:
     """Waits until a program listens at `host` and `port`, then until `connect` returns its store.
 
-    `connect` gets a time limit for torch, which does not end the wait for a program that accepts a
-    connection and is silent. This limit is longer than `limit_s`, because a process aborts if it
-    ends while torch raises in another thread.
+    `connect` gets a time limit for torch. This limit does not help if a program accepts the
+    connection and never answers, so `connect` runs in another thread, and this function waits only
+    `answer_s` seconds for it. The limit for torch is longer than `limit_s`, because a process
+    aborts if it ends while torch raises in another thread.
 
     Args:
         who: Name of the waiting process in the log; `whom` is the process for which it waits.
@@ -208,7 +210,7 @@ def _connected(
 
 
 def _cannot_connect(host: str, port: int) -> str:
-    """The reason why connections to `host` and `port` fail; "" if a connection succeeds."""
+    """Returns the reason why connections to `host` and `port` fail; "" if a connection succeeds."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -217,9 +219,10 @@ def _cannot_connect(host: str, port: int) -> str:
 
 
 def _wait_for_all(store: Store, world_size: int, timeout_s: float) -> None:
-    """On rank 0, waits until all ranks have connected, and logs which have not.
+    """On rank 0, waits until all other ranks have connected to the store, and logs which ranks have
+    not.
 
-    Raises `TimeoutError` after `timeout_s`.
+    Raises `TimeoutError` after `timeout_s` seconds.
     """
 
     def look() -> None:
@@ -254,12 +257,12 @@ def name_of_first(
     timeout_s: float,
     look: Callable[[], object] = lambda: None,
 ) -> str:
-    """Returns the `name` of rank 0 on all ranks. Collective.
+    """Gives the `name` that rank 0 chose to all ranks, and returns it. Collective.
 
-    Launchers count restarts differently, so the ranks greet each other. Rank 0 answers each
-    greeting with its name until each rank has confirmed the name. No other start in this store used
-    that name. A rank accepts only an answer to its own greeting, because the store may hold keys of
-    ended ranks.
+    The name cannot be a number of restarts, because launchers count restarts differently. Each rank
+    writes a greeting to the store. Rank 0 answers each greeting with its name until each rank has
+    confirmed the name. No other start in this store used that name. A rank accepts only an answer
+    to its own greeting, because the store may hold keys of ended ranks.
 
     Args:
         look: As in `Awaited`.
@@ -274,7 +277,7 @@ def name_of_first(
 
 
 def _give_name(store: Store, world_size: int, name: str, awaited: Awaited) -> str:
-    """On rank 0, answers greetings with `name` until all other ranks have confirmed it."""
+    """On rank 0, answers greetings with `name` until all other ranks have confirmed this name."""
     others = range(1, world_size)
     for other in others:
         _create_name_keys(store, other)
@@ -289,7 +292,9 @@ def _give_name(store: Store, world_size: int, name: str, awaited: Awaited) -> st
 
 
 def _ask_for_name(store: Store, rank: int, awaited: Awaited) -> str:
-    """Greets rank 0 until it answers this greeting; confirms the name and returns it."""
+    """Greets rank 0 until rank 0 answers this greeting. Confirms the name in the answer, and
+    returns this name.
+    """
     token = secrets.token_hex(8)
     _create_name_keys(store, rank)
     while True:
@@ -303,7 +308,7 @@ def _ask_for_name(store: Store, rank: int, awaited: Awaited) -> str:
 
 
 def _create_name_keys(store: Store, rank: int) -> None:
-    """Creates missing keys of `rank`, because `get` waits for a missing key."""
+    """Creates the missing keys of `rank` in the store, because `get` waits for a missing key."""
     for kind in ("greeting", "answer", "name"):
         store.compare_set(_key(kind, rank), "", "-")
 
@@ -321,15 +326,18 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 
 
 def hosts_store(env: Mapping[str, str], rank: int) -> bool:
-    """True if the store of a launched world may end with `rank`, before other machines have read
-    it: the agent of torchrun's first machine ends after any rank there has failed."""
+    """True if the store may end when `rank` ends, before other machines have read the store. The
+    agent of torchrun's first machine, if it hosts the store, ends after any rank on that machine
+    has failed.
+    """
     if _agent_hosts_store(env):
         return env.get("GROUP_RANK") == "0" and env.get("GROUP_WORLD_SIZE") != "1"
     return rank == 0
 
 
 def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
-    """Writes the user's `interface` to `env`; if it is "", checks the interface in `env`.
+    """Writes the network interface that the user chose to `env`. If `interface` is "", only checks
+    the interface that `env` names.
 
     Raises `ValueError` if this machine does not have the interface.
     """
@@ -345,7 +353,9 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
 
 
 def asked_interface(env: Mapping[str, str]) -> str:
-    """The interface that the user chose; "" if this process chose the one in `env`."""
+    """Returns the interface that the user chose; "" if this process chose the interface in
+    `env`.
+    """
     name = env.get(GLOO_INTERFACE, "").partition(",")[0]
     if name == _found:
         return ""
@@ -361,13 +371,13 @@ def keep_to_loopback(env: MutableMapping[str, str]) -> None:
 def keep_to_one_interface(
     env: MutableMapping[str, str], store: Store, rank: int, world_size: int
 ) -> str:
-    """Sets the interface of torch's network libraries in `env`. Collective over the ranks of
-    `store`.
+    """Chooses the interface on which torch's network libraries listen, and writes it to `env`.
+    Collective over the ranks of `store`.
 
     If all ranks share a loopback interface, they use it. Otherwise gloo gets the interface that
-    leads to MASTER_ADDR: by default it listens on the address of the machine's name, which may be
-    loopback. NCCL never chooses loopback, and may use several interfaces. An interface that the
-    user chose always takes precedence.
+    leads to MASTER_ADDR. Without that, gloo would listen on the address of the machine's name,
+    which may be loopback. NCCL never chooses loopback, and may use several interfaces. An interface
+    that the user chose always takes precedence.
 
     Returns:
         The addresses on which the ranks listen, as text; "" for loopback.
@@ -396,7 +406,9 @@ def keep_to_one_interface(
 
 
 def wait_until_read(store: Store, rank: int, world_size: int) -> None:
-    """Waits until all ranks have read the error, because one of these ranks hosts the store."""
+    """Waits until all ranks have read the error in the store, because one of these ranks hosts the
+    store and may end with it.
+    """
     store.set(_key("read", rank), "")
     with contextlib.suppress(DistError):
         store.wait(
@@ -413,7 +425,7 @@ def describe_ways(ways: Sequence[str], store: str) -> str:
 
 
 def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
-    """The route of this rank to other machines, or the reason why it has none."""
+    """Returns the route of this rank to other machines, or the reason why it has no route."""
     if asked == LOOPBACK:
         return None, f"{GLOO_INTERFACE} is {asked!r}, must be one that the others reach, or unset"
     try:
@@ -429,11 +441,11 @@ def _agent_hosts_store(env: Mapping[str, str]) -> bool:
 
 
 def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.socket]:
-    """Listens on `address`; returns the address for local connections, and the socket.
+    """Listens on `address`. Returns the address for local connections, and the socket.
 
-    `address` may belong to a service or a router instead of this machine; or it may be loopback
-    although other machines must reach it. The socket then listens on gloo's interface, or on all
-    interfaces if there is none.
+    `address` may belong to a service or a router instead of this machine, or it may be loopback
+    although other machines must reach it. In both cases the socket listens on gloo's interface, or
+    on all interfaces if gloo has none.
 
     Raises `ValueError` if another process has the port.
     """

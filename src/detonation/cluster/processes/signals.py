@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and exiting without waiting for the network library."""
+"""Handles signals that ask a run to stop, and ends a process that a network library may block."""
 
 import contextlib
 import ctypes
@@ -13,16 +13,17 @@ from typing import NoReturn
 from detonation.interrupts import SIGNALS, begin_end, end, watched
 
 SAME_REQUEST_S = 1.0
-"""Seconds within which a second signal counts as the same request, because launchers forward
-signals that all processes already received.
+"""A second signal within this number of seconds counts as the same request to stop, because
+launchers forward signals that all processes have already received.
 """
 
 
 class Stop:
-    """Number of the signal that asked this process to stop; 0 if there was none.
+    """A request to stop: the number of the signal that asked this process to stop; 0 if no signal
+    asked.
 
     has_launcher: True if a launcher started the process. A signal may then arrive twice: directly,
-    and later from the launcher, even if the launcher was busy for long.
+    and later from the launcher. The second arrival may be late, because the launcher was busy.
     """
 
     def __init__(self, has_launcher: bool = False) -> None:
@@ -35,7 +36,9 @@ class Stop:
         return self.number != 0
 
     def receive(self, number: int) -> None:
-        """Records the first request. Ends the process at once on a second request or on Ctrl-C."""
+        """Records the first request to stop. Ends the process immediately on a second request or on
+        Ctrl-C.
+        """
         if number not in SIGNALS:
             return
         if number == signal.SIGINT or self._at_once:
@@ -50,15 +53,15 @@ class Stop:
         self._awaits_copy = False
 
     def repeats(self, number: int) -> bool:
-        """True if this signal repeats the first request: the program `timeout` signals a command,
-        and then the command's whole process group.
+        """True if this signal only repeats the first request to stop: the program `timeout` sends a
+        signal to a command, and after that to the command's whole process group.
         """
         return number == self.number and time.monotonic() - self._since <= SAME_REQUEST_S
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Context manager in which the first request also ends the process, because there is
-        nothing to save.
+        """Context manager in which the first request to stop ends the process immediately, because
+        there is nothing to save.
         """
         if self:
             end(self.number)
@@ -75,11 +78,11 @@ _has_launcher = False
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Records a request to stop in the yielded `Stop`; a second signal ends the process with 128
-    + its number.
+    """Context manager that records a request to stop in the yielded `Stop`. A second signal ends
+    the process with exit code 128 + the number of the signal.
 
-    Ctrl-C also ends the process, unless it was ignored. Only the main thread may enter. A nested
-    call yields the outer `Stop`.
+    Ctrl-C also ends the process, unless Ctrl-C was ignored before. Only the main thread may enter
+    this context. A nested call yields the outer `Stop`.
     """
     global _stop
     if _stop is not None:
@@ -109,27 +112,27 @@ def die_with_parent(parent: int) -> None:
     global _has_launcher
     _has_launcher = True
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 
 
 def die_with_agent(env: Mapping[str, str]) -> None:
-    """Applies `die_with_parent` to a rank of torchrun, whose agent leaves ranks running when it is
-    killed.
+    """Applies `die_with_parent` to a rank of torchrun: if the agent of torchrun is killed, it would
+    otherwise leave its ranks running.
 
-    Not for srun: Linux watches the thread that started a process, and only torchrun certainly
-    starts ranks from its main thread.
+    Does nothing under srun. Linux watches the thread that started a process, and only torchrun
+    certainly starts ranks from its main thread.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         die_with_parent(os.getppid())
 
 
 def end_now(code: int) -> NoReturn:
-    """Flushes the output and ends this process with `code` at once, from any thread.
+    """Flushes the output and ends this process with exit code `code` immediately, from any thread.
 
-    The network libraries have own threads, which may hold Python objects or wait for a lost peer.
-    Shutting down the interpreter while they run may hang or abort.
+    The network libraries have threads of their own, which may hold Python objects or wait for a
+    lost peer. If the interpreter shuts down while these threads run, it may hang or abort.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -139,8 +142,8 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_if_asked() -> None:
-    """Ends this process like `end` if a signal asked it to stop and there is nothing to save
-    yet.
+    """Ends this process like `end` if a signal has asked the process to stop. Call this function
+    only while there is nothing to save.
     """
     if _stop:
         end(_stop.number)

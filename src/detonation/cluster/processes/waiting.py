@@ -1,9 +1,10 @@
-"""Logs which ranks a rank waits for if it makes no progress in a step that others have not begun.
+"""Logs which ranks a rank waits for, if it makes no progress in a step that other ranks have not
+begun.
 
-A collective cannot distinguish a slow network from a rank that never calls it. So each rank
-publishes its progress in the store of its process group: a few bytes per change, and no work in a
-step. A rank that waits for ranks that have left ends its process, because network libraries cannot
-stop waiting.
+A collective cannot distinguish a slow network from a rank that never calls the collective. So each
+rank publishes its progress in the store of its process group. This costs a few bytes per change of
+progress, and no work in a step. If a rank waits for ranks that have left the run, it ends its
+process, because network libraries cannot stop waiting.
 """
 
 import atexit
@@ -26,12 +27,12 @@ from detonation.cluster.processes.signals import end_if_asked
 from detonation.core.runtime import PROGRESS
 
 MEET_LINE_S = 5.0
-"""Seconds of waiting at the start before a rank logs which ranks are missing; doubled after each
-log line.
+"""Seconds of waiting at the start of a run before a rank logs which ranks are missing. The time is
+doubled after each log line.
 """
 WAIT_LINE_S = 30.0
-"""Seconds without progress before a rank logs it; doubled after each log line. After twice this
-time the rank ends if the ranks that it waits for have left.
+"""Seconds without progress before a rank logs that it waits. The time is doubled after each log
+line. After twice this time, the rank ends if the ranks that it waits for have left the run.
 """
 _INSIDE = "inside"
 _OUTSIDE = "outside"
@@ -50,8 +51,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Standing:
-    """Progress of a rank. steps: number of steps that it has begun. where: "inside" or "outside" of
-    the last step, saving, or "left".
+    """Progress of a rank. steps: number of steps that the rank has begun. where: "inside" or
+    "outside" of the last step, "saving", or "left".
     """
 
     steps: int
@@ -59,7 +60,9 @@ class Standing:
 
     @classmethod
     def parse(cls, text: str) -> "Standing":
-        """Inverse of `str`. Raises `ValueError` for any other text."""
+        """Parses the text that `str` makes of a `Standing`. Raises `ValueError` for any other
+        text.
+        """
         steps, where = text.split(" ")
         if where not in _SAID:
             raise ValueError(f"{where!r} is no position in a training loop")
@@ -70,15 +73,15 @@ class Standing:
 
     @property
     def where_in_words(self) -> str:
-        """The preposition before the number of the step."""
+        """Returns the preposition before the number of the step in a log line: "in" or "after"."""
         if self.where == _INSIDE:
             return "in"
         return "after"
 
 
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
-    """The line to log if `rank` has made no progress for `seconds`; "" if it waits for nobody, or
-    if a lower rank logs it.
+    """Returns the line to log if `rank` has made no progress for `seconds`. Returns "" if `rank`
+    waits for no rank, or if a lower rank logs the line.
 
     >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30).partition(": ")[2]
     'rank 1 is between steps 20 and 21'
@@ -89,7 +92,8 @@ def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 
 
 def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
-    """True if `rank` is inside a step, and all partners that have not begun that step have left.
+    """True if `rank` waits in vain: it is inside a step, and all `partners` that have not begun
+    that step have left the run.
 
     >>> waits_in_vain(0, [Standing(21, "inside"), Standing(20, "left"), Standing(20)], {1})
     True
@@ -100,8 +104,8 @@ def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection
 
 
 def partners_of(rank: int) -> set[int]:
-    """All ranks that share a group with `rank`. The world's group counts only if there is no
-    other.
+    """Returns all ranks that share a process group with `rank`. The default group, which has all
+    ranks, counts only if `rank` is in no other group.
     """
     world = distributed_c10d._world
     mine = [
@@ -114,7 +118,7 @@ def partners_of(rank: int) -> set[int]:
 
 
 def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
-    """Like `who_waits`, but also if a lower rank logs the line."""
+    """Returns the line that `who_waits` would log, even if a lower rank logs this line."""
     mine = standings[rank]
     if not mine.steps or mine.where == _LEFT:
         return ""
@@ -134,7 +138,7 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 
 
 def standing_in_words(rank: int, standing: Standing) -> str:
-    """Progress of `rank` as text."""
+    """Describes the progress of `rank` in words."""
     said = _SAID[standing.where]
     if standing == Standing(0):
         said = "has not begun its first step"
@@ -146,7 +150,7 @@ def says_meanwhile(who: str, whom: str) -> Iterator[None]:
     """Context manager: while its block runs, another thread logs after 5, 10, 20 ... s that `who`
     waits for `whom`.
 
-    Use it for libraries that wait without logging.
+    Use it around calls of libraries that wait without logging.
     """
     over = threading.Event()
 
@@ -168,7 +172,7 @@ def says_meanwhile(who: str, whom: str) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], _T], name: str, daemon: bool = True) -> Future[_T]:
-    """Calls `call` in another thread; the future has its result or its exception."""
+    """Calls `call` in another thread. The returned future gets the result or the exception."""
     future: Future[_T] = Future()
 
     def run() -> None:
@@ -182,12 +186,12 @@ def in_thread(call: Callable[[], _T], name: str, daemon: bool = True) -> Future[
 
 
 class Awaited:
-    """Waits for ranks or other processes, logs who is missing, and raises `TimeoutError` after
-    `limit_s`.
+    """Waits for ranks or other processes, logs which are missing, and raises `TimeoutError` after
+    `limit_s` seconds.
 
-    who: name of the waiting rank. line_s: seconds until the first line. look: called at each poll;
-    it raises if waiting is useless. ends: False in training, where the state is saved before a stop
-    request ends the process.
+    who: name of the waiting rank. line_s: seconds until the first log line. look: function that is
+    called at each poll; it raises an error if waiting is useless. ends: True if a request to stop
+    ends the process while it waits; False in training, where the state is saved first.
     """
 
     def __init__(
@@ -208,8 +212,8 @@ class Awaited:
             self._due = line_s
 
     def wait(self, away: Callable[[], Collection[int] | str], poll_s: float = _POLL_S) -> None:
-        """Waits, polling every `poll_s` seconds. `away` returns the missing ranks, or a description
-        of what is missing. Raises `TimeoutError` after the limit.
+        """Waits `poll_s` seconds, until the next poll. `away` returns the missing ranks, or a
+        description of what is missing. Raises `TimeoutError` after the limit.
         """
         seconds = time.monotonic() - self._began
         self._look()
@@ -232,11 +236,12 @@ def _named(ranks: Collection[int] | str) -> str:
 
 
 class Watch:
-    """Publishes this rank's progress in `store`, and logs if it waits, until `stop`. Meanwhile it
-    drops strangers' connections to the gloo groups of this rank.
+    """Publishes this rank's progress in `store`, and logs if this rank waits, until `stop` is
+    called. Meanwhile it makes the kernel drop foreign connections to the gloo groups of this rank.
 
-    It logs the first line after `line_s` seconds without progress. `end` ends this process with a
-    reason from another thread, because the main thread waits inside the network library.
+    The first line is logged after `line_s` seconds without progress. `end` ends this process for a
+    given reason. It is called in another thread, because the main thread waits inside the network
+    library.
     """
 
     def __init__(
@@ -262,11 +267,11 @@ class Watch:
         PROGRESS.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
         self._thread.start()
-        # no thread may be inside the store when the interpreter ends
+        # the thread must not be inside the store when the interpreter ends
         atexit.register(self.stop)
 
     def leave(self) -> None:
-        """Publishes that this rank begins no more steps."""
+        """Publishes that this rank will begin no more steps."""
         self._left = True
         with contextlib.suppress(RuntimeError, OSError):
             self._publish(self._standing())
@@ -279,7 +284,7 @@ class Watch:
         atexit.unregister(self.stop)
 
     def explain(self, error: BaseException) -> None:
-        """Prefixes a network error with the ranks that this rank waits for."""
+        """Puts the ranks that this rank waits for in front of the text of a network error."""
         if self._text and is_network_error(error):
             error.args = (f"{self._text}: {error}",)
 
@@ -289,7 +294,7 @@ class Watch:
         due = self._line_s
         self._ports.drop_strangers()
         while not self._stopped.wait(self._line_s / 4):
-            self._ports.drop_strangers()  # from groups that were made meanwhile
+            self._ports.drop_strangers()  # also for groups that were made meanwhile
             now = time.monotonic()
             standing = self._standing()
             try:
@@ -300,7 +305,7 @@ class Watch:
                     due = self._line_s
                     self._text = ""
                     continue
-                # at least one rank has not published its progress yet
+                # a rank has not published its progress yet, so there is nothing to compare
                 if not self._store.check(self._keys):
                     continue
                 standings = [

@@ -1,5 +1,5 @@
-"""The engine for accelerators: Triton kernels encode, decode, seal and inspect whole messages, one
-launch each.
+"""The engine for accelerators: Triton kernels encode, decode, seal and inspect whole messages, with
+one launch each.
 """
 
 import logging
@@ -22,8 +22,8 @@ _log = logging.getLogger("detonation")
 def triton_engine(
     codec: "Codec", layout: "Layout", memory: "Memory | None", runtime: Runtime, room: "Room | None"
 ) -> "TritonEngine | None":
-    """The engine for an accelerator whose kernels support `codec`; else None, with the reason
-    logged once.
+    """Returns the engine for an accelerator if kernels support `codec`. Otherwise returns None, and
+    logs the reason once.
     """
     if not runtime.decides_on_device:
         return None
@@ -41,7 +41,7 @@ def triton_engine(
 
 
 def why_not(runtime: Runtime) -> str:
-    """The reason why a step cannot use these kernels; "" if it can."""
+    """Returns the reason why a step cannot use Triton kernels; "" if it can."""
     if not runtime.kernels:
         return "kernels are turned off"
     if runtime.device.type != "cuda" and not accelerator_is_played():
@@ -66,7 +66,7 @@ def _launches() -> tuple[ModuleType | None, str]:
 
 @cache
 def note_engine(what: str) -> None:
-    """Logs which engine runs, or which operations it leaves to plain torch, once for each
-    reason.
+    """Logs, once for each reason, which engine runs on the accelerator, or which operations this
+    engine leaves to plain torch.
     """
     _log.info("the engine on the accelerator %s", what)

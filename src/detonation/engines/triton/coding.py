@@ -1,4 +1,4 @@
-"""Codecs for Triton kernels: the supported codecs, and their compile-time constants."""
+"""Describes codecs for Triton kernels: which codecs are supported, and their constants."""
 
 from typing import NamedTuple
 
@@ -28,17 +28,19 @@ from detonation.kernels.gpu.inspection import RowRun
 from detonation.kernels.gpu.launching import Coding, Places
 
 LONGEST_TRANSFORM = 128
-"""Longest row whose basis matrix fits into a program's registers."""
+"""Length of the longest row whose basis matrix fits into the registers of a kernel program."""
 LONGEST_ROW = 256
-"""Longest row whose coordinates fit into a program's registers, with one-byte indices."""
+"""Length of the longest row whose coordinates fit into the registers of a kernel program, with
+indices of one byte.
+"""
 LONGEST_SHARED = 1024
-"""Longest row of a shared selection, whose indices are not sent."""
+"""Length of the longest row of a shared selection, whose indices are not sent."""
 AGGREGATION_NAMES: dict[type[Aggregation], str] = {
     Mean: "mean", MeanNonzero: "nonzero", MajorityVote: "majority", WeightedMean: "weighted",
 }  # fmt: skip
-"""Supported aggregations by type."""
+"""The aggregations that kernels support, by type."""
 PRECISION_NAMES = {precision: name for name, precision in PRECISIONS.items()}
-_PRECISION_IDS = {id(precision) for precision in PRECISION_NAMES}  # a comparison calls Python
+_PRECISION_IDS = {id(precision) for precision in PRECISION_NAMES}  # faster to compare than objects
 _SELECTIONS: dict[type, str] = {
     TopK: "topk",
     Random: "random",
@@ -48,8 +50,8 @@ _SELECTIONS: dict[type, str] = {
 
 
 def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
-    """The reason why kernels cannot encode for `codec` or decode for `aggregation`; "" if they
-    can.
+    """Returns the reason why kernels cannot encode for `codec` or decode for `aggregation`; "" if
+    kernels can do it.
     """
     if aggregation is not None and type(aggregation) not in AGGREGATION_NAMES:
         return f"no kernel aggregates by {type(aggregation).__name__}"
@@ -72,7 +74,7 @@ def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
 
 
 def why_decoded_in_torch(received: Received) -> str:
-    """The reason why kernels cannot decode these messages; "" if they can."""
+    """Returns the reason why kernels cannot decode the `received` messages; "" if kernels can."""
     source: object = received
     if not isinstance(source, Arrived):
         source = received.source
@@ -93,7 +95,7 @@ def why_decoded_in_torch(received: Received) -> str:
 
 
 def coding_of(codec: Codec) -> Coding:
-    """The compile-time constants of `codec` for kernels."""
+    """Returns the compile-time constants that kernels need for `codec`."""
     selection = codec.selection
     basis = "none"
     if isinstance(codec.basis, DCT):
@@ -111,8 +113,8 @@ def coding_of(codec: Codec) -> Coding:
 
 
 def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Places:
-    """The byte layout, for kernels, of a message of `rows` rows. With `owners`, the layout of the
-    messages to all owners of rows.
+    """Returns the byte layout of a message of `rows` rows for kernels. With `owners`, returns the
+    layout of the messages to all owners (the replicas that aggregate these rows).
     """
     lengths = codec.precision.lengths(rows, codec.selection.k)
     if owners:
@@ -123,7 +125,7 @@ def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Place
 
 
 def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
-    """A run of rows of messages in the form that kernels read.
+    """Returns a run of rows of messages in the form that kernels read.
 
     Shapes: octets `[messages, room + nbytes]` uint8.
     """
@@ -131,7 +133,8 @@ def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
 
 
 class Format(NamedTuple):
-    """Messages of a codec and a number of rows as kernels read them.
+    """The format of messages of one codec with a given number of rows, in the form that kernels
+    read.
 
     lengths: bytes of the values, the statistics and the indices.
     """
@@ -142,7 +145,7 @@ class Format(NamedTuple):
 
 
 def format_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Format:
-    """The format of messages; see `places_of`. It is made once."""
+    """Returns the format of messages; see `places_of`. The format is made once for each codec."""
     found: Format | None = codec.derived.get((rows, owners))
     if found is None:
         values, *statistics = codec.precision.lengths(rows, codec.selection.k)

@@ -1,5 +1,5 @@
-"""A guard whose kernels add status and checksum to messages and inspect them, in a few launches
-per collective.
+"""A guard of messages with Triton kernels, which add status and checksum to messages and inspect
+messages in a few launches per collective.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,9 +38,10 @@ _ROWS = itemgetter(0)
 
 
 class TritonGuard(Guard):
-    """Seals and inspects messages by kernels, with the same result as `Guard` in tensor arithmetic.
+    """Seals and inspects messages by kernels. The result is the same as that of `Guard`, which uses
+    tensor arithmetic.
 
-    `FaultCounts.catch_up` later updates counts, warnings and reasons to stop.
+    The counts, the warnings and the reasons to stop follow later, in `FaultCounts.catch_up`.
     """
 
     on_kernels = True
@@ -69,13 +70,13 @@ class TritonGuard(Guard):
         shared: Tensor | SharedIndices | None,
         observer: StepObserver | None = None,
     ) -> Arrived:
-        # absent replicas are rare, so the host handles them
+        # absent replicas are rare, so the slower code on the host handles their messages
         if message.absent or observer is not None:
             return super().open(message, stage, shared, observer)
         codec = stage.codec
         aggregation = stage.aggregation
         body = self._inspected(message, stage)
-        # kernels compute a clipped mean as a weighted mean
+        # the kernels have no clipped mean, so they compute it as a weighted mean
         if isinstance(aggregation, ClippedMean):
             nbytes = 4 * len(body)
             taken = stage.workspace.take(("weights", stage.phase), (nbytes,), body.device)
@@ -86,7 +87,8 @@ class TritonGuard(Guard):
         return Arrived(codec, body, stage.rows, shared, aggregation, stage.unit, message.release)
 
     def _inspected(self, message: Message, stage: Stage) -> Tensor:
-        """Joins the runs of received messages. Refused messages are replaced by zeros.
+        """Joins the runs of rows in received messages to whole messages. Refused messages become
+        zeros.
 
         Shapes: -> `[replicas, nbytes]` uint8.
         """
@@ -105,7 +107,7 @@ class TritonGuard(Guard):
             parts.append(row_run(codec, each, room, count))
         coding, places, _ = format_of(codec, rows)
         whole = octets[0]
-        # simulated replicas share one receive buffer, which none of them may overwrite
+        # simulated replicas share one receive buffer, so none of them may overwrite it
         if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):
             width = codec.width(rows, HEADER_BYTES)
             shape = whole.shape[0], width
@@ -173,8 +175,8 @@ class TritonGuard(Guard):
 
 
 def _readback(numbers: Tensor) -> runtime.Readback:
-    """Reads back numbers that a later inspection overwrites. If the CPU simulates an accelerator, a
-    copy is read.
+    """Starts to read back `numbers`, which a later inspection overwrites. If the CPU simulates an
+    accelerator, a copy is read.
     """
     if numbers.device.type == "cpu":
         numbers = numbers.clone()

@@ -1,5 +1,5 @@
-"""The Triton engine: encode and decode of one replica on an accelerator, one launch each over all
-rows.
+"""The Triton engine: encodes and decodes the rows of one replica on an accelerator, with one launch
+for all rows.
 """
 
 from collections.abc import Sequence
@@ -55,20 +55,22 @@ from detonation.kernels.gpu import inspection, launches, launching
 
 _DTYPE = attrgetter("dtype")
 OwnerRows = tuple[int, int, int, int, int, int]
-"""Number of an owner; number of owners; rows of an owner: assigned round robin, per run, and in all
-(see `addressing.dealt_row`); rows of the flat.
+"""Which rows an owner (a replica that aggregates some rows) has: the number of the owner; the
+number of owners; the owner's rows that are assigned round robin, the rows of one run, and all its
+rows (see `addressing.dealt_row`); the number of rows of the flat.
 """
 
 
 class StatusInspector(SignalInspector):
-    """Inspects a bucket in one launch, which writes one line of a table.
+    """Inspects each bucket of gradients in one launch, which writes one line of a table of
+    statuses.
 
-    one: any status of the engine; each line of the table has the same length.
+    one: any status of the engine, which has the length of each line of the table.
     """
 
     def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:
         super().__init__(runtime)
-        # [buckets, n] int64
+        # shape [buckets, n] int64
         self._statuses = one.new_zeros(buckets, len(one))
         self._seen = 0
 
@@ -87,8 +89,8 @@ class StatusInspector(SignalInspector):
 
 
 class TritonEngine(ReferenceEngine):
-    """The operations of `ReferenceEngine`, one launch each. Plain torch runs the operations that no
-    kernel supports.
+    """Runs each operation of `ReferenceEngine` in one launch. Plain torch runs the operations that
+    no kernel supports.
 
     Args:
         of_owner: The owner of the rows; None for rows of a replica.
@@ -112,7 +114,7 @@ class TritonEngine(ReferenceEngine):
         self._releases = "read"
         if self._exact:
             self._releases = "exact"
-        elif codec.precision == PRECISIONS["bf16"]:  # bf16: rounds each value separately
+        elif codec.precision == PRECISIONS["bf16"]:  # bf16 rounds each value separately
             self._releases = "rounded"
         self.releases_at_once = True
         self._of_owner = of_owner
@@ -130,8 +132,8 @@ class TritonEngine(ReferenceEngine):
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
         self._found_later = Verdict(self._found, self._found)
-        self._written = Selected(self._nothing, None)  # values that are in a message already
-        # the last codec and its coder, because hashing a codec is slow
+        self._written = Selected(self._nothing, None)  # these values are in a message already
+        # the last codec is kept with its coder, because hashing a codec is slow
         self._coded: tuple[Codec | None, Any] = (None, None)
 
     def encode(
@@ -142,7 +144,7 @@ class TritonEngine(ReferenceEngine):
         out: Tensor | None = None,
     ) -> Selected:
         codec = self.codec
-        # without rounding errors, the values to release are read from the message
+        # only "read" keeps the codec's precision: it subtracts the values as the message holds them
         if self._releases != "read":
             codec = replace(codec, precision=FP32)
         rows = self.layout.rows
@@ -165,7 +167,7 @@ class TritonEngine(ReferenceEngine):
 
     def inspect(self, signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
         if self._runtime.stops_when_bad:
-            # the same pass also finds nonfinite values and writes the status
+            # the launch that encodes also finds nonfinite values and writes the status
             return self._found_later
         status = self.scan(signals, range(len(signals)))
         return Verdict(status, status)
@@ -178,7 +180,7 @@ class TritonEngine(ReferenceEngine):
     def scan(
         self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None
     ) -> Tensor:
-        """The status of signals with these rising `numbers`; see `Scanner.scan`.
+        """Returns the status of gradients with these rising `numbers`; see `Scanner.scan`.
 
         Shapes: one local shape per parameter -> `[n]` int64.
         """
@@ -194,19 +196,21 @@ class TritonEngine(ReferenceEngine):
         rows = self.layout.rows
         if not selection.shared:
             return super().empty(step)
-        # indices in the format of a shared selection, so that one kernel decodes both
+        # the indices have the format of a shared selection, so that one kernel decodes all messages
         shared = SharedIndices(selection, rows, step, self._seed, self.device)
         values = torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device)
         return Selected(values, shared)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
-        """Does nothing: `encode` subtracts the sent values from memory."""
+        """Does nothing, because `encode` subtracts the sent values from the memory of unsent
+        values.
+        """
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
         shared = None
         if isinstance(selected.indices, SharedIndices):
             shared = selected.indices
-        # a kernel reads the message in its buffer
+        # the message is not copied, because a kernel can read it in its buffer
         mine = Arrived(self.codec, run.body, run.rows, shared, Mean())
         if run.owners:
             return Collected(mine, run.owners)
@@ -235,7 +239,7 @@ class TritonEngine(ReferenceEngine):
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
         if not self.reads(received):
             return super().can_apply_signs(received, weights)
-        # this check of thousands of weights calls no Python function for each
+        # there may be thousands of weights, so this check calls no Python function for each weight
         are_known = {*map(_DTYPE, weights)} <= launching.KIND_OF.keys()
         return are_known and all(map(Tensor.is_contiguous, weights))
 
@@ -254,13 +258,15 @@ class TritonEngine(ReferenceEngine):
         return tensor.dtype in launching.KIND_OF and tensor.is_contiguous()
 
     def reads(self, received: Received) -> bool:
-        """True if kernels decode these messages; else logs the reason once."""
+        """True if kernels can decode the `received` messages; otherwise logs the reason once."""
         if reason := why_decoded_in_torch(received):
             note_engine(f"decodes in torch, because {reason}")
         return not reason
 
     def reply(self, received: Received, run: MessageRows, step: int) -> None:
-        """Encodes the sum of the coefficients in memory and the coefficients of an update."""
+        """Encodes the answer of an owner of rows: the sum of the coefficients in its memory and the
+        coefficients of an update.
+        """
         source = received.source
         assert isinstance(source, Arrived)
         coding, places, _ = format_of(source.codec, source.rows)
@@ -295,7 +301,7 @@ class TritonEngine(ReferenceEngine):
         arrivals: Any = None,
     ) -> None:
         coder = self._coder(codec, step)
-        read: list[Tensor | None] = []  # keeps copies alive until the kernel is launched
+        read: list[Tensor | None] = []  # keeps copies of signals alive until the launch
         for signal in signals:
             if signal is not None:
                 if signal.dtype not in launching.KIND_OF:
@@ -357,7 +363,7 @@ class TritonEngine(ReferenceEngine):
         addresses = self._targets
         if targets:
             addresses = addresses.update(targets)
-        # autograd does not see these writes; a new version invalidates graphs that saved old values
+        # autograd does not see these writes, so a new version invalidates graphs with old values
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
             _, first = source.runs[0]
@@ -396,8 +402,8 @@ class TritonEngine(ReferenceEngine):
         )
 
     def _rotate(self, coder: Any, selection: Selection, step: int) -> None:
-        """Computes the indices of a shared selection at `step`, unless the table already holds
-        them.
+        """Computes the indices of a shared selection at `step`, unless the table already holds the
+        indices of this step.
         """
         phase = (0, 0, 0)
         if isinstance(selection, Rotation):
@@ -411,7 +417,9 @@ class TritonEngine(ReferenceEngine):
         coder.rotations.rotate(coder.coding, words, choices, share, change)
 
     def _coder(self, codec: Codec, step: int) -> Any:
-        """The launches for `codec`, over the rows of this engine, with the selection of `step`."""
+        """Returns the launches for `codec` over this engine's rows, with the shared selection of
+        `step`.
+        """
         if codec is not self._coded[0]:
             self._coded = codec, self._made(codec)
         coder = self._coded[1]
@@ -432,7 +440,7 @@ class TritonEngine(ReferenceEngine):
                 first = self.codec.selection.first
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
             room = partial(launches.Rotations.room, selecting, self.device)
-            # all buckets and owners of a step share one buffer
+            # all buckets and owners of a step share one table of rotations
             rotations = self._runtime.shared(("rotations", selecting), room)
             self._coders[codec] = launches.Coder(
                 compiled,

@@ -1,7 +1,7 @@
-"""Triton kernels for accelerators: they encode, decode and inspect whole messages, each with one
+"""Triton kernels for accelerators. They encode, decode and inspect whole messages, each with one
 launch over all rows.
 
-Tests compare the kernels in Triton's interpreter with the reference engine; they ran on one H200
-(docs/gpu.md). Offsets are int64. No two programs write the same address. Sums have a fixed order,
-except sums of whole numbers (`int8`).
+Tests compare the kernels in Triton's interpreter with the reference engine. The kernels ran on one
+H200 (docs/gpu.md). Offsets are int64. No two programs write the same address. Sums have a fixed
+order, except sums of whole numbers (`int8`).
 """

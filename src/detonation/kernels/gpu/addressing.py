@@ -1,40 +1,40 @@
-"""Addresses inside a kernel: of rows in tensors and in messages to owners, and of the selected
-coefficients of rows.
+"""Finds addresses inside a kernel: of rows in tensors, of rows in messages to owners (replicas that
+aggregate rows), and of the selected coefficients of rows.
 """
 
 import triton
 import triton.language as tl
 
 FP32, BF16, FP16 = 1, 2, 4
-"""Dtypes of tensors, as bits of a bit set."""
+"""Dtypes of tensors, each as one bit of a bit set."""
 
 
 @triton.jit
 def wide(number):
-    """Converts a number to int64 `[1]`, so that products do not overflow."""
+    """Converts a number to an int64 tensor of shape `[1]`, so that its products do not overflow."""
     return tl.zeros([1], dtype=tl.int64) + number
 
 
 @triton.jit
 def bf16_bits(numbers):
-    """The bits of fp32 numbers as bf16, rounded to nearest, ties to even, in integers that round
-    alike on all devices.
+    """Returns the bits of fp32 numbers rounded to bf16 (to nearest, ties to even). Integer
+    arithmetic makes the rounding equal on all devices.
     """
     bits = numbers.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    # integer rounding would overflow a NaN to zero
+    # a NaN is replaced, because the rounding of its bits could overflow to zero
     return tl.where(numbers == numbers, rounded, 0x7FC0)
 
 
 @triton.jit
 def as_bf16(numbers):
-    """fp32 numbers rounded to bf16, as fp32."""
+    """Rounds fp32 numbers to bf16, and returns them as fp32."""
     return (bf16_bits(numbers) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def status_of(status, statuses, STATUSES: tl.constexpr):
-    """The smallest nonzero number of `[statuses]` int64; 0 if there is none."""
+    """Returns the smallest number above 0 in `status`, `[statuses]` int64; 0 if there is none."""
     item = tl.arange(0, STATUSES)
     found = tl.load(status + item, mask=item < statuses, other=0)
     least = tl.min(tl.where(found > 0, found, 1 << 62), axis=0)
@@ -43,8 +43,8 @@ def status_of(status, statuses, STATUSES: tl.constexpr):
 
 @triton.jit
 def searched(starts, rows, slots, SEARCH: tl.constexpr):
-    """The last slot that begins at or before each row; an empty slot precedes the slot with the
-    same start.
+    """Returns the last slot (rows of one tensor) that begins at or before each row. An empty slot
+    comes before the slot with the same start.
     """
     low = tl.zeros_like(rows).to(tl.int32)
     high = low + slots
@@ -58,8 +58,8 @@ def searched(starts, rows, slots, SEARCH: tl.constexpr):
 
 @triton.jit
 def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """The slot of row `first`, and whether it contains all coordinates of all rows up to `last`,
-    fewer than 2**31.
+    """Returns the slot of row `first`, and whether this slot contains all coordinates of the rows
+    up to `last`. The number of these coordinates must be below 2**31.
     """
     slot = searched(starts, first, slots, SEARCH)
     left = tl.load(numels + slot) - (first - tl.load(starts + slot)) * CHUNK
@@ -71,10 +71,12 @@ def rows_of_tile(
     starts, numels, slots, slot, first, last, row, present, column,
     CHUNK: tl.constexpr, SEARCH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` to `last`, most of them in `slot`: their numbers, their slots, their offsets in
-    the flattened tensors, a mask of existing rows, and a mask of existing coordinates.
+    """Locates rows `first` to `last`, most of which are in `slot`. Returns their numbers, their
+    slots, their offsets in the flattened tensors, a mask of existing rows, and a mask of existing
+    coordinates.
 
-    WHOLE: True if `slot` contains all rows; then nothing is read per row, and masks are constants.
+    WHOLE: True if `slot` contains all these rows. In this case nothing is read per row, and the
+    masks are constants.
 
     Shapes: row, present `[rows]` -> row `[rows]`, slot `[1]` or `[rows]`, twice `[rows]`, and
     `[rows, columns]` bool.
@@ -96,8 +98,8 @@ def rows_of_tile(
 
 @triton.jit
 def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.constexpr):
-    """Loads the numbers of rows, from offset `begin` in the tensors of `table`, as fp32; 0 for
-    masked coordinates and absent tensors.
+    """Loads numbers of rows as fp32, from offset `begin` in the tensors of `table`. Masked
+    coordinates and absent tensors give 0.
     """
     address = tl.load(table + slot)
     kind = tl.load(table + slots + slot)
@@ -132,7 +134,7 @@ def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS:
 
 @triton.jit
 def rounded_as(numbers, kind, KINDS: tl.constexpr):
-    """`numbers` rounded to the dtype of each row and back, as torch rounds after every
+    """Rounds `numbers` to the dtype of each row and back to fp32, as torch rounds after every
     operation.
     """
     found = numbers
@@ -145,8 +147,8 @@ def rounded_as(numbers, kind, KINDS: tl.constexpr):
 
 @triton.jit
 def dealt_row(message, begin, item, messages, turns, run, owned):
-    """The row of the flat that is row `begin + item` of message number `message`; see
-    `RowOwners.deal`.
+    """Returns the row of the flat (matrix of all rows) that is row `begin + item` of message number
+    `message`; see `RowOwners.deal`.
 
     item: int32, so that per-row divisions have 32 bits. turns: number of rows of each message that
     are assigned round robin in runs of `run` rows; the remaining rows are split into equal parts.
@@ -162,12 +164,12 @@ def dealt_row(message, begin, item, messages, turns, run, owned):
 
 @triton.jit
 def message_of_row(begin, item, messages, turns, run, owned):
-    """The message that contains row `begin + item` of the flat, and the row's number in it; the
-    inverse of `dealt_row`.
+    """Returns the message that contains row `begin + item` of the flat (matrix of all rows), and
+    the number of the row in this message. This is the inverse of `dealt_row`.
     """
     of_turn = (begin % run).to(tl.int32) + item
     turn = (begin // run % messages).to(tl.int32) + of_turn // run
-    rest = begin + item - wide(turns) * messages  # below `messages * run` for rows that use it
+    rest = begin + item - wide(turns) * messages  # below `messages * run` where it is used
     left = tl.maximum(wide(owned) - turns, 1).to(tl.int32)
     message = tl.where(rest < 0, turn % messages, rest.to(tl.int32) // left)
     in_turns = (begin // run // messages + turn // messages) * run + of_turn % run
@@ -176,19 +178,19 @@ def message_of_row(begin, item, messages, turns, run, owned):
 
 @triton.jit
 def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Selects the `K` largest magnitudes of each row by their bits; ties go to the smallest
-    index.
+    """Selects the `K` largest magnitudes of each row by their bits. Among equal magnitudes, those
+    with the smallest indices are selected.
     """
-    # size [rows, COLUMNS] int32, negative in padding -> [rows, COLUMNS] int32, 1 if selected
+    # shapes: size [rows, COLUMNS] int32, negative in padding -> the same, 1 if selected
     chosen = tl.zeros_like(size)
-    if K <= 8:  # selects one maximum after the other
+    if K <= 8:  # for a small K, selects one maximum after the other
         for _ in range(K):
             best = tl.max(size, axis=1)[:, None]
             first = tl.min(tl.where(size == best, column[None, :], COLUMNS), axis=1)[:, None]
             hit = column[None, :] == first
             chosen = tl.where(hit, 1, chosen)
             size = tl.where(hit, -2, size)
-    else:  # find the bits of the smallest selected magnitude, highest bit first
+    else:  # finds the bits of the smallest selected magnitude, highest bit first
         edge = tl.zeros_like(tl.max(size, axis=1))
         for bit in range(31):
             higher = edge | (1 << (30 - bit))
@@ -203,23 +205,25 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def mixed(word):
-    """One output of splitmix64 (Steele, Lea & Flood, 2014), equal to `selection._random_words`."""
+    """Returns an output of splitmix64 (Steele, Lea & Flood, 2014), as `selection._random_words`
+    does.
+    """
     word = (
         word ^ ((word >> 30) & 0x3FFFFFFFF)
-    ) * -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
+    ) * -4658895280553007687  # the constant 0xBF58476D1CE4E5B9 as int64
     word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
     return word ^ ((word >> 31) & 0x1FFFFFFFF)
 
 
 @triton.jit
 def random_word(start, index):
-    """Random word number `index` of the sequence that begins at `start`."""
+    """Returns random word number `index` of the sequence that begins at `start`."""
     return mixed((index + 1).to(tl.int64) * -7046029254386353131 + start)  # 0x9E3779B97F4A7C15
 
 
 @triton.jit
 def permutation_of_row(start, row):
-    """The number, below 64, of the permutation of a row of the flat in the current cycle."""
+    """Returns the number, below 64, of the permutation that a row of the flat has in this cycle."""
     word = random_word(start, row // 8)
     return (word >> (row % 8 * 8)) & 63
 
@@ -229,8 +233,8 @@ def places_of_row(
     table, turn, first_row, row, rows, column,
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
 ):  # fmt: skip
-    """The position of each coefficient of the given rows among the shared selected ones; -1 if it
-    is not selected.
+    """Returns the position of each coefficient of the given rows among the shared selected
+    coefficients; -1 for a coefficient that is not selected.
 
     table, turn: the output of `rotation_kernel`. first_row: the number of row 0 in the whole flat.
     rows: number of rows in the flat; later rows are padding, and their first coefficients are sent.
@@ -249,8 +253,8 @@ def rotation_kernel(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
     KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Writes the position of each coordinate of a row among the coordinates sent at this step, or
-    -1 if it is not sent. Each program handles `EACH` permutations.
+    """Writes, for each coordinate of a row, its position among the coordinates that are sent at
+    this step, or -1 if it is not sent. Each program handles `EACH` permutations.
 
     share, deal: see `selection.Rotation.phase`. Permutation n is stored as number n ^ deal. Shapes:
     table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for `permutation_of_row`.
@@ -260,7 +264,7 @@ def rotation_kernel(
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-        # the rank of a word in its permutation: its low bits make words distinct
+        # a word's rank in its permutation is the position; the low bits make words distinct
     ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)
@@ -286,5 +290,5 @@ def rotation_kernel(
 
 @triton.jit
 def word_of(words, first, index, BITS: tl.constexpr):
-    """The random word of an index, with the index in its lowest bits."""
+    """Returns the random word of an index, with the index in its lowest bits."""
     return ((random_word(words, first + index) >> BITS) << BITS) + index

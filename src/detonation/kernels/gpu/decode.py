@@ -29,7 +29,8 @@ def coefficients_of(
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients of rows of a message, with zeros for coefficients that were not sent.
+    """Returns the coefficients of rows of a message, with zeros for coefficients that were not
+    sent.
 
     Args:
         values, statistics, indices: Their addresses, for each row.
@@ -74,7 +75,7 @@ def aggregated(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
     AGGREGATION: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients of rows, aggregated over `replicas` messages in replica order.
+    """Returns the coefficients of rows, aggregated over `replicas` messages in replica order.
 
     Args:
         weights: `[replicas]` fp32, for the `AGGREGATION` "weighted".
@@ -113,8 +114,9 @@ def sum_of_vectors(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse transform of the mean of messages: a chain of fused multiply-adds of basis
-    vectors times coefficients times `share`, in the order of replicas and of their coefficients.
+    """Computes the inverse transform of the mean of messages as a chain of fused multiply-adds.
+    Each of them adds a basis vector times its coefficient times `share`, in the order of replicas
+    and of their coefficients.
 
     Args:
         vectors: `[COLUMNS, COLUMNS]` fp32.
@@ -145,8 +147,10 @@ def sum_of_vectors(
 
 @triton.jit
 def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
-    """The address of the run of a sum that contains each row, and the row's number in that run."""
-    # row [rows] int64 -> two tensors of that shape
+    """Returns the address of the run of a sum that contains each row, and the row's number in the
+    run.
+    """
+    # shapes: row [rows] int64 -> address and number, of the same shape
     address, local = tl.zeros_like(row) + wide(address0), row
     addresses, begins = (address0, address1, address2, address3), (0, row1, row2, row3)
     for run in tl.static_range(1, RUNS):
@@ -166,7 +170,7 @@ def decode_kernel(
     KINDS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
     SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Decodes and aggregates the messages of `replicas` in replica order, and uses the update as
+    """Decodes the messages of `replicas`, aggregates them in replica order, and uses the update as
     `INTO` says.
 
     Args:
@@ -262,8 +266,8 @@ def weigh_kernel(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
     PARTS: tl.constexpr, REPLICAS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the weights of `aggregate.ClippedMean`; `programs` programs read each message, and the
-    last of all programs computes the weights.
+    """Writes the weights of messages for `aggregate.ClippedMean`. `programs` programs read each
+    message, and the last of all programs computes the weights.
 
     Args:
         numbers: The values of each message, whose squares are added in the order of

@@ -1,5 +1,5 @@
-"""Encode: adds a signal to the memory and writes the selected coefficients as a message, in one
-pass over the rows.
+"""Encode: adds gradients to the memory of unsent values, and writes the selected coefficients as a
+message, in one pass over the rows.
 """
 
 import triton
@@ -34,8 +34,8 @@ def rows_of_message(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
     SEARCH: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The rows from row `part` of a unit on: a mask of the rows in the message, the results of
-    `rows_of_tile`, and the positions of shared selected coefficients.
+    """Locates the rows from row `part` of a unit on. Returns a mask of the rows in the message, the
+    results of `rows_of_tile`, and the positions of shared selected coefficients.
 
     reach: the number of the message, the message's row at which the unit begins, the unit's first
     and last row in the flat, and the slot of the first row. flat, dealing, shared: the arguments of
@@ -87,11 +87,11 @@ def encode_kernel(
     MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, STATUSES: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
-    """Encodes units of `UNIT` rows, so that no two programs write the same byte or the same block
-    of the precision.
+    """Encodes rows in units of `UNIT` rows, so that no two programs write the same byte or the same
+    block of values.
 
-    A program that works on values of a whole block keeps them in its part of `scratch`, which fits
-    into a cache.
+    A program that needs all values of a block keeps them in its part of `scratch`, which fits into
+    a cache.
 
     Args:
         residual: `[rows, CHUNK]` fp32: it decays, and the signal is added to it. Without `MEMORY`
@@ -120,7 +120,7 @@ def encode_kernel(
         RELEASE: How the sent part is subtracted from the residual: "exact", "rounded" to bf16, or
             "read" from the message, as every receiver reads it; "" if it is not subtracted.
     """
-    # the sent part is a sum of few basis vectors, unless each coefficient was rounded separately
+    # true if the sent part is a sum of few basis vectors: no coefficient was rounded separately
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
                             and (PRECISION != "bf16" or RELEASE == "rounded"))  # fmt: skip
     EACH: tl.constexpr = CHUNK if BITMAP else K
@@ -231,7 +231,7 @@ def encode_kernel(
                                 4 * K
                             )
                             octets = octets if BLOCK > 1 else values_out
-                            # one byte per number
+                            # the indices in `numbers` have one byte each
                             numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],

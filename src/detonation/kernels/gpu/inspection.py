@@ -1,5 +1,5 @@
-"""Inspection: seals messages before they are sent and inspects received messages, with a few
-launches for all messages.
+"""Seals messages (writes header and checksum) before they are sent, and inspects received messages,
+with a few launches for all messages.
 """
 
 from collections.abc import Sequence
@@ -37,25 +37,25 @@ PARTS = 128
 if INTERPRETED:
     PARTS = 2
 NORM_LANES = 4096
-"""Number of squares added in parallel for the norm that weighs a message, as in
+"""Number of squares that are added in parallel for the norm by which a message is weighed, as in
 `scatter_sum.SumOfSquares`.
 """
 NORM_PARTS = 128
-"""Number of parts into which these squares are divided."""
+"""Number of parts into which the squares for this norm are divided."""
 OCTETS = 4096
-"""Number of values that a program inspects at once."""
+"""Number of values that a program inspects in one operation."""
 SCANNED_ROW = 1024
-"""Number of coordinates that a program scans at once."""
+"""Number of coordinates that a program scans in one operation."""
 SCANNING = 512
-"""Largest number of programs that scan one row after the other."""
+"""Largest number of programs in a scan; each of them scans one row after the other."""
 RUNS = 4
 """Largest number of runs of rows in a message."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The constants of `guard.decide_usable`: limits of a norm, and how the typical norm is
-    averaged.
+    """The constants of `guard.decide_usable`: the largest norm of a message, how far the norm may
+    exceed the typical norm, and how fast the typical norm falls.
     """
 
     limit: float
@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class RowRun:
-    """A range of rows of several messages, which begin at any address.
+    """A range of rows in several messages; each message may begin at any address.
 
     octets: `[messages, bytes]` uint8; each message has `room` free bytes, then its values,
     statistics and indices, whose sizes in bytes are `lengths`.
@@ -78,7 +78,7 @@ class RowRun:
 
 
 class Inspector:
-    """Seals and inspects `count` messages at a time, in memory that it allocates once."""
+    """Seals and inspects `count` messages per launch, in memory that it allocates once."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
@@ -93,7 +93,7 @@ class Inspector:
         )
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
-        # each launch resets these to zeros
+        # each launch sets these counters back to zero
         self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self._runs: dict[tuple[int, ...], tuple[Tensor, int]] = {}
 
@@ -101,8 +101,8 @@ class Inspector:
         self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int,
         origin: int, status: Tensor, received: int,
     ) -> None:  # fmt: skip
-        """Writes the header of each message into the free bytes of its first run. Runs are in the
-        order of their rows.
+        """Writes the header of each message into the free bytes of the message's first run. The
+        runs are in the order of their rows.
 
         Shapes: status `[n]` int64, see `status_of`.
         """
@@ -119,8 +119,8 @@ class Inspector:
         identity: int, schema: int, step: int, place: int, parameters: int, usual: Tensor,
         signals: bool, limits: Limits,
     ) -> Tensor:  # fmt: skip
-        """Joins messages, replaces invalid messages by zeros, and returns the table of
-        `decide_usable`.
+        """Joins the runs of each message, replaces invalid messages by zeros, and returns the table
+        of `decide_usable`.
 
         Args:
             runs: As in `seal`.
@@ -154,8 +154,8 @@ class Inspector:
         return self._table
 
     def weigh(self, message: Tensor, places: Places, coding: Coding, weights: Tensor) -> None:
-        """Writes the weights of `aggregate.ClippedMean`."""
-        # message [count, nbytes] uint8 from the first value on; weights [count] fp32
+        """Writes the weight that `aggregate.ClippedMean` gives to each message."""
+        # shapes: message [count, nbytes] uint8 from the first value on; weights [count] fp32
         launch(
             weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
             places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
@@ -165,9 +165,9 @@ class Inspector:
         )  # fmt: skip
 
     def _read(self, runs: Sequence[RowRun]) -> tuple[Any, ...]:
-        """The arguments of `read_message` for runs: the address of each of `RUNS` runs and the
-        distance between its messages, the positions of their parts in the whole message, and the
-        number of lines of the message.
+        """Returns the arguments of `read_message` for runs: the address of each of `RUNS` runs and
+        the distance between its messages, the positions of the parts of each run in the whole
+        message, and the number of lines of the message.
 
         Shapes: positions `[runs, 16]` int64.
         """
@@ -206,12 +206,12 @@ class SumInspector:
 
     def __init__(self, device: torch.device) -> None:
         self._faults = torch.empty(SCANNING, dtype=torch.int32, device=device)
-        # each launch resets it to zero
+        # each launch sets this counter back to zero
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, added: int) -> None:
-        """Writes the numbers of a status and then the number `added` to `digits` from `first` on,
-        each in `each` digits. All other digits become zero.
+        """Adds `added` to a status, and writes the sum to `digits` as `each` numbers below 256,
+        from `first` on. All other digits become zero.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """
@@ -221,8 +221,8 @@ class SumInspector:
         )  # fmt: skip
 
     def inspect(self, runs: Sequence[Tensor], digits: Tensor, report: Tensor) -> None:
-        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite,
-        followed by the digits (see `seal`).
+        """Writes 1 to `report` if the values of all `runs`, at most `RUNS`, are finite, else 0. The
+        digits (see `seal`) follow.
 
         Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]`
         fp32.
@@ -245,7 +245,7 @@ class SumInspector:
 
 
 class Scanner:
-    """Looks for nonfinite values in tensors of fixed sizes, step after step.
+    """Looks for nonfinite or too large values in tensors of fixed sizes, step after step.
 
     numbers: the rising numbers of the tensors. addresses: the table of the tensors, which an
     encoder may read, too.
@@ -275,8 +275,9 @@ class Scanner:
     def scan(
         self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None
     ) -> Tensor:
-        """Returns a status: its smallest nonzero number is 1 + the number of the first signal with
-        a nonfinite value or one above `limit`. The status is all zeros if no signal is bad.
+        """Returns a status of the signals (gradients). If a signal has a nonfinite value or a value
+        above `limit`, the smallest nonzero number of the status is 1 + the number of the first such
+        signal. If no signal has such a value, the status is all zeros.
 
         Args:
             found: Memory for the status, with zeros; by default memory of the scanner.
@@ -286,7 +287,7 @@ class Scanner:
         slots = self._slots
         if found is None:
             found = self._found
-        read: list[Tensor | None] = []  # keeps copies alive until the launch
+        read: list[Tensor | None] = []  # keeps copies of signals alive until the launch
         for signal in signals:
             if signal is not None:
                 if signal.dtype not in KIND_OF:
@@ -304,8 +305,10 @@ class Scanner:
 
 
 def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
-    """True if each message begins, after `room` bytes, at an address that `unit` divides."""
-    # [messages, bytes] uint8
+    """True if each message begins, after `room` bytes, at an address that is a multiple of
+    `unit`.
+    """
+    # shape of `messages`: [messages, bytes] uint8
     return not (
         (messages.data_ptr() + room) % unit or (messages.shape[0] > 1 and messages.stride(0) % unit)
     )
@@ -313,5 +316,5 @@ def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
 
 @lru_cache(64)
 def power(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

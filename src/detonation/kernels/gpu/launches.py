@@ -1,4 +1,4 @@
-"""Launches: the host's side of the Triton kernels.
+"""Launches the Triton kernels: the part of the kernels' code that runs on the host.
 
 No function here reads from a device or waits for it.
 """
@@ -18,15 +18,15 @@ from detonation.kernels.gpu.inspection import RUNS, is_aligned, power
 from detonation.kernels.gpu.launching import INTERPRETED, Addresses, Coding, Places, Slots, launch
 
 PROGRAMS = 1024
-"""Largest number of programs of a launch in which each program processes several parts."""
+"""Largest number of programs in a launch in which each program processes several parts."""
 TILE = 1024
-"""Approximate number of coordinates in a program's registers: more coordinates would spill. The
-interpreter needs the same time for few coordinates as for many.
+"""Approximate number of coordinates in a program's registers; more coordinates would not fit.
+Triton's interpreter gets more, because it needs the same time for few coordinates as for many.
 """
 if INTERPRETED:
     TILE = 65536
 WORKED_ON = 2**24
-"""Largest number of values that programs process at once outside of registers: 64 MiB, about the
+"""Largest number of values that all programs together hold outside of registers: 64 MiB, about the
 size of a cache.
 """
 PERMUTATIONS = 64
@@ -34,7 +34,7 @@ PERMUTATIONS = 64
 
 
 def padded_matrix(matrix: Tensor, columns: int) -> Tensor:
-    """`matrix`, zero-padded to `columns` rows and columns.
+    """Returns `matrix`, padded with zeros to `columns` rows and columns.
 
     Shapes: `[n, n]` -> `[columns, columns]`.
     """
@@ -45,8 +45,8 @@ def padded_matrix(matrix: Tensor, columns: int) -> Tensor:
 
 @dataclass
 class Rotations:
-    """The positions of the shared selected coefficients at a step, in device memory: one table for
-    all rows, or 64 tables.
+    """The positions of the shared selected coefficients at one step, in device memory: one table
+    for all rows, or 64 tables for a random selection.
 
     Args:
         table: `[permutations, chunk]` int32.
@@ -60,7 +60,7 @@ class Rotations:
 
     @classmethod
     def room(cls, coding: Coding, device: torch.device) -> "Rotations":
-        """Allocates the table of rotations of `coding`."""
+        """Allocates the tables of positions for `coding`."""
         permutations = 1
         if coding.selection == "random":
             permutations = PERMUTATIONS
@@ -68,8 +68,8 @@ class Rotations:
         return cls(table, torch.empty(1, dtype=torch.int64, device=device))
 
     def rotate(self, coding: Coding, words: int, choices: int, share: int, deal: int) -> None:
-        """Writes the rotation of one step; see `rotation_kernel`, and `Rotation.phase` for `share`
-        and `deal`.
+        """Writes the positions for one step. `Rotation.phase` returns `share` and `deal`; see also
+        `rotation_kernel`.
 
         Args:
             words: The int64 that starts the random words of permutations.
@@ -89,7 +89,8 @@ class Rotations:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Messages that an owner of rows received, whose aggregate is the signal of its reply.
+    """Messages that an owner (the replica that aggregates some rows) received. The owner encodes
+    their aggregate as its answer.
 
     message: `[replicas, nbytes]` uint8, from the first value on. aggregation: "mean", "nonzero",
     "majority", "" for none.
@@ -103,7 +104,7 @@ class Arrivals:
 
 
 class Coder:
-    """Launches encode and decode for the rows of one flat.
+    """Launches the kernels that encode and decode the rows of one flat (matrix of all rows).
 
     Args:
         rotations: For a selection that all replicas share.
@@ -142,7 +143,7 @@ class Coder:
         self._forward = padded_matrix(forward, side)
         self._inverse = padded_matrix(inverse, side)
         self._rows = max(least, TILE // coding.columns)
-        if INTERPRETED:  # the interpreter also computes rows that do not exist
+        if INTERPRETED:  # the interpreter would spend time on rows that do not exist
             self._rows = min(self._rows, max(16, power(slots.rows)))
         self._together = self._rows
         if is_dct and coding.columns <= 64 and not INTERPRETED:
@@ -150,11 +151,11 @@ class Coder:
             self._together *= 4
         self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
         most = PROGRAMS
-        values = 0  # scratch memory of a program
+        values = 0  # number of values in the scratch memory of a program
         if coding.block > 1:
             values = self._unit * coding.k
             if coding.precision == "int8":
-                values += 512  # bins: 256 int64
+                values += 512  # 256 bins of int64
             most = min(PROGRAMS, max(1, WORKED_ON // values))
         self._programs = max(1, min(most, -(-slots.rows // self._unit)))
         of_row = 0
@@ -189,8 +190,8 @@ class Coder:
         arrived: Arrivals | None = None,
         scanned: tuple[Tensor, float, Tensor] | None = None,
     ) -> None:
-        """Writes the messages for a signal, or for the aggregate of the messages `arrived`; see
-        `encode_kernel`. `scanned` has its arguments `rising`, `limit` and `found`.
+        """Encodes gradients, or the aggregate of the messages `arrived`, and writes the messages;
+        see `encode_kernel`. `scanned` has the kernel's arguments `rising`, `limit` and `found`.
 
         Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]`
         fp32.
@@ -239,7 +240,7 @@ class Coder:
         report: Tensor | None = None,
         summed: bool = False,
     ) -> None:
-        """Decodes messages and uses the update as `into` says; see `decode_kernel`.
+        """Decodes messages, and uses the resulting update as `into` says; see `decode_kernel`.
 
         Args:
             aggregation: "mean", "nonzero", "majority" or "weighted"; "sum" for the sum of all
@@ -259,7 +260,7 @@ class Coder:
         at = [first.data_ptr()]
         for row, run in others:
             at += [run.data_ptr(), row]
-        unused = self._inverse  # replaces absent tensors, which the kernel does not read
+        unused = self._inverse  # stands for absent tensors, which the kernel does not read
         if report is None:
             report = unused
         if flat is None:
@@ -282,7 +283,7 @@ class Coder:
 
 
 def _scratch(values: int, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scratch memory of programs.
+    """Allocates the scratch memory of a launch's programs.
 
     Shapes: -> `[values]` fp32, `[numbers]` uint8.
     """

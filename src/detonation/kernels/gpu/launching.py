@@ -13,26 +13,25 @@ from torch import Tensor
 
 from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-# the interpreter is on if TRITON_INTERPRET is true, in any spelling
+# TRITON_INTERPRET has several spellings of true, so the type of a kernel shows the mode
 INTERPRETED = not isinstance(wide, triton.JITFunction)
 """True if Triton's interpreter runs the kernels. The interpreter needs the same time for few
 numbers as for many.
 """
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-"""The dtypes that kernels read and write."""
-# ROCm's JIT also specialises on tensor sizes
+"""The dtypes that kernels read and write, each with its bit."""
+# False with ROCm, whose JIT also specialises on tensor sizes
 _DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
 ] = {}  # functions that start compiled kernels, with the constants that follow the arguments
 launch_counts: Counter[str] = Counter()
-"""How often each kernel was launched, and how often a table of addresses was copied to the device.
-"""
+"""How often each kernel was launched, and how often a table of addresses was copied to a device."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """The compile-time constants of a codec.
+    """The compile-time constants of a codec in kernels.
 
     basis: "dct" or "none". selection: "topk", "random", "striding" or "everything". precision:
     "fp32", "bf16", "sign", "2bit", "4bit" or "int8". block: number of values that are encoded
@@ -51,7 +50,9 @@ class Coding:
 
     @cached_property
     def columns(self) -> int:
-        """The chunk size for kernels: a power of two, at least 16 for a matrix product."""
+        """Returns the length of a row in kernels: a power of two, at least 16 for a matrix
+        product.
+        """
         columns = 1 << (self.chunk - 1).bit_length()
         if self.basis == "dct":
             return max(16, columns)
@@ -59,7 +60,7 @@ class Coding:
 
     @cached_property
     def constants(self) -> dict[str, Any]:
-        """Constants shared by encode and decode."""
+        """Returns the constants that the encode and decode kernels share."""
         width = self.width
         if self.bitmap:
             width = 1
@@ -77,15 +78,15 @@ class Coding:
 
     @cached_property
     def arrived_constants(self) -> dict[str, Any]:
-        """The constants of `encode_kernel` for received messages."""
+        """Returns the constants of `encode_kernel` for the received messages that it aggregates."""
         names = ("K", "SELECTION", "PRECISION", "BLOCK", "WIDTH", "BITMAP")
         return {f"ARRIVED_{name}": self.constants[name] for name in names}
 
 
 @dataclass(frozen=True)
 class Places:
-    """The bytes of a message from its first value on, and the assignment of rows to messages; see
-    `dealt_row`.
+    """Positions of the parts of a message, in bytes from its first value on, and the assignment of
+    rows to messages; see `dealt_row`.
     """
 
     statistics_at: int
@@ -97,8 +98,8 @@ class Places:
 
 
 class Slots:
-    """The rows of each of many tensors in a flat, on the device: the first row and the coordinates
-    of each tensor.
+    """The rows of many tensors in one flat (matrix of all rows): the first row and the number of
+    coordinates of each tensor, in device memory.
     """
 
     def __init__(
@@ -113,18 +114,18 @@ class Slots:
 
 
 class Addresses:
-    """A table of the addresses and dtypes of tensors on their device, copied again only if one
-    changes.
+    """A table of the addresses and dtypes of tensors, in device memory. The table is copied to the
+    device again only if an entry changes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: tuple[int, ...] = ()
         self.kinds = 0
-        self.table = torch.zeros(0, dtype=torch.int64, device=device)  # [2, tensors]
+        self.table = torch.zeros(0, dtype=torch.int64, device=device)  # shape [2, tensors]
 
     def update(self, tensors: Sequence[Tensor | None]) -> "Addresses":
-        """The table of `tensors`: contiguous tensors of a dtype in `KIND_OF`, or None."""
+        """Updates the table to `tensors`: each is contiguous with a dtype in `KIND_OF`, or None."""
         addresses = []
         kinds = []
         for tensor in tensors:
@@ -146,10 +147,10 @@ class Addresses:
 
 
 def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` on `device`, copied from pinned memory without a wait; torch keeps this memory
-    until the copy has ended.
+    """Copies `numbers` to `device` from pinned memory, without a wait. torch keeps the pinned
+    memory until the copy has ended.
     """
-    # -> [numbers]
+    # shape of the result: [numbers]
     launch_counts["upload"] += 1
     if device.type == "meta":
         return torch.empty(len(numbers), dtype=dtype, device=device)
@@ -158,10 +159,11 @@ def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **constants: Any) -> None:
-    """Starts `programs` programs of `warps` warps each; on the device `meta` it only counts them.
+    """Starts `programs` programs of a kernel, with `warps` warps each. On the device `meta`, only
+    counts the launch.
 
-    Products and sums are rounded separately, as in torch, except in `tl.dot`, which every target
-    fuses.
+    Products and sums are rounded separately, as in torch. Only `tl.dot` fuses them, on every
+    target.
     """
     launch_counts[kernel.__name__] += 1
     device = torch.device("cpu")
@@ -172,12 +174,12 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     if device.type == "meta":
         return
     on_device: AbstractContextManager[object] = nullcontext()
-    if device.type == "cuda":  # Triton launches on the current device, which may be another device
+    if device.type == "cuda":  # Triton launches on the current device, which may be another
         on_device = torch.cuda.device(device)
     with on_device:
         key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]
         if _DIRECT:  # the JIT would inspect each argument, which costs more time than the launch
-            for each in arguments:  # inlined, because a call per argument costs time, too
+            for each in arguments:  # without a function call per argument, which costs time
                 if isinstance(each, Tensor):
                     key += (each.dtype, each.data_ptr() % 16)
                 else:
@@ -204,8 +206,8 @@ def _kind(value: int) -> int:
 
 
 _COMPILED_FOR: dict[type, Callable[[Any], Hashable]] = {int: _kind, float: type, bool: type}
-"""The property of an argument that the JIT specialises on: too many classes are harmless, too few
-are not.
+"""For each type of an argument, the property on which the JIT specialises. Too many distinctions
+are harmless, but too few would start a wrong kernel.
 
 Arguments of other types are tensors.
 """

@@ -1,5 +1,5 @@
-"""Kernels of inspection. They write checksums and headers, and check received messages, sums of an
-all-reduce, and signals before these enter a memory.
+"""Kernels that write checksums and headers, and inspect received messages, sums of an all-reduce,
+and gradients before they are added to a memory of unsent values.
 """
 
 import triton
@@ -16,24 +16,24 @@ from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)
-"""Number of programs whose sums are added together."""
+"""Number of programs whose sums are added in one operation."""
 HEADER_WORDS = tl.constexpr(16)
 _ADDRESSES = ["address0", "address1", "address2", "address3"]
 
 
 @triton.jit
 def place_number(index):
-    """The factor of column or line number `place`, before its lowest bit is set. Lines are numbered
-    after all columns; see `checksum._numbers`.
+    """Returns the factor of column or line number `index` in a checksum, before its lowest bit is
+    set or cleared. Lines are numbered after all columns; see `checksum._numbers`.
     """
-    at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15
+    at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
     return at ^ ((at >> 32) & 0xFFFFFFFF)
 
 
 @triton.jit
 def add_run(words, octets, run, line):
-    """Adds to the words of a line the bytes that one run of rows contributes, part by part; see
-    `read_message`.
+    """Adds the bytes that one run of rows contributes to a line to the words of this line, part by
+    part; see `read_message`.
     """
     octet = (
         wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
@@ -58,10 +58,10 @@ def read_message(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Reads messages in up to four runs of rows and computes their checksums and facts; `parts`
+    """Reads messages in up to four runs of rows, and computes their checksums and facts. `parts`
     programs read one message.
 
-    A run holds its own header, values, statistics and indices; the whole message joins each of
+    A run holds its own header, values, statistics and indices. The whole message joins each of
     these parts from all runs. The checksum is computed over the joined message.
 
     Args:
@@ -126,12 +126,13 @@ def read_message(
 
 @triton.jit
 def is_last(arrivals, programs):
-    """True in the last of `programs` programs that call it, which sees all writes of the others.
+    """True in the last of `programs` programs that call this function. This program sees all writes
+    of the other programs.
 
-    arrivals: a counter, 0 before and after. The order in which programs call it decides which
+    arrivals: a counter, which is 0 before and after. The order in which programs call decides which
     program continues, but changes no result.
     """
-    # all threads of this program have written; the atomic addition makes the writes visible
+    # the barrier waits for all threads of this program; the atomic addition publishes their writes
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1
     if last:
@@ -142,13 +143,13 @@ def is_last(arrivals, programs):
 
 @triton.jit
 def checksum_of(which, columns, sums, firsts, parts, header, of_header):
-    """The checksum of a message from the output of `read_message` and the words of its header,
-    `[1024]` int32.
+    """Computes the checksum of a message, from the output of `read_message` and the words of the
+    message's header, `[1024]` int32.
     """
     column = tl.arange(0, LINE_WORDS)
     total = header
     weighted = tl.zeros([1], dtype=tl.int64)
-    # one program adds these sums after all others have ended
+    # one program adds these sums after all other programs have ended
     for begin in range(0, parts, TOGETHER):
         part = begin + tl.arange(0, TOGETHER)
         there = part < parts
@@ -181,7 +182,7 @@ def seal_kernel(
     status, statuses, received: tl.int64,
     RUNS: tl.constexpr, STATUSES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the header of each message, at any address, with its checksum.
+    """Writes the header of each message, with its checksum. A message may begin at any address.
 
     `parts` programs read a message (see `read_message`); the last of them writes the header.
 
@@ -245,8 +246,8 @@ def inspect_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
     REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
-    """Reads the messages of all replicas with `parts` programs each; the last program of a message
-    inspects it, and the last of all programs decides.
+    """Reads the messages of all replicas, with `parts` programs for each message. The last program
+    of a message inspects this message. The last of all programs decides which messages are refused.
 
     Args:
         message: The whole messages; with `JOIN` they are joined here. See `read_message` and
@@ -277,8 +278,8 @@ def inspect_message(
     replica, message, stride, columns, sums, firsts, squares, faults, parts, scale, identity,
     schema, step, place, nbytes, parameters, limit, table,
 ):  # fmt: skip
-    """Writes one line of the table of `decide_messages`; the norm is the root of the squares, times
-    `scale`.
+    """Writes the line of one message in the table of `decide_messages`. The norm of the message is
+    the root of the squares, times `scale`.
     """
     which = tl.zeros([1], dtype=tl.int64) + replica
     head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)
@@ -321,8 +322,8 @@ def decide_messages(
     REPLICAS: tl.constexpr,
     SIGNALS: tl.constexpr,
 ):
-    """Decides which messages are refused, like `guard.decide_usable` and `Arrived.facts`, and
-    replaces refused messages by zeros.
+    """Decides which messages are refused, in the same way as `guard.decide_usable` and
+    `Arrived.facts`. Replaces refused messages by zeros.
 
     Args:
         usual: `[1]` fp32, the typical norm, which is updated. louder, forget: constants of
@@ -352,7 +353,7 @@ def decide_messages(
     tl.store(table + number * 13 + 11, bits, mask=number < replicas)
     tl.store(table + number * 13 + 12, (1 - fine).to(tl.int64), mask=number < replicas)
     for replica in range(replicas):
-        # refusals are rare, so one slow program clears the message instead of a separate launch
+        # refusals are rare, so one slow program clears the message without a separate launch
         spoiled = tl.sum(tl.where(number == replica, 1 - fine, 0), axis=0)
         for first in range(0, tl.where(spoiled > 0, tl.cdiv(nbytes, LINE_WORDS), 0)):
             octet = wide(first) * LINE_WORDS + column
@@ -365,8 +366,8 @@ def scan_kernel(
     signals, starts, numels, numbers, slots, rows, limit, found,
     ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes 1 + the number of its first tensor with a value that is nonfinite or
-    above `limit`; 0 if there is none.
+    """Searches tensors for values that are nonfinite or above `limit`. Each program writes 1 + the
+    number of the first tensor in which it finds such a value; 0 if it finds none.
 
     numbers: the rising numbers of the tensors, `[slots]` int64.
     """
@@ -403,10 +404,10 @@ def seal_sum_kernel(
     status, statuses, digits, count, first, added,
     EACH: tl.constexpr, STATUSES: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Writes a status, and a number `added` to it, after the values of an all-reduce.
+    """Adds `added` to a status, and writes the sum after the values of an all-reduce.
 
-    The status is encoded as `EACH` numbers below 256 starting at number `first`, with zeros for the
-    other replicas.
+    The sum is encoded as `EACH` numbers below 256, from number `first` on. The numbers that belong
+    to other replicas are zeros.
 
     Shapes: digits `[count]` fp32 or bf16, which represent such numbers exactly.
     """
@@ -424,8 +425,8 @@ def inspect_sum_kernel(
     RUNS: tl.constexpr, PRECISION: tl.constexpr, SOME: tl.constexpr, PARTS: tl.constexpr,
     DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """Reads the sum of an all-reduce in up to four runs; the last of `parts` programs writes the
-    report.
+    """Inspects the sum of an all-reduce, which is in up to four runs. The last of `parts` programs
+    writes the report.
 
     Args:
         address0: Address of the first run, which has `count0` values.

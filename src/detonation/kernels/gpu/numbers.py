@@ -13,7 +13,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def halves_of(numbers):
-    """The first and the last half of each row: `[rows, n]` -> twice `[rows, n / 2]`."""
+    """Returns the first and the last half of each row: `[rows, n]` -> twice `[rows, n / 2]`."""
     return tl.split(
         tl.permute(tl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 2]), [0, 2, 1])
     )
@@ -21,8 +21,8 @@ def halves_of(numbers):
 
 @triton.jit
 def sum_of_halves(numbers):
-    """The sum of each row in the order of `scatter_sum.added`, because the order of `tl.sum`
-    depends on the compiler and the target: `[rows, n]` -> `[rows]`.
+    """Adds the numbers of each row in the order of `scatter_sum.added`. The order of `tl.sum` would
+    depend on the compiler and the target. Shapes: `[rows, n]` -> `[rows]`.
     """
     if numbers.shape[1] > 1:
         first, last = halves_of(numbers)
@@ -34,9 +34,9 @@ def sum_of_halves(numbers):
 
 @triton.jit
 def product_of(numbers, matrix, COLUMNS: tl.constexpr):
-    """The product of rows with a matrix. Each element is a chain of fused multiply-adds that begins
-    at zero (`scatter_sum.product_in_order`). A row longer than 64 is read in quarters, because
-    whole rows would spill registers.
+    """Multiplies rows by a matrix. Each element is a chain of fused multiply-adds that begins at
+    zero (`scatter_sum.product_in_order`). A row longer than 64 is read in quarters, because a whole
+    row would not fit into the registers.
 
     Shapes: numbers `[rows, COLUMNS]` fp32, matrix `[COLUMNS, COLUMNS]` in memory -> `[rows,
     COLUMNS]` fp32.
@@ -58,7 +58,7 @@ def product_of(numbers, matrix, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_bf16(octets, index, mask):
-    """Loads bf16 number `index` after address `octets`, which may be unaligned, as fp32."""
+    """Loads as fp32 the bf16 number `index` after address `octets`, which may be unaligned."""
     low = tl.load(octets + 2 * index, mask=mask, other=0).to(tl.int32)
     high = tl.load(octets + 2 * index + 1, mask=mask, other=0).to(tl.int32)
     return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
@@ -94,7 +94,7 @@ def store_fp32(octets, index, numbers, mask):
 
 @triton.jit
 def load_packed(octets, index, mask, WIDTH: tl.constexpr):
-    """Loads packed number `index` of `WIDTH` bits, at most 8."""
+    """Loads number `index` of a series of packed numbers of `WIDTH` bits, at most 8."""
     bit = index * WIDTH
     found = tl.load(octets + (bit >> 3), mask=mask, other=0).to(tl.int32)
     if 8 % WIDTH:  # the number may end in the next byte
@@ -105,8 +105,8 @@ def load_packed(octets, index, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """Packs `total` numbers of one byte each into whole bytes; only the first `count` numbers are
-    real.
+    """Packs numbers, which have one byte each, into whole bytes. There are `total` places, but only
+    the first `count` hold real numbers.
 
     Each byte is assembled from all numbers with a bit in it, so that no two programs or threads
     write the same byte.
@@ -120,7 +120,7 @@ def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.c
             value = tl.load(numbers + number, mask=number < tl.minimum(count, total), other=0).to(
                 tl.int32
             )
-            # below 8 if the number has a bit in the byte, negative if it began in an earlier byte
+            # shift < 8: the number has a bit in this byte; shift < 0: it began in an earlier byte
             shift = number * WIDTH - byte * 8
             moved = tl.where(
                 shift < 0,
@@ -137,7 +137,7 @@ def load_value(
     octets, statistics, index, mask,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Value number `index` of a message, as every receiver decodes it.
+    """Returns value number `index` of a message, as every receiver decodes it.
 
     Args:
         octets: Address of the values; with `ALIGNED` it is aligned for their type.
@@ -164,7 +164,7 @@ def load_value(
         return load_bf16(statistics, index // BLOCK * 4 + code, mask)
     if PRECISION == "4bit":
         code = load_packed(octets, index, mask, 4)
-        # two to the power of the negated exponent
+        # two to the power of the negated exponent, made from its bits
         power = ((127 - (code & 7)) << 23).to(tl.float32, bitcast=True)
         size = tl.where((code & 7) == 7, 0.0, load_bf16(statistics, index // BLOCK, mask) * power)
         return tl.where(code > 7, -size, size)
@@ -174,10 +174,10 @@ def load_value(
 
 @triton.jit
 def negative_of(values, scale, negative_zeros):
-    """True if a value is sent as negative. A value within the rounding error of values of size
-    `scale` counts as zero.
+    """True for a value that is sent as negative. A value within the rounding error of values of
+    size `scale` counts as zero; it is sent as negative if `negative_zeros` is set.
     """
-    zero = scale * 3.814697265625e-06  # 2**-18
+    zero = scale * 3.814697265625e-06  # this factor is 2**-18
     return tl.where(negative_zeros != 0, values <= zero, values < -zero)
 
 
@@ -192,10 +192,10 @@ def quantised(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encodes block number `block` of a message: writes its statistics and returns the code of each
-    value.
+    """Encodes block number `block` of a message: writes the statistics of the block, and returns
+    the code of each value.
     """
-    # values and real [BLOCK]; `real` is False at the padding
+    # `values` and `real` have the shape [BLOCK]; `real` is False at the padding
     values = tl.where(real, values, 0.0)
     size = tl.abs(values)
     written = tl.max(real.to(tl.int32)) > 0
@@ -222,7 +222,7 @@ def quantised(
     largest = store_bf16(statistics, block, tl.max(size), written)
     code = tl.zeros_like(size).to(tl.int32)
     for octave in tl.static_range(6):
-        # rounded up if the ratio exceeds a half-integral power of two; needs no logarithm
+        # the code grows by 1 where the ratio exceeds 2 ** (octave + 0.5); this needs no logarithm
         code += (largest > size * (2.0 ** (octave + 0.5))).to(tl.int32)
     code = tl.where(size <= largest * 0.0078125, 7, code)
     return code + tl.where(values < 0, 8, 0)
@@ -232,18 +232,18 @@ def quantised(
 def rounded(numbers):
     """Rounds fp32 numbers to whole numbers, ties to even."""
     size = tl.abs(numbers)
-    # from 2**23 on all fp32 numbers are whole
+    # from 2**23 on, all fp32 numbers are whole numbers
     whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
     return tl.where(numbers < 0, -whole, whole)
 
 
 @triton.jit
 def write_int8(octets, statistics, values, count, block, totals, SOME: tl.constexpr):
-    """Encodes block number `block` of a message with `count` values: its codes and statistics
-    (`precision.Int8`).
+    """Encodes block number `block` of a message, which has `count` values: writes the codes and the
+    statistics of the block (`precision.Int8`).
 
-    Only here the order of additions is not fixed: the numbers are whole, so the order changes no
-    bit.
+    Only in this function, the order of additions is not fixed: the numbers are whole, so the order
+    changes no bit.
 
     Args:
         octets: Address for the code of the first value.
@@ -269,9 +269,9 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
             tl.zeros([SOME], tl.float32) + width,
         )
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
-        code = tl.minimum(tl.maximum(code, 0), 255)  # also clamps NaN
+        code = tl.minimum(tl.maximum(code, 0), 255)  # also makes a valid code of NaN
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
-        # scaled values are at most 5,461, unless the squares of all values are 0
+        # scaled values need this limit only if the squares of all values are 0: else they are small
         far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)
         units = rounded(far * 4096.0).to(tl.int64)
         tl.atomic_add(totals + code, units * 131072 + 1, mask=real, sem="relaxed", scope="cta")
@@ -285,20 +285,22 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
         tl.where(bin_number == 128, 0.0, mean),
         bin_number < 256,
     )
-    tl.debug_barrier()  # wait before the next block begins with zeros
+    tl.debug_barrier()  # wait until all threads have read the totals, which the next block clears
 
 
 @triton.jit
 def ranks_of(size, number):
-    """The rank of each number: how many numbers are smaller, or equal and at a smaller index."""
+    """Returns the rank of each number: how many numbers are smaller, or equal at a smaller
+    index.
+    """
     less, equal = size[None, :] < size[:, None], size[None, :] == size[:, None]
     return tl.sum((less | (equal & (number[None, :] < number[:, None]))).to(tl.int32), axis=1)
 
 
 @triton.jit
 def square_of(value):
-    """The squares of fp32 numbers, nonzero for nonzero numbers: a norm of 0 means that nothing was
-    sent.
+    """Squares fp32 numbers. The square of a nonzero number is never 0, because a norm of 0 means
+    that nothing was sent.
     """
     square = value * value
     return tl.where(value == 0, 0.0, tl.where(square < 1.2e-38, 1.2e-38, square))
@@ -306,7 +308,9 @@ def square_of(value):
 
 @triton.jit
 def finite_size(statistic):
-    """The magnitudes of fp32 numbers, infinite for NaN, because a maximum would ignore NaN."""
+    """Returns the magnitudes of fp32 numbers; infinity for NaN, because a maximum would ignore
+    NaN.
+    """
     size = tl.abs(statistic)
     return tl.where(size <= LARGEST, size, float("inf"))
 
@@ -318,8 +322,8 @@ def facts_of(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Adds the facts about the content of a message that decide whether it is refused, over rows of
-    one run.
+    """Adds facts about the content of a message, from the rows of one run. The facts decide whether
+    the message is refused.
 
     square: `[SOME]` fp32, partial sums of squares for the norm. found: `[SOME]` int32: 1 for an
     index outside of its row, 2 for an index out of order, 4 for a statistic that no encoder
