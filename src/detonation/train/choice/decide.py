@@ -87,9 +87,9 @@ def _search(
     """Returns the chosen option, all options, and the work with the measured optimizer steps.
 
     The optimizer step of a scheme is measured only if the scheme would be chosen. After a
-    measurement the choice is made again, because the time of the step changes the share of
-    the time that ranks wait. A step without an exchange takes the same time under all settings of a scheme, so the
-    shortest measurement is used for all settings.
+    measurement the choice is made again, because the time of the step changes the share of the time
+    that ranks wait. A step without an exchange takes the same time under all settings of a scheme,
+    so the shortest measurement is used for all settings.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
