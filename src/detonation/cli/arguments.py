@@ -80,7 +80,7 @@ class Experiment(Overrides):
     steps: Integer = None
     """Steps of the optimizer (train.steps)."""
     model: Text = None
-    """Such as olmo2, vit, hf:DIRECTORY or hf:ID (model.name)."""
+    """Model, such as olmo2, vit, hf:DIRECTORY or hf:ID (model.name)."""
     data: Annotated[str | None, shown("SOURCE")] = None
     """A name of detonation fetch, a file, a directory, hf:ID (data.source)."""
     init_from: Annotated[str | None, shown("DIR")] = None
@@ -160,7 +160,7 @@ class Simulate(Shortcuts):
 class Compare(Experiment, Processes):
     """Train a recipe under several schemes or settings, and write one page.
 
-    Finished runs in --out are kept, stopped ones continue.
+    Finished runs in --out are kept, and stopped runs continue.
 
     Example: detonation compare quick-lm --schemes full,demo --link 100mbit,5ms
 
@@ -168,11 +168,11 @@ class Compare(Experiment, Processes):
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]]
-    """The recipe; each scheme has the settings that it is tuned to there."""
+    """The recipe; its [tuned] tables give the settings of each scheme."""
     schemes: Annotated[str, shown("NAME,NAME,...")] = ""
     """Schemes to compare, such as full,demo,random,diloco; detonation train lists all."""
     vary: Sets = ()
-    """Try each of these values; several keys give every combination."""
+    """Try each of these values, and with several keys every combination."""
     out: Directory = None
     """Directory of the runs and the page; default: runs/<recipe>-compare-<time>."""
 
@@ -189,7 +189,7 @@ class Probe(Processes):
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """Also measure its forward and backward, and each scheme's optimizer step."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
-    """The profile, for detonation plan."""
+    """File for the profile, which detonation plan reads."""
     slow_backend: Annotated[str | None, shown("gloo")] = None
     """Measure the axis between replicas over gloo, like mesh.slow_backend."""
     interface: Annotated[str, shown("NAME")] = ""
@@ -210,7 +210,7 @@ class Plan(Overrides):
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """The recipe to plan for; or give --parameters."""
     profile: File = None
-    """Links and steps as detonation probe measured them."""
+    """File with the links and steps that detonation probe measured."""
     link: Rate = None
     """Links of this speed, such as 100mbit,20ms, instead of a profile."""
     step_time: Annotated[float | None, shown("SECONDS")] = None
@@ -222,7 +222,7 @@ class Plan(Overrides):
     parameters: Annotated[str | None, shown("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
     optimizer: Text = None
-    """Keep this optimizer, such as AdamW, and compare with its full synchronisation."""
+    """Plan only for this optimizer, such as AdamW."""
     steps: Integer = None
     """Steps of the baseline to its loss; default: the recipe's, else 1000."""
     all: Flag = False
@@ -231,7 +231,7 @@ class Plan(Overrides):
 
 @verb()
 class Report(Common):
-    """Write a page that shows a run or compares several.
+    """Write a page that shows a run or compares several runs.
 
     The page of an unfinished run shows its steps so far.
 

@@ -32,7 +32,7 @@ LONGEST_PIECE = 1 << 22
 """Largest number of bytes of a state that one frame carries."""
 SHORT = 1 << 24
 """Largest number of bytes of a description of training."""
-_HEADER = struct.Struct("<B7xQ")  # kind, bytes
+_HEADER = struct.Struct("<B7xQ")  # fields of a frame header: kind, number of bytes
 _TAG = 16
 
 
@@ -181,7 +181,7 @@ class Listener:
         threading.Thread(target=self._accept, name="feed-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening for new followers."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
         self._socket.close()

@@ -72,7 +72,7 @@ def checked_token(token: bytes | None) -> bytes:
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
-    """The feed's side of the handshake; returns the key for the frames.
+    """Runs the feed's side of the handshake; returns the key that authenticates the frames.
 
     Raises as `prove_to_feed`.
     """
@@ -90,7 +90,7 @@ def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
 
 
 def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
-    """The follower's side of the handshake; returns the key for the frames.
+    """Runs the follower's side of the handshake; returns the key that authenticates the frames.
 
     Raises `Refused` if the other end is no feed or has another token, and `OSError` if it is gone.
     """
@@ -111,7 +111,7 @@ def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """The next `count` bytes of a connection.
+    """Returns the next `count` bytes of a connection.
 
     Raises `ConnectionError` if it ends before, and `TimeoutError` at the `deadline`.
     """

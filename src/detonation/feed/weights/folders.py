@@ -158,7 +158,7 @@ class WeightFile:
 
     @classmethod
     def known(cls, names: Iterable[str]) -> list[Self]:
-        """The weight files among `names`, sorted. Other names are ignored."""
+        """Returns the weight files among `names`, sorted. Ignores names of other files."""
         found = filter(None, map(_NAME.fullmatch, names))
         return sorted(cls(int(m[1]), int(m[2]), m[4], m[3]) for m in found)
 

@@ -391,7 +391,7 @@ class Waits:
             [sum(column) / size for column in zip(*islice(ranks, size), strict=True)]
             for size in sizes
         ]
-        busy, waited = torch.tensor(means, dtype=torch.float64).unbind(1)  # [replicas]
+        busy, waited = torch.tensor(means, dtype=torch.float64).unbind(1)  # both [replicas]
         if len(busy) != len(self._waited):
             self._waited = self._waited.new_zeros(len(busy), len(busy) + 1)
             self._lasted = 0.0

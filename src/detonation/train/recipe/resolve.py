@@ -343,7 +343,8 @@ def parse_sets(assignments: Iterable[str]) -> Table:
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         keys = path.strip().split(".")
-        of_a_level = len(keys) == 3 and keys[0] == "scheme"  # scheme.<axis>.<key>
+        # scheme.<axis>.<key> sets a key of one level
+        of_a_level = len(keys) == 3 and keys[0] == "scheme"
         if not equals or not all(keys) or (len(keys) > 2 and not of_a_level):
             raise ValueError(f"--set takes table.key=value or seed=value, got {assignment!r}")
         if len(keys) >= 2 and keys[0] not in TABLES:

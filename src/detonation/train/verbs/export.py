@@ -134,7 +134,7 @@ def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path)
             whole = Box(shape, (0,) * len(shape), shape)
             found[name] = source.agreed(key, whole).contiguous()
             numel += found[name].numel()
-        else:  # a buffer
+        else:  # a buffer, which is not sharded
             found[name] = source.agreed(key, None).contiguous()
     out.mkdir(parents=True, exist_ok=True)
     save_file(found, out / EXPORTED)
