@@ -132,7 +132,7 @@ class Feed(StepRecorder):
         self.ahead: Callable[[], int] = lambda: 0
         """Returns a number that the feed adds to each copy of the state; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
-        self._sent: dict[int, bytes] = {}  # hashes of the model's buffers at their last sending
+        self._sent: dict[int, bytes] = {}  # contents of the model's buffers when last sent
         self.records = self._closed = False
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
