@@ -1,11 +1,11 @@
 """DeToNATION: trains PyTorch models that are sharded inside nodes, and exchanges compressed updates
 between nodes.
 
-`__init__.pyi` lists the public names. Each is imported at its first use, so that `detonation
---help` does not wait for torch. No module of the package imports this one.
+`__init__.pyi` lists the public names. Each name is imported at its first use, so that `detonation
+--help` does not wait for torch. No module of the package imports this module.
 """
 
-# Nothing is imported here: until `interrupts` is imported, Ctrl-C ends a command with a traceback.
+# Import nothing here. Before `interrupts` is imported, Ctrl-C would end a command with a traceback.
 with open(f"{__file__.removesuffix('.py')}.pyi") as _stub:  # noqa: PTH123
     _WORDS = [line.split() for line in _stub if line.startswith("from ")]
 _MODULE_OF = {words[3]: words[1] for words in _WORDS}

@@ -1,4 +1,4 @@
-"""The public names: the one list of them, which type checkers read here and `__init__.py` reads at run time."""
+"""The only list of the public names. Type checkers read this list here, and `__init__.py` reads it at run time."""
 
 from detonation import errors as errors
 from detonation import schemes as schemes

@@ -1,4 +1,4 @@
-"""Entry of the command line: `detonation`, or `python -m detonation`."""
+"""The entry point of the command line: `detonation`, or `python -m detonation`."""
 
 import os
 import sys
@@ -7,12 +7,12 @@ from pathlib import Path
 from detonation.interrupts import end_at_once, let_kernel_end
 
 ENDED_BY_SIGNAL = 128
-"""A command that signal n ended has code 128 + n."""
+"""If signal n has ended a command, its exit code is 128 + n."""
 INTERRUPTED = 130
 
 
 def main() -> int:
-    """Runs the command line. If packages are missing, it names the extra to install."""
+    """Runs the command line. If a package is missing, it names the extra to install."""
     end_at_once()
     try:
         code = _run_somewhere()
@@ -22,15 +22,16 @@ def main() -> int:
     finally:
         let_kernel_end()
     if code > ENDED_BY_SIGNAL:
-        # the interpreter needs a second to shut down, and may hang while libraries still compute
+        # Skip the shutdown of the interpreter: it takes a second, and may hang while libraries
+        # compute.
         print(end="", flush=True)
         os._exit(code)
     return code
 
 
 def _run_somewhere() -> int:
-    """Runs the command line, unless the working directory was removed, because libraries would
-    abort.
+    """Runs the command line. If the working directory was removed, prints an error instead, because
+    libraries would abort.
     """
     try:
         Path.cwd()

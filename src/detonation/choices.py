@@ -1,7 +1,6 @@
-"""Finds functions by name, in a table or as "package.module:function", and formats names in
-messages.
+"""Finds functions by name, in a table or as "package.module:function". Formats names for messages.
 
-Standard library only; it imports no other module of the package.
+Uses only the standard library, and imports no other module of the package.
 """
 
 import difflib
@@ -26,7 +25,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def first_names(names: Iterable[str], most: int = 3) -> str:
-    """The first `most` names and the number of remaining ones, for a message."""
+    """Returns the first `most` names and the number of remaining names, as text for a message."""
     listed = list(names)
     text = ", ".join(listed[:most])
     if len(listed) > most:
@@ -35,8 +34,8 @@ def first_names(names: Iterable[str], most: int = 3) -> str:
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
-    """The error for a `name` that is not in `valid`. It lists the valid names and suggests the
-    nearest.
+    """Returns the error for a `name` that is not in `valid`. The message lists the valid names and
+    suggests the nearest one.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
@@ -49,7 +48,7 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """Suggests the nearest of `names` in a question; "" if none is near.
+    """Returns a question that suggests the nearest of `names`; "" if no name is near.
 
     >>> did_you_mean("quik-lm", ["quick-lm", "moe-lm"]), did_you_mean("x", ["quick-lm"])
     (", did you mean 'quick-lm'?", '')
@@ -62,8 +61,8 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 
 
 def needs(module: str, extra: str) -> ModuleType:
-    """Imports an optional module. If it is missing, raises `ValueError` with the `extra` that
-    installs it.
+    """Imports an optional module. If the module is missing, raises `ValueError` that names the
+    `extra` to install.
 
     >>> needs("json", "data").__name__
     'json'
@@ -79,14 +78,17 @@ def needs(module: str, extra: str) -> ModuleType:
 
 
 def first_line(error: Exception) -> str:
-    """First line of the message of an error; its class if the message is empty."""
+    """Returns the first line of an error's message. If the message is empty, returns the name of
+    the error's class.
+    """
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Makes a decorator that raises `TypeError`, with the valid names, for an unknown keyword.
+    """Makes a decorator. A function with this decorator raises `TypeError` with the valid names for
+    an unknown keyword.
 
-    `kind` is the noun for the error.
+    `kind` is the noun for the keyword in the message.
 
     >>> @checks_keywords("argument of halved")
     ... def halved(number: int) -> float:
@@ -114,7 +116,8 @@ def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]
 def make(
     kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments: Mapping[str, Any]
 ) -> _T:
-    """Calls `table[name](**arguments)` after checking the name and the name of each argument.
+    """Calls `table[name](**arguments)`, after it has checked the name and the names of the
+    arguments.
 
     Raises:
         ValueError: The name or an argument is unknown, or an argument is missing. Errors of the
@@ -135,8 +138,8 @@ def make(
 
 
 def plain_types(value: object, hint: Any) -> str:
-    """The plain types in the annotation `hint`, as text, if `value` has none of these types.
-    Returns "" if `value` has one of these types, or if a type is not plain.
+    """Returns the types in the annotation `hint` as text, if all of them are plain and `value` has
+    none of them. Returns "" if `value` has one of these types, or if a type is not plain.
 
     An int counts as a float, but a bool does not count as an int.
 
@@ -155,8 +158,8 @@ def plain_types(value: object, hint: Any) -> str:
 
 
 def require_range(name: str, value: Any, below: float = math.inf) -> None:
-    """Raises `ValueError` unless `value` is a number, or a tensor of one number, from 0 to below
-    `below`.
+    """Raises `ValueError` unless `value` is a number of at least 0 and less than `below`, or a
+    tensor that holds one such number.
 
     >>> require_range("momentum", "0.9", below=1)
     Traceback (most recent call last):
@@ -167,7 +170,7 @@ def require_range(name: str, value: Any, below: float = math.inf) -> None:
     """
     try:
         fits = type(value) not in (str, bool) and 0 <= float(value) < below
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers raises RuntimeError
         fits = False
     if not fits:
         range_text = "of at least 0" if below == math.inf else f"from 0 to below {below}"
@@ -177,9 +180,10 @@ def require_range(name: str, value: Any, below: float = math.inf) -> None:
 def find_function(
     kind: str, name: str, table: Mapping[str, Callable[..., _T]]
 ) -> Callable[..., _T]:
-    """The function called `name` in `table`, or the function that "package.module:function" names.
+    """Returns the function called `name` in `table`, or the function that "package.module:function"
+    names.
 
-    Raises `ValueError` for any other name; `kind` is the noun for the error.
+    Raises `ValueError` for any other name; `kind` is the noun for the function in the message.
 
     >>> find_function("number", "math:floor", {"int": int})(2.5)
     2
@@ -195,7 +199,7 @@ def find_function(
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """Function that "package.module:function" names.
+    """Returns the function that "package.module:function" names.
 
     Raises:
         ValueError: The module does not exist, or has no such function. Errors of the module itself

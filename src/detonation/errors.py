@@ -1,4 +1,4 @@
-"""Public names of this library's errors. No module of the package imports this one."""
+"""The public names of this library's errors. No module of the package imports this module."""
 
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.newest import NoCheckpoint

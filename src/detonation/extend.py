@@ -1,5 +1,5 @@
-"""Public names for your own scheme, basis, selection, aggregation, axis or optimizer
-(docs/extending.md).
+"""The public names that you need for your own scheme, basis, selection, aggregation, axis or
+optimizer (docs/extending.md).
 """
 
 from detonation.core.agreement import StepTest, register_step_test

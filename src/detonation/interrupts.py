@@ -1,16 +1,17 @@
-"""Effects of Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 on a process that runs a command. Standard library
-only; it imports no other module of the package.
+"""Says what Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 do to a process that runs a command. Uses only the
+standard library, and imports no other module of the package.
 
 A process is in one of three states:
 
-- at once (`end_at_once`): from its first instruction on, a signal ends it with one line and exit
-  code 128 + n.
-- raising (`raising`): the main thread has children or folders to remove, so a signal raises an
-  exception there.
-- watched (`watched`): training saves and ends; see `stoppable` in cluster/processes/signals.py.
+- at once (`end_at_once`): from the first instruction of the process on, a signal ends it with one
+  line and exit code 128 + n.
+- raising (`raising`): the main thread has child processes or folders to remove, so a signal raises
+  an exception in this thread.
+- watched (`watched`): training saves its state and ends; see `stoppable` in
+  cluster/processes/signals.py.
 
-An exception does not suffice in the first state: imports and libraries catch it, and a main thread
-that waits in C does not raise it.
+In the first state an exception would not suffice: imports and libraries catch exceptions, and a
+main thread that waits in C code does not raise them.
 """
 
 import os
@@ -23,8 +24,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Requests to end, from a preempting scheduler, a terminal that closes or a user; training saves
-first.
+"""Signals that ask a process to end. A scheduler that preempts the job, a terminal that closes, or
+a user sends them. Training saves its state before it ends.
 """
 
 SIGNALS = (signal.SIGINT, *REQUESTS)
@@ -36,7 +37,7 @@ def nothing(*_: object) -> None:
 
 _before_end: Callable[[], None] = nothing
 _ending = threading.RLock()
-"""Acquired, and never released, by the one thread that ends this process."""
+"""The one thread that ends this process acquires this lock and never releases it."""
 
 _receivers: list[Callable[[int], object]] = []
 _watch: "_Watch | None" = None
@@ -44,10 +45,10 @@ _speaks = False
 
 
 def end_at_once() -> None:
-    """Makes each signal end this process with one line and code 128 + n; see `end`.
+    """Makes each signal end this process at once, with one line and code 128 + n; see `end`.
 
-    Signals that were already ignored stay ignored, as under nohup. Forked children have the
-    handlers from before this call.
+    If a signal was already ignored, as under nohup, it stays ignored. Forked children have the
+    signal handlers from before this call.
     """
     global _speaks
     open_closed_streams()
@@ -59,13 +60,14 @@ def end_at_once() -> None:
 def open_closed_streams() -> None:
     """Opens standard streams that were closed, for example by `>&-`.
 
-    Otherwise the next pipe or socket would get descriptor 1, and with it the output of libraries.
+    If a standard stream stayed closed, the next pipe or socket could get its descriptor. Libraries
+    would then write their output into this pipe or socket.
     """
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
             continue
-        os.open(os.devnull, os.O_RDWR)  # open returns the lowest free descriptor
+        os.open(os.devnull, os.O_RDWR)  # open returns the lowest free descriptor, which is `number`
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
     if sys.stderr is None:
@@ -73,9 +75,9 @@ def open_closed_streams() -> None:
 
 
 def let_kernel_end() -> None:
-    """Restores the default actions of signals, because the interpreter is shutting down.
+    """Restores the default actions of signals, because the interpreter begins to shut down.
 
-    Does not return if a signal is already ending the process.
+    Does not return if a signal already ends the process.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -84,12 +86,14 @@ def let_kernel_end() -> None:
 
 
 def begin_end() -> None:
-    """Makes the calling thread the only one that ends this process. Other threads block here."""
+    """Makes the calling thread the only thread that may end this process. Any other thread that
+    calls this blocks forever.
+    """
     _ending.acquire()
 
 
 def call_before_end(act: Callable[[], None]) -> None:
-    """Registers `act` to be called before `end`, from any thread, for example to clear a progress
+    """Registers a function that `end` calls first, from any thread, for example to clear a progress
     bar.
     """
     global _before_end
@@ -99,8 +103,9 @@ def call_before_end(act: Callable[[], None]) -> None:
 def end(number: int) -> NoReturn:
     """Ends this process now, from any thread, with code 128 + `number`.
 
-    A command prints one line. If a launcher started several ranks on this machine, only the first
-    rank prints it. If another thread is already ending the process, this call waits for it.
+    A process that runs a command prints one line. If a launcher started several ranks on this
+    machine, only the first of these ranks prints the line. If another thread already ends the
+    process, this call waits for it.
     """
     begin_end()
     _before_end()
@@ -113,7 +118,7 @@ def end(number: int) -> NoReturn:
 
 
 def ended_by(number: int) -> str:
-    """Describes which signal ended the process.
+    """Describes in words which signal ended the process.
 
     >>> ended_by(signal.SIGINT), ended_by(signal.SIGTERM)
     ('interrupted', 'ended by SIGTERM')
@@ -125,11 +130,12 @@ def ended_by(number: int) -> str:
 
 @contextmanager
 def watched(receive: Callable[[int], object]) -> Iterator[None]:
-    """Context manager in which each signal calls `receive(number)` in another thread. Main thread
-    only.
+    """Context manager in which each signal calls `receive(number)` in another thread. Only the main
+    thread may use it.
 
-    Python runs handlers only between two instructions of the main thread, which may wait long
-    inside the network library. So the C handler writes to a pipe, which another thread reads.
+    Python runs signal handlers only between two instructions of the main thread, and this thread
+    may wait long inside the network library. So the C handler writes to a pipe, and another thread
+    reads this pipe.
     """
     _receivers.append(receive)
     begun = _watch is None
@@ -138,7 +144,7 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if receive in _receivers:  # a forked child may have emptied the list
+        if receive in _receivers:  # a forked child process may have emptied the list
             _receivers.remove(receive)
         if begun and _watch is not None:
             _watch.close()
@@ -146,11 +152,11 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
 
 @contextmanager
 def raising(handlers: Mapping[int, Any] | None = None) -> Iterator[None]:
-    """Context manager in which signals raise in the main thread: KeyboardInterrupt or
-    SystemExit(128 + n).
+    """Context manager in which a signal raises an exception in the main thread: KeyboardInterrupt
+    or SystemExit(128 + n).
 
-    handlers: replace or extend the default handlers, by signal. It has no effect outside the main
-    thread.
+    handlers: replace or extend the default handlers, by signal. Outside the main thread the context
+    manager has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -158,7 +164,8 @@ def raising(handlers: Mapping[int, Any] | None = None) -> Iterator[None]:
     chosen: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
     chosen |= dict.fromkeys(REQUESTS, _raise_exit)
     chosen |= handlers or {}
-    for each in (signal.SIGINT, signal.SIGHUP):  # as under nohup
+    # under nohup, for example, these signals are ignored and stay so
+    for each in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(each) == signal.SIG_IGN:
             del chosen[each]
     descriptor = signal.set_wakeup_fd(-1)
@@ -181,7 +188,7 @@ def _begin() -> None:
 
 
 class _Watch:
-    """Signal handlers, a pipe, and the thread that reads it."""
+    """The signal handlers, the pipe to which they write, and the thread that reads this pipe."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = os.pipe()
@@ -194,7 +201,8 @@ class _Watch:
 
     def _read(self) -> None:
         while data := os.read(self._receiver, 1):
-            if data[0] in SIGNALS and _receivers:  # other signals, such as SIGCHLD, also arrive
+            # other signals, such as SIGCHLD, also arrive in the pipe
+            if data[0] in SIGNALS and _receivers:
                 _receivers[-1](data[0])
 
     def undo(self) -> None:
@@ -207,12 +215,12 @@ class _Watch:
 
     def close(self) -> None:
         self.undo()
-        self._thread.join()  # the thread first reads everything in the pipe
+        self._thread.join()  # the thread first reads everything that is in the pipe
         os.close(self._receiver)
 
     def forget(self) -> None:
-        """Removes the watch in a forked child, which has no such thread and shares the pipe with
-        its parent.
+        """Removes this watch in a forked child process. The child does not have the thread, and
+        shares the pipe with its parent.
         """
         self.undo()
         os.close(self._receiver)
@@ -228,11 +236,14 @@ def _forget() -> None:
         _watch.forget()
 
 
-# A signal to a forked child, for example when a worker pool ends, must not stop the parent.
+# A signal to a forked child, for example at the end of a worker pool, must not stop the parent
+# process.
 os.register_at_fork(after_in_child=_forget)
 
 
 def _write(descriptor: int, text: str) -> None:
-    """Writes without Python's streams, because another thread may hold their locks."""
+    """Writes `text` without Python's streams, because another thread may hold the locks of these
+    streams.
+    """
     with suppress(OSError):
         os.write(descriptor, text.encode())

@@ -1,4 +1,6 @@
-"""Link speed: rate and latency of one tier of the network, for planner, emulation and probe."""
+"""The speed of a link: rate and latency of one tier of the network. The planner, the emulation and
+the probe use it.
+"""
 
 import math
 import re
@@ -11,12 +13,12 @@ _FORM = re.compile(
 )
 
 SLOW_BACKENDS = ("gloo",)
-"""Backends that users may choose for the axis between replicas."""
+"""Backends that users may choose for the communication between replicas."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Rate and latency of a node's link, which sends and receives at the same time.
+    """Rate and latency of the link of a node. The link sends and receives at the same time.
 
     Args:
         rate_bits_per_s: In each direction, shared by all ranks of the node; above 0, may be
@@ -38,8 +40,8 @@ class LinkSpeed:
 
     @classmethod
     def parse(cls, text: str) -> "LinkSpeed":
-        """Parses a rate and an optional latency: "100mbit,5ms", "1Gbit/s", "20Mbps", "56kbit,
-        0.2s".
+        """Parses a rate and an optional latency, such as "100mbit,5ms", "1Gbit/s", "20Mbps" or
+        "56kbit, 0.2s".
 
         >>> LinkSpeed.parse("0.1 Gbit/s, 5ms") == LinkSpeed.parse("100mbit,5ms")
         True
@@ -59,7 +61,9 @@ class LinkSpeed:
             ) from error
 
     def seconds(self, nbytes: float, hops: int) -> float:
-        """Seconds to send `nbytes` over a path of `hops` consecutive messages."""
+        """Returns the seconds to send `nbytes` over a path of `hops` messages, one after
+        another.
+        """
         return 8 * nbytes / self.rate_bits_per_s + hops * self.latency_s
 
     def __str__(self) -> str:

@@ -1,8 +1,10 @@
-"""Plugins: functions found by name, built in or provided by an installed package.
+"""Plugins: functions that are found by name. A plugin is built in, or an installed package provides
+it.
 
 A package provides a plugin by an entry point, `name = "package.module:function"`, in the group
-`detonation.engines`, `detonation.schemes` or `detonation.axes`. Standard library only; this module
-imports no other module of the package. Each plugin is imported only when it is requested.
+`detonation.engines`, `detonation.schemes` or `detonation.axes`. Each plugin is imported only when
+it is requested. This module uses only the standard library, and imports no other module of the
+package except `choices`.
 """
 
 from collections.abc import Callable
@@ -13,9 +15,10 @@ from typing import Any, Literal, TypeAlias
 from detonation.choices import imported, unknown
 
 Kind: TypeAlias = Literal["engines", "schemes", "axes", "gates"]
-"""engines: Functions that take the arguments of `engine_for` and return an engine or None; the
-first engine is used. schemes: Functions under `@register`, each under its own name. axes: Functions
-that make a `Communicator`, or classes of them. gates: Optional parts of a step, all built in.
+"""The kinds of plugins. engines: functions that take the arguments of `engine_for` and return an
+engine or None; the first engine that is returned is used. schemes: functions decorated with
+`@register`, each under its own name. axes: classes of `Communicator`, or functions that make a
+`Communicator`. gates: optional parts of a step, all of them built in.
 """
 
 _BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -33,10 +36,10 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
 
 @cache
 def plugin_names(kind: Kind) -> dict[str, str]:
-    """All functions of a kind, by name, as "package.module:function".
+    """Returns all functions of a kind, by name, as "package.module:function".
 
-    Functions of installed packages come first, sorted by name, which gives the same order on all
-    ranks. Raises `ValueError` if two packages provide the same name, or if a package provides a
+    Functions of installed packages come first, sorted by name, so that all ranks have the same
+    order. Raises `ValueError` if two packages provide the same name, or if a package provides a
     built-in name.
     """
     built_in = _BUILT_IN.get(kind, {})
@@ -54,13 +57,13 @@ def plugin_names(kind: Kind) -> dict[str, str]:
 
 @cache
 def plugins(kind: Kind) -> tuple[Callable[..., Any], ...]:
-    """All functions of a kind, in the order of `plugin_names`."""
+    """Returns all functions of a kind, in the order of `plugin_names`."""
     return tuple(imported(function) for function in plugin_names(kind).values())
 
 
 def plugin(kind: Kind, name: str) -> Callable[..., Any]:
-    """The function `name` of a kind. If it does not exist, raises `ValueError` with the valid
-    names.
+    """Returns the function `name` of a kind. If there is no such function, raises `ValueError` with
+    the valid names.
 
     >>> plugin("gates", "balance").__name__
     'Balance'

@@ -1,5 +1,5 @@
-"""Public names of all schemes, each a function of its arguments. `detonation` itself exports the
-main ones.
+"""The public names of all schemes. Each scheme is a function that takes its arguments. `detonation`
+itself exports only the main schemes.
 """
 
 from detonation.core.schemes import (

@@ -1,6 +1,8 @@
-"""Test helpers: `check_scheme` checks the laws for any scheme, including your own, in one process.
+"""Test helpers: `check_scheme` checks in one process whether a scheme, also a scheme of your own,
+obeys the laws of docs/design.md.
 
-It needs only torch, so it runs in any test suite. No module of the package imports this one.
+This module needs only torch, so its helpers run in any test suite. No module of the package imports
+this module.
 """
 
 import threading
@@ -27,20 +29,20 @@ _SHAPES = {"matrix": (40, 64), "scalar": (), "prime": (257,), "empty": (0, 3), "
 
 
 class LawBroken(AssertionError):
-    """A scheme breaks a law of docs/design.md; the message names the law and the observed
-    values.
-    """
+    """A scheme breaks a law of docs/design.md. The message names the law and what was observed."""
 
 
 def check_scheme(
     scheme: Scheme, replicas: int = 3, steps: int = 4, device: torch.device | str = "cpu"
 ) -> None:
-    """Checks the laws of docs/design.md for `scheme`, with odd shapes and simulated replicas.
+    """Checks whether `scheme` obeys the laws of docs/design.md, with odd shapes and simulated
+    replicas.
 
-    Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its
-    memory and its size is known), 5 (never larger than dense), 9 (private state is saved and
-    resumes exactly), 10 (absent is zero) and 11 (zero is zero: the precision is odd), and that name
-    and arguments make an equal scheme.
+    It checks laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns
+    its memory and its size is known), 5 (never larger than dense), 9 (private state is saved and
+    resumes exactly), 10 (absent is zero) and 11 (zero is zero: a precision decodes negated values
+    to the negated result). It also checks that the name and the arguments of the scheme make an
+    equal scheme.
 
     Args:
         scheme: Made by a registered function.
@@ -76,15 +78,16 @@ _THROUGH = {
     "all-gather": ("demo", {}),
     "all-to-all": ("demo", {"link": "owner"}),
 }
-"""A scheme whose messages go through each collective."""
+"""For each collective, a scheme whose messages go through this collective."""
 
 
 def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu") -> None:
-    """Checks that a transport fulfils its interface, and that schemes over it obey laws 2 (replicas
-    agree), 4 (bytes are known) and 9 (private state resumes exactly).
+    """Checks that a transport fulfils the interface of a communicator. Also checks that schemes
+    over this transport obey laws 2 (replicas agree), 4 (bytes are known) and 9 (private state
+    resumes exactly).
 
-    Each end is used by its own thread. As in `check_scheme`, only one replica computes at a time
-    between collectives.
+    Each end (the communicator of one replica) is used by its own thread. As in `check_scheme`, only
+    one replica computes at a time between collectives.
 
     Args:
         ends: Of one axis, one for each replica, in their order.
@@ -113,7 +116,9 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
 
 
 class _InTurns(Communicator):
-    """The communicator `end`, for a thread that holds the lock `turn` except in collectives."""
+    """The communicator `end`, for a thread that holds the lock `turn` at all times except during
+    collectives.
+    """
 
     def __init__(self, end: Communicator, turn: threading.Lock) -> None:
         self.replica = end.replica
@@ -145,7 +150,9 @@ class _InTurns(Communicator):
 
 
 def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) -> list[T]:
-    """The results of `act` for each end; raises the first error."""
+    """Calls `act` for each end in a thread of its own, and returns the results. Raises the first
+    error.
+    """
     done = SimpleQueue[tuple[int, Any, BaseException | None]]()
 
     def run(number: int) -> None:
@@ -155,7 +162,8 @@ def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) 
             done.put((number, None, error))
 
     for number in range(len(ends)):
-        # other threads may wait forever for a failed one, and must not keep the process alive
+        # Use daemon threads: if one thread fails, other threads may wait for it forever, and they
+        # must not keep the process alive.
         threading.Thread(target=run, args=(number,), daemon=True).start()
     found: dict[int, T] = {}
     for _ in ends:
@@ -167,11 +175,11 @@ def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) 
 
 
 def _require_collectives(end: Communicator, device: torch.device) -> None:
-    """Starts collectives of every kind, waits for them in reverse order, and checks the received
-    values.
+    """Starts a collective of every kind, waits for the collectives in reverse order, and checks the
+    received values.
     """
     replicas = end.size()
-    # numbers whose sum is exact in any order
+    # the sum of these numbers is exact in any order
     every = [torch.arange(5.0) * (replica + 1) for replica in range(replicas)]
     octets = [torch.arange(3 * replicas) + 16 * replica for replica in range(replicas)]
     rows = torch.stack(octets).to(torch.uint8).to(device)
@@ -201,7 +209,7 @@ def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
 
 
 def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The update from a single message, and that message."""
+    """Returns the update that a single message gives, and this message."""
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     message = codec.encode(selected)
@@ -284,8 +292,8 @@ def _replicas_agree(
     device: torch.device,
     run: Callable[..., list[Any]] = simulate_replicas,
 ) -> None:
-    """Trains a small model, in which one parameter gets no gradient, with replicas that `run`
-    runs.
+    """Trains a small model with several replicas, and checks laws 2, 4, 5 and 9. One parameter of
+    the model gets no gradient. `run` runs the replicas.
     """
 
     def act(communicator: Communicator) -> tuple[str, list[int], bool]:
@@ -336,7 +344,8 @@ def _replicas_agree(
         sends = scheme.aligned()
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
     if scheme.signal == "gradients":
-        # one parameter never has a gradient, so replicas exchange sets at the first messages
+        # One parameter never has a gradient. So with the first messages, replicas also exchange
+        # which parameters have gradients.
         bits = ring_bytes("all-gather", -(-len(shapes) // 8), replicas)
         delay = scheme.round.delay
         known = [n + bits * (delay <= step <= 2 * delay) for step, n in enumerate(known)]

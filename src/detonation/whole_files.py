@@ -1,8 +1,8 @@
-"""Opens files safely: it follows no links, waits for no pipes and reads no devices.
+"""Opens files safely: follows no links, waits for no pipes, and reads no devices.
 
 A run directory may come from another user, and an entry in it may be a link to a private file, a
-pipe or a device. Files that the user names may be links if the caller allows it. Files are written
-atomically. Standard library only; it imports no other module of the package.
+pipe or a device. If the caller allows it, files that the user names may be links. Files are written
+atomically. Uses only the standard library, and imports no other module of the package.
 """
 
 import errno
@@ -16,26 +16,27 @@ from pathlib import Path
 from typing import IO, Any
 
 PROBE = ".volume-"
-"""Prefix of files that a start writes to find out who can write in a directory, and which ranks
-share it. A killed start may leave one behind.
+"""Prefix of the files with which a start of a run finds out who can write in a directory, and which
+ranks share the directory. A killed start may leave such a file behind.
 """
 MOST_TEXT = 1 << 26
-"""Largest size of a settings file in bytes."""
+"""Largest size of a settings file that is read, in bytes."""
 MOST_RECORDS = 1 << 32
-"""Largest size of a records file in bytes."""
+"""Largest size of a file of records that is read, in bytes."""
 _LINK = "it is a link, which is not followed"
 _ODD = "it is no ordinary file"
 _DEEP = "it nests too deeply"
 MOST_NESTED = 100
-"""Largest number of TOML tables or lists inside each other."""
+"""Largest depth to which TOML tables and lists may be nested."""
 
 
 def opened(
     path: Path, flags: int = os.O_RDONLY, links: bool = False, permissions: int = 0o666
 ) -> int:
-    """Opens the ordinary file at `path` like `os.open`; returns its descriptor.
+    """Opens the ordinary file at `path` as `os.open` does; returns its descriptor.
 
-    Raises `OSError` at once for a directory, pipe, socket or device, and for a link unless `links`.
+    Raises `OSError` at once if the path is a directory, pipe, socket or device. Also raises
+    `OSError` for a link, unless `links` is True.
     """
     follows = 0
     if not links:
@@ -56,32 +57,38 @@ def opened(
 
 
 def reading(path: Path, links: bool = False) -> BufferedReader:
-    """Opens the ordinary file at `path` for reading. Raises `OSError` like `opened`."""
+    """Opens the ordinary file at `path` for reading. Raises `OSError` for the same reasons as
+    `opened`.
+    """
     return os.fdopen(opened(path, links=links), "rb")
 
 
 def new_file(path: Path) -> int:
-    """Creates a file and returns a descriptor for writing. Raises `OSError` if the entry exists."""
+    """Creates a file, and returns a descriptor for writing. Raises `OSError` if the file already
+    exists.
+    """
     return opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
 def replaced(path: Path) -> int:
-    """Removes an entry at `path`, creates a new file there, and returns a descriptor for
-    writing.
+    """Removes the file at `path` if there is one, creates a new file there, and returns a
+    descriptor for writing.
     """
     path.unlink(missing_ok=True)
     return new_file(path)
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Opens the ordinary file at `path` for locking and writing; creates it if it is missing."""
+    """Opens the ordinary file at `path` for locking and writing. Creates the file if it is
+    missing.
+    """
     return os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT, links: bool = False) -> bytes:
-    """Content of the ordinary file at `path`.
+    """Returns the content of the ordinary file at `path`.
 
-    Raises `OSError` as `opened` does, and if it has more than `most` bytes.
+    Raises `OSError` for the same reasons as `opened`, and if the file has more than `most` bytes.
     """
     with reading(path, links) as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -92,23 +99,25 @@ def read_bytes(path: Path, most: int = MOST_TEXT, links: bool = False) -> bytes:
 def read_text(
     path: Path, errors: str = "strict", most: int = MOST_TEXT, links: bool = False
 ) -> str:
-    """Content of the ordinary file at `path` as UTF-8.
+    """Returns the content of the ordinary file at `path` as UTF-8 text.
 
-    Raises as `read_bytes` does, and `UnicodeDecodeError`.
+    Raises the same errors as `read_bytes`, and `UnicodeDecodeError`.
     """
     return read_bytes(path, most, links).decode(errors=errors)
 
 
 def read_json(path: Path) -> Any:
-    """Parses the ordinary file at `path` as JSON.
+    """Reads the ordinary file at `path` as JSON.
 
-    Raises as `read_text` does, and `ValueError` if it is no JSON.
+    Raises the same errors as `read_text`, and `ValueError` if the content is not JSON.
     """
     return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> Any:
-    """Parses `text` as JSON. Raises `ValueError` if it is not JSON, or if it nests too deeply."""
+    """Parses `text` as JSON. Raises `ValueError` if the text is not JSON, or if its values are
+    nested too deeply.
+    """
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -116,9 +125,9 @@ def parse_json(text: str) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parses `text` as TOML, with at most `MOST_NESTED` tables or lists inside each other.
+    """Parses `text` as TOML. Tables and lists may be nested to the depth `MOST_NESTED`.
 
-    Raises `ValueError` if it is no TOML, also if it nests more deeply.
+    Raises `ValueError` if the text is not TOML, or if its values are nested more deeply.
     """
     try:
         table = tomllib.loads(text)
@@ -133,7 +142,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _inside(value: object) -> Iterable[Any]:
-    """The values inside a table or list. All other values are leaves and have none inside."""
+    """Returns the values inside a table or list. Any other value has no values inside."""
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, list):
@@ -142,10 +151,12 @@ def _inside(value: object) -> Iterable[Any]:
 
 
 def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -> None:
-    """Writes `content`, which may be a sequence of parts, to `path`, and waits until it is on disk.
+    """Writes `content`, which may be a sequence of parts, to `path`, and waits until it is on the
+    disk.
 
-    After a crash either the old file or the new file exists. A link at `path` is replaced, not
-    followed. If it fails, it raises `OSError`, and leaves the old file and no partial file.
+    After a crash, `path` is either the whole old file or the whole new file. If `path` is a link,
+    the link is replaced, not followed. If writing fails, it raises `OSError`, keeps the old file,
+    and leaves no partial file.
     """
     if isinstance(content, bytes | bytearray):
         content = [memoryview(content)]
@@ -169,7 +180,7 @@ def sync_entries(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems do not support it for directories
+        if error.errno != errno.EINVAL:  # some file systems cannot do this for directories
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,5 @@
-"""Command line: flags in `arguments`, functions of verbs in `verbs`, entry point in `command`.
+"""The command line: `arguments` holds the flags, `verbs` the functions of the verbs (subcommands),
+and `command` the entry point.
 
 Slow imports are delayed until a verb runs.
 """

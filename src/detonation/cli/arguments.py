@@ -1,4 +1,4 @@
-"""Verbs of the command line and their flags, for tyro. Imports nothing heavy.
+"""The verbs (subcommands) of the command line and their flags, for tyro. Imports nothing heavy.
 
 The help of each verb fits on a screen of 40 lines of 100 columns: the text of a flag is one line.
 """
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def shown(metavar: str | None = None) -> Any:
-    """Options for an argument whose text names its default."""
+    """Returns the options of tyro for an argument whose help text already names its default."""
     return arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -39,7 +39,9 @@ class Common:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def verb(*first: str) -> Callable[[type[_T]], type[_T]]:
-    """Decorates the class of a verb's flags. The help lists `first` first, and `Common` last."""
+    """Decorates the class of a verb's flags. The help lists the flags in `first` first, and the
+    flags of `Common` last.
+    """
 
     def ordered(kind: type[_T]) -> type[_T]:
         flags: Any = dataclass(frozen=True, kw_only=True)(kind)
@@ -64,9 +66,9 @@ class Processes(Overrides):
     """The processes that a verb starts, and the network between them."""
 
     replicas: Integer = None
-    """Copies of the model, one per node; the recipe's when left out."""
+    """Copies of the model, one per node; default: the recipe's number."""
     shards: Integer = None
-    """Parts of each copy, one per accelerator; the recipe's when left out."""
+    """Parts of each copy, one per accelerator; default: the recipe's number."""
     link: Rate = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
 
@@ -78,7 +80,7 @@ class Experiment(Overrides):
     steps: Integer = None
     """Steps of the optimizer (train.steps)."""
     model: Text = None
-    """Such as olmo2, vit, hf:DIRECTORY or hf:ID (model.name)."""
+    """Model, such as olmo2, vit, hf:DIRECTORY or hf:ID (model.name)."""
     data: Annotated[str | None, shown("SOURCE")] = None
     """A name of detonation fetch, a file, a directory, hf:ID (data.source)."""
     init_from: Annotated[str | None, shown("DIR")] = None
@@ -105,36 +107,36 @@ class Train(Shortcuts, Processes):
     """
 
     out: Directory = None
-    """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
+    """Run directory; default: runs/<recipe>-<scheme>-<time>."""
     web: Flag = False
     """Show the run at http://127.0.0.1:8000 while it trains."""
     print: Flag = False
-    """Print the recipe instead, as the start of your own."""
+    """Only print the recipe, as a start for your own recipe."""
     resume: Flag = False
-    """Continue the run in --out from its newest whole checkpoint, and its log."""
+    """Continue the run in --out: its newest complete checkpoint, then its log."""
     checkpoint_every: Integer = None
-    """Steps between checkpoints; only at the end when left out."""
+    """Steps between checkpoints; default: only one at the end."""
     keep: Integer = None
-    """Checkpoints to keep, the newest; 3 when left out."""
+    """Number of newest checkpoints to keep; default: 3."""
     stop_after: Integer = None
-    """Stop after so many steps with the state saved."""
+    """Stop after this number of steps, with the state saved."""
     logger: Annotated[UseAppendAction[tuple[str, ...]], shown("NAME")] = ()
     """Send steps to tensorboard, trackio, wandb, web:PORT or module:function."""
-    # torchrun of Python 3.11 takes --log for an abbreviation of its own options
+    # In Python 3.11, torchrun takes --log for an abbreviation of one of its own options.
     log: Annotated[bool, arg(aliases=["--log-updates"], help_behavior_hint="")] = False
-    """Keep the updates since the last checkpoints, for --resume and follow."""
+    """Log all updates since the last checkpoints, for --resume and follow."""
     publish: Address = None
     """Serve the weights for detonation follow; needs DETONATION_TOKEN."""
     elastic: Flag = False
-    """Train on when a replica is lost, down to mesh.min_replicas."""
+    """Continue without lost replicas, down to mesh.min_replicas replicas."""
     meet: Address = None
-    """Store of an elastic run (detonation meet), or A,B,C; else here."""
+    """Address of the store (detonation meet), or A,B,C; default: here."""
     replica: Integer = None
-    """Run this replica alone; it meets the others at --meet."""
+    """Run only this replica here; --meet connects it to other replicas."""
     join: Address = None
-    """Join the elastic run whose stores are there; needs DETONATION_TOKEN."""
+    """Join the elastic run at this store; needs DETONATION_TOKEN."""
     interface: Annotated[str, shown("NAME")] = ""
-    """Network interface of the sockets, such as wg0."""
+    """Network interface to communicate over, such as wg0."""
 
 
 @verb("recipe", "scheme", "steps", "replicas", "out")
@@ -147,18 +149,18 @@ class Simulate(Shortcuts):
     """
 
     replicas: Integer = None
-    """Copies of the model; the recipe's when left out."""
+    """Copies of the model; default: the recipe's number."""
     total_batch: Integer = None
-    """Examples per step of all replicas; train.batch_size each when left out."""
+    """Examples per step of all replicas; default: train.batch_size for each."""
     out: Directory = None
-    """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
+    """Run directory; default: runs/<recipe>-<scheme>-<replicas>-<time>."""
 
 
 @verb("recipe", "schemes", "vary", "steps", "replicas", "shards", "out")
 class Compare(Experiment, Processes):
     """Train a recipe under several schemes or settings, and write one page.
 
-    Finished runs in --out are kept, stopped ones continue.
+    Finished runs in --out are kept, and stopped runs continue.
 
     Example: detonation compare quick-lm --schemes full,demo --link 100mbit,5ms
 
@@ -166,18 +168,18 @@ class Compare(Experiment, Processes):
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]]
-    """The recipe; each scheme has the settings that it is tuned to there."""
+    """The recipe; its [tuned] tables give the settings of each scheme."""
     schemes: Annotated[str, shown("NAME,NAME,...")] = ""
     """Schemes to compare, such as full,demo,random,diloco; detonation train lists all."""
     vary: Sets = ()
-    """Try each of these values; several keys give every combination."""
+    """Try each of these values, and with several keys every combination."""
     out: Directory = None
-    """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
+    """Directory of the runs and the page; default: runs/<recipe>-compare-<time>."""
 
 
 @verb("recipe", "replicas", "shards", "out")
 class Probe(Processes):
-    """Measure the links between nodes and inside nodes, and a step without them.
+    """Measure links between and inside nodes, and a step without the network.
 
     Starts 2 x 2 processes by default, or joins the processes of torchrun or srun.
 
@@ -185,13 +187,13 @@ class Probe(Processes):
     """
 
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
-    """Measure its forward and backward pass too, and every scheme's optimizer step."""
+    """Also measure its forward and backward, and each scheme's optimizer step."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
-    """The profile, for detonation plan."""
+    """File for the profile, which detonation plan reads."""
     slow_backend: Annotated[str | None, shown("gloo")] = None
     """Measure the axis between replicas over gloo, like mesh.slow_backend."""
     interface: Annotated[str, shown("NAME")] = ""
-    """Network interface of the sockets, such as wg0."""
+    """Network interface to communicate over, such as wg0."""
 
 
 @verb("recipe", "link", "profile", "replicas", "parameters", "step_time")
@@ -208,28 +210,28 @@ class Plan(Overrides):
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """The recipe to plan for; or give --parameters."""
     profile: File = None
-    """Links and steps as detonation probe measured them."""
+    """File with the links and steps that detonation probe measured."""
     link: Rate = None
     """Links of this speed, such as 100mbit,20ms, instead of a profile."""
     step_time: Annotated[float | None, shown("SECONDS")] = None
-    """Forward and backward of one step; the profile's when left out."""
+    """Seconds of forward and backward; default: those in the profile."""
     replicas: Integer = None
-    """Copies of the model; of the recipe or the profile, or 2, when left out."""
+    """Copies of the model; default: from recipe or profile, else 2."""
     shards: Integer = None
-    """Accelerators in a node; of the recipe or the profile, or 1, when left out."""
+    """Accelerators in a node; default: from recipe or profile, else 1."""
     parameters: Annotated[str | None, shown("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
     optimizer: Text = None
-    """Keep this optimizer, such as AdamW, and compare with its full synchronisation."""
+    """Plan only for this optimizer, such as AdamW."""
     steps: Integer = None
-    """Steps in which the baseline reaches its loss; the recipe's or 1000 when left out."""
+    """Steps of the baseline to its loss; default: the recipe's, else 1000."""
     all: Flag = False
-    """Show every scheme with all that is known of it."""
+    """Show every scheme, with all columns."""
 
 
 @verb()
 class Report(Common):
-    """Write a page that shows a run or compares several.
+    """Write a page that shows a run or compares several runs.
 
     The page of an unfinished run shows its steps so far.
 
@@ -241,7 +243,7 @@ class Report(Common):
     directories: Positional[Annotated[tuple[Path, ...], shown("DIR...")]]
     """Run directories."""
     out: File = None
-    """The page; DIR/report.html for one run and report.html for several when left out."""
+    """File of the page; default: DIR/report.html for one run, else report.html."""
 
 
 @verb()
@@ -278,13 +280,13 @@ class Follow(Common):
     source: Positional[Annotated[str, arg(metavar="SOURCE")]]
     """HOST:PORT of train --publish, one for each shard; or DIR of train --log."""
     out: Directory = None
-    """A run directory for checkpoints of one replica; a log needs none."""
+    """Run directory for checkpoints of one replica; optional for a log."""
     to: Integer = None
-    """Stop at this step; at the end of the run or of its log when left out."""
+    """Stop at this step; default: the end of the run or of its log."""
     every: Integer = None
-    """Steps between checkpoints of a live run; 100 when left out."""
+    """Steps between checkpoints of a live run; default: 100."""
     keep: Integer = None
-    """Checkpoints of a live run to keep, the newest; 3 when left out."""
+    """Number of newest checkpoints of a live run to keep; default: 3."""
     trust_code: Flag = False
     """Run the code that the run names as package.module:function."""
 
@@ -294,7 +296,7 @@ class Meet(Common):
     """Serve the store of an elastic run on several machines, until ended."""
 
     address: Positional[Annotated[str, arg(metavar="HOST:PORT")]]
-    """Where it listens; each train --elastic --replica gives it as --meet."""
+    """Address to listen at; each train --elastic --replica names it in --meet."""
 
 
 @verb()
@@ -307,13 +309,15 @@ class Fetch(Common):
 
 _ALL = (Train, Compare, Simulate, Probe, Plan, Report, Verify, Export, Follow, Meet, Fetch)
 KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in _ALL}
-"""Flags of each verb by its name."""
+"""The class with the flags of each verb, by the name of the verb."""
 
 
 def verbs(brief: bool = False) -> Any:
-    """Type of all verbs, for tyro. With `brief` it has only the first line of each text.
+    """Returns the type of all verbs, for tyro. With `brief` it has only the first line of each help
+    text.
 
-    Without explicit names tyro would import typeguard, which takes a third of the time of `--help`.
+    Each verb has an explicit name, because tyro would otherwise import typeguard, which takes a
+    third of the time of `--help`.
     """
     kinds = []
     for name, kind in KINDS.items():

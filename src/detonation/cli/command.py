@@ -1,4 +1,6 @@
-"""The command `detonation`: parse, call, print."""
+"""The command `detonation`: parses the command line, calls the function of the verb, and prints its
+result.
+"""
 
 import contextlib
 import io
@@ -31,15 +33,15 @@ _INTERFACE: dict[str, Any] = {
     ),
     "config": (FlagCreatePairsOff,),
 }
-"""Options of tyro for all verbs."""
+"""Options of tyro that all verbs share."""
 
 
 def run_command(arguments: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code.
 
-    0 means success or stopped on request, 1 a failure, 2 bad input, 130 Ctrl-C, and 141 that the
-    reader of stdout closed the pipe. Characters missing in the encoding of stdout are escaped. A
-    rank under a launcher does not return: see `end_now`.
+    0 means success or a stop on request, 1 a failure, 2 bad input, 130 Ctrl-C, and 141 that the
+    reader of stdout has closed the pipe. Characters that the encoding of stdout lacks are escaped.
+    A rank under a launcher does not return: see `end_now`.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -49,7 +51,7 @@ def run_command(arguments: list[str] | None = None) -> int:
     try:
         try:
             return _command(arguments)
-        finally:  # runs also after --help, which raises SystemExit
+        finally:  # runs after --help, too, which raises SystemExit
             print(end="", flush=True)
     except OSError as error:
         if not _is_of_stdout(error):
@@ -73,13 +75,14 @@ def _command(arguments: list[str]) -> int:
         if end.code and KINDS.get(name) in (Train, Probe):
             _refuse(arguments)
         raise
-    # torch reads both variables only when it is imported
+    # set these variables before the import of torch, because torch reads them only then
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     level = "ERROR"
     if verb.debug:
         level = "WARNING"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", level)
-    # "package.module:function" may be in the current directory, which comes last in the search path
+    # "package.module:function" may be in the current directory, so add this directory to the end of
+    # the search path
     if "" not in sys.path:
         sys.path.append("")
     code = _run(verb)
@@ -91,7 +94,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def _parsed(arguments: list[str]) -> Any:
-    """Parses the verb with its flags. An error names only options of this verb."""
+    """Parses the verb and its flags. An error names only the flags of this verb."""
     kind = KINDS.get(arguments[0])
     if kind is None:
         return tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)
@@ -103,10 +106,10 @@ def _parsed(arguments: list[str]) -> Any:
 
 
 def _print_versions(arguments: list[str]) -> int:
-    """Prints the version of this package, then the versions of other packages, whose imports take
-    longer.
+    """Prints the version of this package. After it prints the versions of other packages, because
+    their imports take longer.
 
-    With --compare, prints the differences to a file.
+    With --compare, prints how this machine differs from the machine that wrote the given file.
     """
     as_json = "--json" in arguments
     compares = "--compare" in arguments
@@ -146,7 +149,8 @@ def _run(verb: Any) -> int:
     except KeyboardInterrupt:
         line = ended_by(signal.SIGINT) + _how_to_continue(verb)
         return fail(line, 128 + signal.SIGINT, verb.json)
-    # a verb exits here after a stop request, once its children and folders are removed
+    # After a stop request, a verb exits here, as soon as its child processes and folders are
+    # removed.
     except SystemExit as ended:
         if not isinstance(ended.code, int) or ended.code - 128 not in REQUESTS:
             raise
@@ -174,22 +178,22 @@ def _how_to_continue(verb: Any) -> str:
 
 
 def _is_of_stdout(error: OSError) -> bool:
-    """True if the reader of stdout has closed the pipe, as after `| head`, or if its disk is
-    full.
+    """True if the reader of stdout has closed the pipe (for example `| head`), or if the disk of
+    stdout is full.
     """
     if isinstance(error, BrokenPipeError):
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
     try:
-        print(end="", flush=True)  # print raises again if the buffer still holds text
+        print(end="", flush=True)  # print raises an error again if the buffer still holds text
     except OSError:
         return True
     return False
 
 
 def _without_stdout(error: OSError) -> int:
-    """Discards the buffer of stdout, reports a full disk, and returns the exit code."""
+    """Discards the buffered text of stdout. Reports a full disk. Returns the exit code."""
     from detonation.report.terminal import discard
 
     discard(sys.stdout)
@@ -199,8 +203,8 @@ def _without_stdout(error: OSError) -> int:
 
 
 def _refuse(arguments: list[str]) -> None:
-    """Tells the other ranks of a launcher, and the other replicas, that this command line is
-    invalid, because theirs may differ.
+    """Tells the other ranks of a launcher and the other replicas that this command line is invalid,
+    because their command lines may be valid and they would wait for this one.
     """
     meet = _last_value("--meet", arguments)
     replica = _last_value("--replica", arguments)
@@ -220,16 +224,18 @@ def _refuse(arguments: list[str]) -> None:
 
 
 def _last_value(flag: str, arguments: list[str]) -> str:
-    """The value of `flag` in a command line that cannot be parsed; "" if it has none."""
+    """Returns the value of `flag` in a command line that cannot be parsed; "" if the flag has no
+    value.
+    """
     words = [word for each in arguments for word in each.split("=", 1)]
     found = [value for name, value in pairwise(words) if name == flag]
     return next(reversed(found), "")
 
 
 def _under_launcher() -> bool:
-    from detonation.cluster.position import launch_position  # without torch
+    from detonation.cluster.position import launch_position  # this import does not load torch
 
-    # the verb has already reported invalid environment variables
+    # the verb has already reported environment variables that are not valid
     with contextlib.suppress(ValueError):
         return launch_position(os.environ) is not None
     return False

@@ -1,4 +1,5 @@
-"""Functions of the verbs, which only call and print, and the printing of errors.
+"""The functions of the verbs (subcommands), which only call other modules and print their results.
+Also prints errors.
 
 Slow imports are delayed until a verb needs them.
 """
@@ -23,25 +24,26 @@ from detonation.report.words import printable
 
 
 def say(verb: of.Common, line: str) -> None:
-    """Prints lines for people; to stderr with --json."""
+    """Prints lines for people; with --json it prints them to stderr."""
     line = "\n".join(map(printable, line.splitlines()))
     if verb.json:
         _to_stderr(line)
     else:
-        print(line, flush=True)  # flush, because `meet` prints nothing more for hours
+        print(line, flush=True)  # flush at once, because `meet` prints no more lines for hours
 
 
 def _output(verb: of.Common) -> TextIO:
-    """Stream for tables for people: stderr with --json."""
+    """Returns the stream for tables for people: stdout, or stderr with --json."""
     if verb.json:
         return sys.stderr
     return sys.stdout
 
 
 def explain(verb: of.Common, error: Exception) -> int:
-    """Prints an error in one line, unless another rank printed it.
+    """Prints an error in one line, unless another rank has already printed it.
 
-    Returns the exit code: 2 for bad input, 128 + n if signal n asked for the end, else 1.
+    Returns the exit code: 2 for bad input, 128 + n if signal n asked the process to end, and 1
+    otherwise.
     """
     from detonation.cluster.processes.failure import StopRequested, WorldError, describe
 
@@ -76,24 +78,24 @@ def explain(verb: of.Common, error: Exception) -> int:
 
 
 def _is_part(path: Path, out: Path) -> bool:
-    """True for a file in `out`, for a directory above `out`, and for the temporary file of
-    `out`.
-    """
+    """True if `path` is a file in `out`, a directory above `out`, or its temporary file."""
     return path.is_relative_to(out) or out.is_relative_to(path) or str(path) == f"{out}.part"
 
 
 def fail(line: str, code: int, as_json: bool) -> int:
-    """Prints an error; with --json also as an object. Returns `code`."""
+    """Prints an error; with --json also as a JSON object on stdout. Returns `code`."""
     try:
         if as_json:
             print(json.dumps({"error": line, "code": code}), flush=True)
-    finally:  # exit even if stdout is closed
+    finally:  # report the error on stderr even if stdout is closed
         _to_stderr(f"error: {printable(line)}")
     return code
 
 
 def _to_stderr(line: str) -> None:
-    """Prints a line to stderr. Ignores errors, because stdout must still get its JSON object."""
+    """Prints a line to stderr. Ignores errors, because stdout must still receive its JSON
+    object.
+    """
     try:
         print(line, file=sys.stderr)
     except OSError:
@@ -111,7 +113,7 @@ SHORTCUTS = {
     "data": "data.source",
     "init_from": "train.init_from",
 }
-"""Key of the recipe for each flag of `Shortcuts` and `Experiment`."""
+"""For each flag of `Shortcuts` and `Experiment`, the key of the recipe that it sets."""
 SETTING_FLAGS = {
     "link": "mesh.link",
     "elastic": "mesh.elastic",
@@ -122,14 +124,16 @@ SETTING_FLAGS = {
     "publish": "train.publish",
     "logger": "train.loggers",
 }
-"""Key of the recipe for each other flag that sets a value."""
+"""For each other flag that sets a value, the key of the recipe that it sets."""
 
 
 def requested(kind: type[_R], verb: of.Common) -> _R:
-    """The request of this `kind`, filled from flags of `verb` with the names of its fields."""
+    """Builds the request of this `kind` from the flags of `verb` that have the same names as its
+    fields.
+    """
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
-    # --set overrides a shortcut; all other flags override --set.
+    # Precedence: --set overrides a flag of SHORTCUTS, and every other flag overrides --set.
     other = {flag: key for flag, key in SETTING_FLAGS.items() if flag not in known}
     settings = assignments(other, flags)
     sets = chain(*flags.pop("set", ()))
@@ -140,12 +144,12 @@ def requested(kind: type[_R], verb: of.Common) -> _R:
 
 
 def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, ...]:
-    """Assignments to keys of the recipe from the flags that were given."""
+    """Returns assignments to keys of the recipe, from the flags that the user gave."""
     found = []
     for flag, key in keys.items():
         value = flags.get(flag)
         if value is not None and value is not False and value != ():
-            # Quotes keep a value text: `--data 2024` is a directory, not a number.
+            # Quotes keep a value a text: `--data 2024` is the name of a directory, not a number.
             found.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
     return tuple(found)
 
@@ -168,10 +172,11 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
 
 
 def _page_of(directory: Path) -> list[str]:
-    """Writes the page of a finished run; returns a line with its path."""
+    """Writes the page of a finished run; returns a line with the path of the page."""
     from detonation.report.page import try_write
 
-    # an earlier start may have left metrics in this run directory
+    # Without a summary there is no page. An earlier start may have left only metrics in this run
+    # directory.
     if not (directory / "summary.json").is_file():
         return [
             f"{directory} holds no summary, because another replica writes it: run detonation"
@@ -181,7 +186,9 @@ def _page_of(directory: Path) -> list[str]:
 
 
 def _print_recipe(verb: of.Train) -> dict[str, Any]:
-    """Prints a recipe of the package, or the names of recipes, schemes, models and data sets."""
+    """Prints a recipe of the package. Without a name, prints the names of recipes, schemes, models
+    and data sets.
+    """
     from detonation.choices import unknown
     from detonation.train.recipe.resolve import headline, names_of_parts, shipped_recipes
 
@@ -253,9 +260,10 @@ def _probe(verb: of.Probe) -> dict[str, Any] | None:
 
 
 class _LazyTorch(ModuleType):
-    """Replaces torch during imports, and loads it when an attribute is read.
+    """Stands for torch during imports, and loads torch when code reads one of its attributes.
 
-    `importlib.util.LazyLoader` would load it at the second `import`, which reads `__spec__`.
+    `importlib.util.LazyLoader` would load torch already at the second `import`, because that import
+    reads `__spec__`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -266,8 +274,8 @@ class _LazyTorch(ModuleType):
 
 @contextmanager
 def _lazy_torch() -> Iterator[None]:
-    """Context manager that delays `import torch`; inside it no module may import a submodule of
-    torch.
+    """Context manager that delays the import of torch. Inside it, no module may import a submodule
+    of torch.
     """
     module = sys.modules.setdefault("torch", _LazyTorch("torch"))
     if isinstance(module, _LazyTorch):
@@ -280,7 +288,7 @@ def _lazy_torch() -> Iterator[None]:
 
 
 def _plan(verb: of.Plan) -> dict[str, Any]:
-    # a plan without a recipe does not import torch, which takes over a second
+    # a plan without a recipe does not need torch, whose import takes more than a second
     with _lazy_torch():
         from detonation.report.terminal import show_plan
         from detonation.train.verbs import plan

@@ -1,6 +1,7 @@
-"""Data sets by name, with deterministic sampling: seed and step determine a batch.
+"""Data sets by name. Sampling is deterministic: seed and step determine a batch.
 
-`load_dataset` loads a data set, `batch` draws from it, and `packages.fetch` downloads one.
+`load_dataset` loads a data set, `batch` draws a batch from it, and `packages.fetch` downloads a
+data set.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +32,8 @@ TASKS: Mapping[str, Callable[..., Data]] = {
 
 
 def dataset_function(task: str) -> Callable[..., Data]:
-    """Function that loads the data of a task in `TASKS`, or "package.module:function".
+    """Returns the function that loads the data of a task: a task of `TASKS`, or
+    "package.module:function".
 
     Raises `ValueError` for an unknown name.
     """
@@ -39,7 +41,7 @@ def dataset_function(task: str) -> Callable[..., Data]:
 
 
 def load_dataset(task: str, arguments: Mapping[str, Any]) -> Data:
-    """Loads a data set by the name of its task, with the arguments of `images`, `text`,
+    """Loads a data set by the name of its task. The arguments are those of `images`, `text`,
     `translation` or your own function.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The interface of data sets, and batches determined by seed and step, so that a resumed run needs
-no state.
+"""The interface of data sets, and the drawing of batches. Seed and step determine a batch, so a
+resumed run needs no saved state of the data.
 """
 
 import hashlib
@@ -15,12 +15,12 @@ DataKind = Literal["text", "images", "translation", "labels"]
 
 
 class Examples(Protocol):
-    """Examples with random access: `examples[indices]` is a batch for `model(**batch)`."""
+    """Examples with random access: `examples[indices]` returns a batch for `model(**batch)`."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
-        """Batch of the examples at `indices`. The batch's tensors own their memory.
+        """Returns a batch of the examples at `indices`. The tensors of the batch own their memory.
 
         Shapes: `[B]` int64 -> tensors of `[B, ...]`.
         """
@@ -29,7 +29,7 @@ class Examples(Protocol):
 
 @runtime_checkable
 class Augmented(Examples, Protocol):
-    """Examples with random augmentation for training."""
+    """Examples that are changed at random (augmented) in training."""
 
     def augment(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Returns an augmented copy of `batch`; `generator` is the only source of randomness."""
@@ -38,28 +38,28 @@ class Augmented(Examples, Protocol):
 
 @runtime_checkable
 class Streamed(Protocol):
-    """Training examples that are read in order. Each group of ranks, a part, reads different
-    examples.
+    """Training examples that are read in order. A step has several parts, one per rank at the
+    start, and each part reads different examples.
     """
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """The batch of one part at a step: a pure function of its arguments, fast for consecutive
-        steps.
+        """Returns the batch of one part at a step. The result depends only on the arguments.
+        Consecutive steps are fast.
         """
         ...
 
     def position(self, part: int, parts: int) -> dict[str, Any]:
-        """The position of a part as JSON values, for a checkpoint."""
+        """Returns the position of a part as JSON values, for a checkpoint."""
         ...
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
-        """Continues at a saved position, without rereading everything before it."""
+        """Continues a part at a saved position, without reading all data before this position."""
         ...
 
 
 @dataclass(frozen=True)
 class Data:
-    """Data of one task.
+    """The data of one task: training examples and validation examples.
 
     Args:
         name: Short label for figures.
@@ -80,10 +80,10 @@ def batch(
 ) -> dict[str, Tensor]:
     """Draws `size` examples: the batch of one of the `parts` of a step.
 
-    Each epoch is a permutation of all examples, which depends only on `seed` and the epoch. The
-    parts of a step use consecutive sections of it, so no two parts see the same example in an
-    epoch. A batch may span two epochs. Augmentation depends only on `seed`, `step` and `part`. A
-    stream ignores the seed and keeps its own order.
+    Each epoch is a permutation of all examples, which depends only on `seed` and the number of the
+    epoch. The parts of a step use consecutive sections of this permutation, so no two parts see the
+    same example in one epoch. A batch may span two epochs. Augmentation depends only on `seed`,
+    `step` and `part`. A stream ignores the seed and keeps its own order.
 
     Shapes: tensors of `[size, ...]`.
 
@@ -102,10 +102,10 @@ def batch(
 
 
 def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator[dict[str, Tensor]]:
-    """Iterates over batches for validation, in a fixed order.
+    """Yields batches of examples for validation, in a fixed order.
 
-    The last batch may be short, and rows may have different numbers of predictions. To average over
-    batches, weight each loss by its `predictions`.
+    The last batch may be shorter, and batches may have different numbers of predictions. To average
+    over batches, weight the loss of each batch by its `predictions`.
 
     Args:
         limit: Number of examples, spread evenly; None for all.
@@ -123,9 +123,10 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
 
 
 def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
-    """Counts the predictions that the mean loss of `batch` averages: images, or ids of text.
+    """Returns the number of predictions over which the loss of `batch` is a mean: images, or token
+    ids of text.
 
-    A batch without `labels` counts its rows.
+    If a batch has no `labels`, returns its number of rows.
 
     Shapes: `labels` `[B]` or `[B, T]` int64.
     """
@@ -133,7 +134,7 @@ def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
         return len(next(iter(batch.values())))
     labels = batch["labels"]
     if kind == "text":
-        labels = labels[:, 1:]  # a causal model does not predict the first id of a row
+        labels = labels[:, 1:]  # a causal model does not predict the first token of a row
     return int((labels != -100).sum())
 
 
@@ -153,7 +154,9 @@ def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
 
 
 def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
-    """Indices [size] int64 from `start` in the endless sequence of shuffled epochs."""
+    """Returns the indices of `size` examples ([size] int64), from position `start` in the endless
+    sequence of shuffled epochs.
+    """
     epoch, offset = divmod(start, count)
     head = _permutation(count, seed, epoch)[offset : offset + size]
     if len(head) == size:
@@ -164,13 +167,13 @@ def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
-    # Four entries: two epochs each of the training and the validation set.
-    # Callers must not modify the result.
+    # The cache holds four permutations: of two epochs of the training set and of the validation
+    # set. Callers must not change the result.
     generator = torch.Generator().manual_seed(_mix("epoch", seed, epoch))
     return torch.randperm(count, generator=generator)
 
 
 def _mix(*parts: int | str) -> int:
-    """Hashes `parts` to 63 bits, so that consecutive seeds give unrelated generators."""
+    """Hashes `parts` to 63 bits, so that consecutive seeds give unrelated random numbers."""
     digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

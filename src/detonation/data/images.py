@@ -1,5 +1,5 @@
-"""Labelled images from files, named data sets and the hub. They are decoded on demand and
-normalised by channel.
+"""Labelled images from files, named data sets and the hub. Images are decoded when a batch needs
+them, and normalised by channel.
 """
 
 import gzip
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 SUFFIXES = {".png", ".jpg", ".jpeg"}
 _AT_ONCE = 8
-"""Smallest number of pictures that threads decode. The threads end before any fork."""
+"""Smallest number of pictures for which threads decode. The threads end before the process can
+fork.
+"""
 
 
 def images(
@@ -37,7 +39,7 @@ def images(
     column: str | None = None,
     label_column: str | None = None,
 ) -> Data:
-    """Loads labelled images. Image files are decoded when a batch needs them.
+    """Loads labelled images. Image files are decoded only when a batch needs them.
 
     Args:
         source: `fashion-mnist` (28x28, grey), a directory with `CLASS/*.png` (or .jpg; every tenth
@@ -82,7 +84,8 @@ def images(
 @final
 @dataclass(frozen=True)
 class Images:
-    """Images as bytes, in memory or on disk. Each batch is converted to normalised floats.
+    """Images as bytes, in memory or on disk. Each batch is converted to normalised floats when it
+    is drawn.
 
     Args:
         mean: [C], mean of the bytes of each channel.
@@ -105,7 +108,7 @@ class Images:
 
     def augment(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Mirrors each image with probability one half. Shapes: `pixel_values` `[B, C, H, W]`, in
-        and out.
+        input and output.
         """
         values = batch["pixel_values"]
         if self.flip:
@@ -115,20 +118,23 @@ class Images:
 
 
 def _over_pixels(images: Any) -> Tensor:
-    """The sum of each channel over int32 images: first over the images, then over their pixels."""
+    """Returns the sum of each channel over int32 images. Sums first over the images, and after that
+    over their pixels.
+    """
     over_images = images.sum(0, dtype="int32")
     return torch.from_numpy(over_images).double().sum((0, 1))
 
 
 def statistics(split: "Split") -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, in units of bytes.
+    """Returns the mean and standard deviation of each channel, in units of bytes.
 
-    Uses all images in memory, or 1000 of the images on disk.
+    Uses all images if they are in memory, or 1000 of the images if they are on disk.
 
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
     images = split.images
-    if isinstance(images, Pictures):  # decoding all pictures would take minutes
+    # use a sample, because decoding all pictures would take minutes
+    if isinstance(images, Pictures):
         count = len(images)
         size = min(count, 1000)
         sample = torch.arange(size) * count // size
@@ -136,14 +142,15 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     pixels = len(images) * images.shape[1] * images.shape[2]
     total = torch.zeros(images.shape[3], dtype=torch.float64)
     squares = torch.zeros_like(total)
-    # All images as int32 would not fit in memory. The sum of 1000 squared bytes is below 2**31.
+    # Convert 1000 images at a time: all images as int32 would not fit in memory, and the sum of
+    # 1000 squared bytes is below 2**31.
     for start in range(0, len(images), 1000):
         part = images[start : start + 1000].astype("int32")
         total += _over_pixels(part)
         squares += _over_pixels(part * part)
     mean = total / pixels
     std = (squares / pixels - mean**2).clamp(min=0).sqrt()
-    # a deviation of 0 would divide by zero
+    # replace a deviation of 0 by 1, because images are divided by it
     return mean.float(), torch.where(std > 0, std, 1.0).float()
 
 
@@ -159,7 +166,7 @@ def _read(source: str, form: "Form") -> tuple[str, "Decoded"]:
 
 @dataclass(frozen=True)
 class Form:
-    """Format of all images of a data set.
+    """The format that all images of a data set must have.
 
     Args:
         size: Side of the square to which images are scaled; None does not scale.
@@ -172,7 +179,7 @@ class Form:
     shape: tuple[int, int] = (0, 0)
 
     def whole(self) -> tuple[int, int, int]:
-        """Height, width and channels."""
+        """Returns the height, width and channels of each image."""
         height, width = self.shape
         if self.size:
             height = self.size
@@ -182,7 +189,7 @@ class Form:
 
 @final
 class Pictures:
-    """An array of images on disk: `pictures[indices]` is `[B, H, W, C]` uint8.
+    """An array of images on disk: `pictures[indices]` returns `[B, H, W, C]` uint8.
 
     Args:
         open_picture: Returns the pillow image with an index.
@@ -216,7 +223,8 @@ class Pictures:
         ops = needs("PIL.ImageOps", "data")
         height, width, channels = self._form.whole()
         picture = self._open(number)
-        if picture.mode.startswith(("F", "I")):  # pillow would clip these values
+        # refuse these modes, because pillow would clip their values to 8 bits
+        if picture.mode.startswith(("F", "I")):
             raise ValueError(f"{self._name(number)} has pixels of more than 8 bits: save it with 8")
         mode = "RGB"
         if channels == 1:
@@ -237,7 +245,7 @@ class Split:
     labels: "numpy.ndarray[Any, Any]"
 
     def fitted(self, form: Form) -> "Split":
-        """This split, with its images in the format `form`."""
+        """Returns this split with its images in the format `form`."""
         array = self.images
         _, height, width, channels = array.shape
         if form.size in (None, height, width) and form.channels in (None, channels):
@@ -256,7 +264,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Both splits, with images of equal shape, and the number of classes."""
+    """The training and validation splits, with images of equal shape, and the number of classes."""
 
     train: Split
     validation: Split
@@ -277,7 +285,7 @@ def fashion_mnist(directory: Path) -> Decoded:
     np = needs("numpy", "data")
 
     def idx(name: str, header: int) -> Any:
-        """The bytes after the header, as one flat array."""
+        """Returns the bytes of a file after its header, as one flat array."""
         content = gzip.decompress((directory / name).read_bytes())
         return np.frombuffer(content, dtype="uint8", offset=header)
 
@@ -289,10 +297,10 @@ def fashion_mnist(directory: Path) -> Decoded:
 
 
 def from_folder(path: Path, form: Form) -> Decoded:
-    """Images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`.
+    """Reads the images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`.
 
-    Without `validation`, every tenth image of a class is held out. Classes are numbered in the
-    order of their names.
+    If there is no `validation`, every tenth image of a class is held out. Classes are numbered in
+    the order of their names.
     """
     parts: tuple[list[Path], list[Path]] = ([], [])
     if not (path / "train").is_dir():
@@ -346,7 +354,7 @@ def from_hub(
     label_column: str | None,
     form: Form,
 ) -> Decoded:
-    """Images from the hub. `images` describes the arguments."""
+    """Loads images from the hub. See `images` for the arguments."""
 
     def loaded(part: str) -> Split:
         found = readers.hub_rows(source, part)
@@ -374,7 +382,7 @@ def _labels(numbers: Any) -> Any:
 
 
 def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
-    """Raises `ValueError` for a picture whose size differs from the first picture's size."""
+    """Raises `ValueError` if the size of a picture differs from the size of the first picture."""
     if (picture.height, picture.width) != shape:
         raise ValueError(
             f"{name} is {picture.width}x{picture.height}, the first image {shape[1]}x{shape[0]}: "
@@ -392,7 +400,7 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
         with needs("PIL.Image", "data").open(file) as picture:
             if not whole:
                 return picture
-            if form.size:  # JPEG can then be decoded at a lower resolution
+            if form.size:  # lets pillow decode a JPEG at a lower resolution, which is faster
                 picture.draft(None, (2 * form.size, 2 * form.size))
             picture.load()
             return picture.copy()
@@ -401,7 +409,8 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
 
 
 def _agreed(files: Sequence[Path], form: Form) -> Form:
-    """The format of all `files`, read from their headers. It has colour if any file has colour.
+    """Returns the format of all `files`, read from their headers. It has colour if any of the files
+    has colour.
 
     Raises `ValueError` if a file is no image, or if `form` has no size and images differ in size.
     """

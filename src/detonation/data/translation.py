@@ -14,9 +14,11 @@ from detonation.data.tokens import load_tokenizer, vocabulary
 PAD = 0
 END_OF_TEXT = 1
 OFFSET = 3
-"""Number of special ids, and the id of byte 0. Id 2 means unknown; bytes do not use it."""
+"""The number of special ids, which is also the id of byte 0. Id 2 means an unknown token; bytes do
+not need it.
+"""
 TRANSLATION_VOCAB = 384
-"""Vocabulary of ByT5: 259 ids in use and 125 spare."""
+"""Size of the vocabulary of ByT5: 259 ids are used, and 125 ids are spare."""
 _NAMED = ["bible-en-es"]
 
 SentencePair = tuple[bytes, bytes]
@@ -31,10 +33,10 @@ def translation(
     split: str | None = None,
     column: str | None = None,
 ) -> Data:
-    """Loads sentence pairs and holds out every tenth for validation.
+    """Loads sentence pairs, and holds out every tenth pair for validation.
 
-    Longer pairs are dropped instead of cut, because half a sentence has no translation. Padding is
-    id 0 in the input and -100 in the labels.
+    Pairs that are too long are dropped instead of cut, because half a sentence has no translation.
+    Padding is id 0 in the input and -100 in the labels.
 
     Args:
         source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, a `.jsonl`
@@ -70,7 +72,7 @@ def translation(
 
 @final
 class TranslationPairs:
-    """Sentence pairs within the lengths; a batch is two padded matrices of ids."""
+    """Sentence pairs that fit the given lengths. A batch has two padded matrices of ids."""
 
     def __init__(
         self, pairs: Sequence[SentencePair], lengths: tuple[int, int], tokenizer: str = ""
@@ -92,7 +94,9 @@ class TranslationPairs:
         return len(self._sides[0])
 
     def text(self, ids: Sequence[int]) -> str:
-        """The sentence of target `ids`, up to its end. Ignores ids without text."""
+        """Returns the sentence of the target `ids`, up to its end. Ignores ids that stand for no
+        text.
+        """
         if self._made is not None:
             ids = _up_to(self._made.eos_token_id, ids)
             return str(self._made.decode(ids, skip_special_tokens=True))
@@ -108,8 +112,8 @@ class TranslationPairs:
         return {"input_ids": ids, "attention_mask": real, "labels": labels}
 
     def _padded(self, side: int, indices: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-        """Sentences at `indices` in the language `side`, padded with `pad`, and the mask of real
-        ids.
+        """Returns the sentences at `indices` in the language `side`, padded with `pad`, and a mask
+        that is 1 where an id is not padding.
         """
         ids = torch.full((len(indices), self._lengths[side]), pad)  # [B, length] int64
         real = torch.zeros_like(ids)
@@ -121,27 +125,27 @@ class TranslationPairs:
 
 
 def _ids(sentence: bytes) -> list[int]:
-    """Ids of a sentence of bytes."""
+    """Returns the ids of a sentence of bytes, with the end-of-text id."""
     return [*(byte + OFFSET for byte in sentence), END_OF_TEXT]
 
 
 def _up_to(end: Any, ids: Sequence[int]) -> Sequence[int]:
-    """The `ids` before the first `end`."""
+    """Returns the `ids` before the first id that equals `end`."""
     if end in ids:
         return ids[: ids.index(end)]
     return ids
 
 
 def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterable[IdPair]:
-    """Ids of each pair, including the special tokens of input and target."""
+    """Yields the token ids of each pair, with the special tokens of input and target."""
     inputs = made([source.decode() for source, _ in pairs])
     targets = made(text_target=[target.decode() for _, target in pairs])
     return zip(inputs["input_ids"], targets["input_ids"], strict=True)
 
 
 def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[SentencePair]]:
-    """Splits pairs into training and held-out pairs. Drops held-out pairs that also occur in
-    training.
+    """Splits pairs into training pairs and held-out pairs. Drops a held-out pair if it also occurs
+    in the training pairs.
     """
     train = [pair for i, pair in enumerate(pairs) if i % 10 != 9]
     known = set(train)
@@ -177,8 +181,8 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
 
 
 def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
-    """Yields the texts of each row in the language order of the first row, because keys of JSON
-    objects are unordered.
+    """Yields the texts of each row in the order of languages in the first row. Keys of JSON objects
+    have no fixed order.
     """
     first: list[str] = []
     for number, row in enumerate(found, start=1):

@@ -1,3 +1,3 @@
-"""Sends the weights of training to other processes: first a copy of the state, then each step's
-messages.
+"""Sends the weights of a running training to other processes (followers). A follower first receives
+a copy of the training state, and after that the messages of each step.
 """

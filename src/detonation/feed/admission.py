@@ -1,4 +1,4 @@
-"""Replicas that join during training: `Admission` runs on the existing replicas, `admitted` on the
+"""Lets replicas join during training: `Admission` runs on the existing replicas, `admitted` on the
 new replica.
 """
 
@@ -26,16 +26,18 @@ from detonation.log.records import Tapes
 
 _log = logging.getLogger("detonation.feed")
 LOOK_S = 1.0
-"""Seconds between two looks at what the other shards of a guest need. A look costs a round trip."""
+"""Seconds between two checks whether another shard of the joining replica (guest) needs a new copy
+of the state. Each check costs a round trip to the store.
+"""
 
 
 class Admission:
-    """Lets new replicas join. Each rank of each replica has one, and calls `after_step` after each
-    step.
+    """Lets new replicas join a running training. Each rank of each replica has an `Admission`, and
+    calls its `after_step` after each step.
 
     The ranks of the first replica open a feed for a new replica. The new replica receives a copy of
-    the state, and follows until all replicas agree on the step at which it joins. While no replica
-    wants to join, it costs nothing.
+    the training state. It follows each later step until all replicas agree on the step at which it
+    joins. While no replica wants to join, an `Admission` costs no time.
 
     Args:
         model: The trained model.
@@ -85,9 +87,10 @@ class Admission:
             checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
-        self._copy_turn = math.inf  # the guest gets no copy before this turn
+        # the joining replica gets no copy of the state before this turn (step of the optimizer)
+        self._copy_turn = math.inf
         self._copies = 0
-        self._asked = False  # for the next copy
+        self._asked = False  # True if the new replica has asked for its next copy of the state
         self._next_look = 0.0
 
     def after_step(self) -> None:
@@ -96,7 +99,8 @@ class Admission:
         """
         guest = self._axis.host.guest
         if self._feed is not None:
-            self._feed.flush()  # the new replica needs the last step before joining
+            # send the queued steps, because the new replica needs the last step before it can join
+            self._feed.flush()
             self._agree_on_copy(self._feed)
         if self._feed is not None and guest != self._guest:
             self._optimizer.record(self._before)
@@ -111,22 +115,28 @@ class Admission:
                 self._axis.host.refuse(guest, str(error))
 
     def _agree_on_copy(self, feed: Feed) -> None:
-        """Lets all shards give the new replica a copy of the same step, each time it asks."""
+        """Makes all shards give the new replica a copy of the state after the same step, each time
+        the new replica asks for a copy.
+        """
         turn = self._user.turn_of(self._optimizer.step_count)
-        if turn >= self._copy_turn:  # on each shard, so all of them count the same copies
+        # all shards have the same turn for this copy, so they count the same number of copies
+        if turn >= self._copy_turn:
             self._copies += 1
             self._copy_turn = math.inf
             self._asked = False
         self._asked |= feed.is_asked
         if not self._asked and self._others_ask():
-            # the others lost their connection before the last copy, which only this shard has
+            # The other shards of the new replica lost their connection before the last copy of the
+            # state. So only this shard has that copy, and all shards need a new one.
             feed.disconnect("another shard of it needs a new copy")
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
         feed.first_copy = self._user.step_of(self._copy_turn)
 
     def _others_ask(self) -> bool:
-        """True if the guest waits for the next copy on another shard; asks the store seldom."""
+        """True if another shard of the joining replica (guest) waits for the next copy of the
+        state. Asks the store at most once per `LOOK_S` seconds.
+        """
         now = time.monotonic()
         if now < self._next_look:
             return False
@@ -138,7 +148,7 @@ class Admission:
 
     def _open(self, guest: int) -> None:
         if self._several_optimizers():
-            gc.collect()  # frees dropped optimizers that reference cycles keep alive
+            gc.collect()  # delete dropped optimizers that only reference cycles keep alive
         if self._several_optimizers():
             raise ValueError(
                 "several optimizers use the axis, but a newcomer can receive the state of one only"
@@ -149,7 +159,8 @@ class Admission:
             host = way.address
         address = joined_address(self._host or host, 0)
         self._feed = Feed(self._model, self._optimizer, address, token=self._token)
-        # the shards of the new replica need copies of the same step
+        # The shards of the new replica need copies of the same step, so no shard sends a copy
+        # before all shards agree on that step.
         self._feed.first_copy = self._copy_turn = math.inf
         self._copies = 0
         self._asked = False
@@ -171,11 +182,12 @@ def admitted(
     safety: Safety | None = None,
     timeout_s: float = 60.0,
 ) -> tuple[Replicated, SurvivingCommunicator]:
-    """Joins a running training as a new replica. Collective over the shards of this replica.
+    """Joins a running training as a new replica. Collective over the shards of this new replica.
 
     A replica with an `Admission` sends weights and optimizer state while it continues to train. All
-    replicas agree on a step. From this step on the new replica is bitwise equal to the other
-    replicas, or close to them if it rounds differently. Its memory is empty.
+    replicas agree on the step at which the new replica joins. From this step on the new replica is
+    bitwise equal to the other replicas, or close to them if it rounds differently. Its memory of
+    unsent values is empty at this step.
 
     Args:
         model: Like the trained one, with any weights; sharded like the others, with the mesh of
@@ -218,20 +230,22 @@ def admitted(
             while axis is None:
                 entry = arrival.next_entry()
                 axis = guest.come_in(entry, timeout_s, arrival.reaches(entry))
-                if axis is None:  # a shard lacked the state, so the others have gone on
+                # a shard of this replica lacked the state, so the other replicas have continued
+                if axis is None:
                     arrival.start_over()
             joined = follower.join(axis, safety)
-        joined.verify()  # collective: the other replicas call verify at this step
+        joined.verify()  # collective: the other replicas call `verify` at this step, too
         undo.pop_all()
     return joined, axis
 
 
 class _Arrival:
-    """A guest that follows training until the step at which it joins.
+    """A joining replica (guest) that follows training until the step at which it joins.
 
-    Its state comes from one replica. If that replica is lost, one of its connections is lost, or
-    training goes back, the guest needs a new copy. It tells this to the others, so that they do not
-    wait for it.
+    The guest receives the training state from one replica. It needs a new copy of the state if that
+    replica is lost, if one of its connections is lost, or if training returns to an earlier step.
+    The guest tells the existing replicas that it needs a new copy, so that they do not wait for the
+    guest.
     """
 
     def __init__(self, guest: Guest, follower: Follower, timeout_s: float) -> None:
@@ -243,7 +257,9 @@ class _Arrival:
         self._copy_at_entry = 0
 
     def next_entry(self) -> GuestEntry:
-        """Follows until the others wait for this guest before the step that it returns."""
+        """Follows training until the existing replicas wait for this joining replica. Returns the
+        step before which they wait.
+        """
         deadline = time.monotonic() + self._timeout_s
         while (entry := self._guest.entry()) is None:
             if self._follower.ended:
@@ -260,22 +276,27 @@ class _Arrival:
         return entry
 
     def reaches(self, entry: GuestEntry) -> bool:
-        """Follows to the state at `entry`; returns False if that state cannot come."""
+        """Follows training up to the state at `entry` (the step at which this replica joins).
+        Returns False if this state cannot arrive any more.
+        """
         deadline = time.monotonic() + self._timeout_s
         pace = self._pace
         self._copy_at_entry = pace.copy
         while not self._is_at(entry):
             if pace.copy > self._copy_at_entry:
                 return False
-            # after `ready`, it may have turned to a next copy, which cannot come while all wait
+            # This replica may have begun to wait for another copy of the state after it announced
+            # that it is ready. That copy cannot arrive while all replicas wait for this one.
             if not self._is_ready or pace.limit == BEFORE_COPY:
-                pace.close()  # another shard may wait for what this one receives
+                # another shard of this replica may wait for data that only this shard receives
+                pace.close()
                 return False
             if not entry.is_at(entry.step, self._follower.ahead):
                 pace.close()
             late = f"the weights of step {entry.step} did not come"
             if self._follower.step == entry.step:
-                # the other replicas end open rounds, and receive all messages in flight
+                # the other replicas first end open rounds, and receive all messages that are in
+                # flight
                 late = f"the others did not synchronize after step {entry.step}"
             self._follow(deadline, late)
         return True
@@ -285,13 +306,17 @@ class _Arrival:
         return entry.is_at(follower.step, follower.ahead) and follower.complete
 
     def start_over(self) -> None:
-        """Asks for a new copy of the state, on each shard, because loading one is collective."""
+        """Asks for a new copy of the state on each shard of this replica, because loading a copy is
+        collective over the shards.
+        """
         self._is_ready = False
         if self._pace.copy == self._copy_at_entry:
             self._pace.close()
 
     def _announces_change(self) -> bool:
-        """Tells the others whether this guest may join; returns True if that has changed."""
+        """Tells the existing replicas whether this replica is ready to join. Returns True if the
+        answer has changed since the last call.
+        """
         if self._has_copy() == self._is_ready:
             return False
         self._is_ready = not self._is_ready
@@ -302,15 +327,19 @@ class _Arrival:
         return True
 
     def _has_copy(self) -> bool:
-        """True if all shards have a copy that a member gives, and each later step follows."""
+        """True if all shards of this replica have a copy of the state from a replica that still
+        trains, and each later step arrives.
+        """
         pace = self._pace
         given = self._guest.giver in self._guest.members
         return pace.limit > BEFORE_COPY and not pace.is_final and self._follower.current and given
 
     def _follow(self, deadline: float, late: str) -> None:
-        """Follows the replica that offers the state; if that one is lost, the next one.
+        """Follows the replica that offers the training state; if that replica is lost, follows the
+        next replica that offers it.
 
-        Raises `ReplicaLost` after `deadline`, or if the others have continued without the guest.
+        Raises `ReplicaLost` after `deadline`, or if the existing replicas have continued without
+        this joining replica.
         """
         guest = self._guest
         follower = self._follower
@@ -323,11 +352,14 @@ class _Arrival:
             )
         guest.let_in()
         self._keep_pace()
-        if follower.trouble and not follower.ended:  # a training that has ended says so itself
+        # if training has ended, the follower itself reports the end
+        if follower.trouble and not follower.ended:
             guest.hosts.require()
 
     def _needs_copy(self) -> bool:
-        """True if the copy is of no use: no later step follows, or a member no longer gives it."""
+        """True if the received copy of the state has no use any more: later steps do not arrive, or
+        the replica that sends them has left training.
+        """
         if self._has_copy():
             return False
         guest = self._guest
@@ -340,7 +372,9 @@ class _Arrival:
         )
 
     def _keep_pace(self) -> None:
-        """Applies what all shards have received. Asks for a new copy if one of them needs it."""
+        """Applies the steps that all shards of this replica have received. Asks for a new copy of
+        the state if one of the shards needs it.
+        """
         pace = self._pace
         follower = self._follower
         if self._needs_copy():

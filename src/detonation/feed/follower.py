@@ -1,4 +1,4 @@
-"""`follow`: keeps the exact weights of training in another process."""
+"""`follow`: keeps the exact weights of a running training in another process."""
 
 import hashlib
 import math
@@ -32,19 +32,20 @@ from detonation.feed.weights.folders import Folder, folder_at
 from detonation.feed.weights.weight_follower import WeightFollower
 
 LARGEST_STATE = 24
-"""Largest ratio of state to model size in bytes: bf16 weights with fp32 moments, anchor and
-momentum reach 18.
+"""Largest ratio of the bytes of a training state to the bytes of the model. The largest known case
+is 18: bf16 weights with fp32 moments, anchor and momentum.
 """
 
 
 class Follower(AbstractContextManager["Follower"]):
     """Keeps the weights of training in a model of this process. `follow` creates it.
 
-    Only `update` changes the model, so you can use it between two calls. If other threads use the
-    model, share a lock between them and the thread that calls `update`.
+    Only `update` changes the model, so this process may use the model between two calls of
+    `update`. If other threads use the model, let them share a lock with the thread that calls
+    `update`.
 
     model, address: arguments of `follow`. step: the step of training; -1 before the first copy of
-    the state. limit: the last moment up to which `update` may apply what has come.
+    the state. limit: `update` applies no received step after this point of training.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Values that the feed publishes for its followers."""
+        """Values that the feed publishes for its followers, for example the configuration of the
+        run.
+        """
         return dict(self._shards[0].about.get("about", {}))
 
     @property
     def ahead(self) -> int:
-        """The number from `Feed.ahead` in the last copy of the state."""
+        """The number that `Feed.ahead` returned when the feed made the last copy of the state."""
         return int(self._shards[0].about.get("ahead", 0))
 
     @property
@@ -92,7 +95,9 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def joins(self) -> int:
-        """Number of received copies of the state: one, plus one after each lost connection."""
+        """Number of received copies of the training state: one at the start, and one after each
+        lost connection.
+        """
         return self._streams[0].joins
 
     @property
@@ -109,45 +114,54 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def current(self) -> bool:
-        """True if a copy of the state has come, and each later step comes on its connection."""
+        """True if a copy of the state has arrived, and the connection that brought it still brings
+        each later step.
+        """
         return all(stream.current for stream in self._streams)
 
     @property
     def received(self) -> Point:
-        """The moment of the last event that came on the connections of `turn_to`."""
+        """The point of training after the last event that arrived since the last call of `turn_to`:
+        a step, and the number of `synchronize` calls after it.
+        """
         with self._changed:
             return min(self._received(*pair) for pair in self._pairs())
 
     @property
     def lost(self) -> bool:
-        """True if a connection of a follower that joins is lost: it needs `turn_to`."""
+        """True if this follower will join as a replica and has lost a connection. Only `turn_to`
+        gives it a new one, because such a follower does not reconnect.
+        """
         return any(stream.lost for stream in self._streams)
 
     @property
     def complete(self) -> bool:
-        """True if no round is open and no message of an earlier step is missing. With rounds of
-        several steps or a delay, this holds after training has synchronized.
+        """True if no round is open and no message of an earlier step is missing. If rounds have
+        several steps, or if messages have a delay, this is True only after training has called
+        `synchronize`.
         """
         return all(shard.complete for shard in self._shards)
 
     @property
     def trouble(self) -> str:
-        """The reason why a connection was last lost; "" if no connection was lost."""
+        """The reason why a connection was last lost; "" if no connection has been lost."""
         return next((stream.trouble for stream in self._streams if stream.trouble), "")
 
     @property
     def fingerprint(self) -> str:
-        """Sha256 (hex) of the weights, equal to the replicas' `detonation.fingerprint`."""
+        """Sha256 (hex) of the weights. It equals `detonation.fingerprint` on the replicas at the
+        same step.
+        """
         digests = (
             bytes.fromhex(digest(local_parameters(shard.module).values())) for shard in self._shards
         )
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
-        """Applies the received steps; returns `step`.
+        """Applies the received steps to the model; returns `step`.
 
-        After a lost connection the model may go back, because training may have restarted from a
-        checkpoint.
+        After a lost connection the model may return to an earlier step, because training may have
+        restarted from a checkpoint.
 
         Args:
             to: Apply steps up to this one, and wait for it.
@@ -174,13 +188,14 @@ class Follower(AbstractContextManager["Follower"]):
                 return self.step
 
     def join(self, axis: Axis, safety: Safety | None = None) -> Replicated:
-        """Continues as a replica along `axis`: returns an optimizer over the model's parameters,
-        with the received state.
+        """Continues as a replica along `axis`. Returns an optimizer over the model's parameters
+        that has the received state.
 
-        Its memory is empty: the other replicas keep their own unsent state. `join` compares
-        replicas before it returns, so the others call `Replicated.resume_at` at this step, or also
-        `join`. Do not call `update` afterwards, unless you use the optimizer only for saving.
-        `replicate` describes the arguments.
+        The new replica's memory of unsent values is empty, because the existing replicas keep their
+        own unsent values. `join` compares the replicas before it returns. So the existing replicas
+        must call `Replicated.resume_at` at this step, and other new replicas must call `join`. Do
+        not call `update` after `join`, unless you use the optimizer only to save its state. See
+        `replicate` for the arguments.
 
         Raises:
             LostFeed: No state was received yet.
@@ -193,8 +208,8 @@ class Follower(AbstractContextManager["Follower"]):
         return joined_optimizer(self.model, self._shards, self._make, axis, safety or Safety())
 
     def turn_to(self, address: str) -> None:
-        """Follows the same training at `address` from now on, which first sends a copy of the
-        state.
+        """Follows the same training through the feed at `address` from now on. This feed first
+        sends a copy of the state.
         """
         self.address = address
         self._addresses = [host_and_port(each) for each in address.split(",")]
@@ -203,7 +218,7 @@ class Follower(AbstractContextManager["Follower"]):
         del self._shards[1:]
 
     def close(self) -> None:
-        """Stops following; the model keeps its weights."""
+        """Stops following training; the model keeps its weights."""
         close_all(self._streams)
 
     def __exit__(self, *raised: object) -> None:
@@ -241,7 +256,9 @@ class Follower(AbstractContextManager["Follower"]):
         return moment[1:]
 
     def _wait(self, deadline: float | None, to: int | None) -> bool:
-        """Waits until something arrives; returns False if nothing can arrive in time."""
+        """Waits until an event arrives from the feed; returns False if no event can arrive before
+        `deadline`.
+        """
         with self._changed:
             for stream in self._streams:
                 if stream.refusal is not None:
@@ -266,12 +283,14 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _came(self) -> tuple[object, ...]:
-        """Counts of events and of ended streams. `_wait` ends when they change."""
+        """Counts the events and the ended streams of each shard. `_wait` returns when one of these
+        counts changes.
+        """
         return tuple((stream.came, stream.ended, stream.refusal) for stream in self._streams)
 
     def _advance(self, to: int | None) -> bool:
-        """Brings all shards to the last moment that all can reach; returns True if any shard
-        moved.
+        """Brings all shards to the last point of training that every shard can reach. Returns True
+        if any shard has moved.
         """
         self._open_streams()
         limit = self.limit
@@ -297,15 +316,16 @@ class Follower(AbstractContextManager["Follower"]):
             self._changed.notify_all()
         for taken, (shard, _) in zip(events, self._pairs(), strict=True):
             copies = [number for number, event in enumerate(taken) if isinstance(event, Joined)]
-            begin = max(copies, default=0)  # events before the last copy are not needed
+            # a copy of the state makes all events before it superfluous
+            begin = max(copies, default=0)
             shard.apply(taken[begin:])
         assert goal is not None
         self.step = goal[1]
         return True
 
     def _restart_late(self) -> None:
-        """Restarts full streams whose queued steps no other stream has, because another stream
-        reconnected with a later copy.
+        """Restarts each full stream whose queued steps no other shard has received. This happens if
+        the stream of another shard reconnected and received a later copy.
         """
         joined = [
             any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams
@@ -316,8 +336,8 @@ class Follower(AbstractContextManager["Follower"]):
                 stream.restart()
 
     def _open_streams(self) -> None:
-        """Opens a stream for each shard and closes surplus ones, once the first stream has
-        announced the number of shards.
+        """Opens a stream for each shard of training, and closes streams without a shard. Does
+        nothing before the first stream has announced the number of shards.
         """
         with self._changed:
             joined = next(
@@ -337,7 +357,7 @@ class Follower(AbstractContextManager["Follower"]):
 
 
 def _last_common(plans: Sequence[Sequence[Moment | None]]) -> Moment | None:
-    """Last moment that is in all `plans`; None if there is none."""
+    """The last moment that all `plans` contain; None if no moment is in all of them."""
     for moment in reversed(plans[0]):
         if moment is not None and all(moment in plan for plan in plans):
             return moment
@@ -375,17 +395,18 @@ def follow(
 ) -> Follower | WeightFollower:
     """Keeps the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
 
-    This process is not a replica: it sends nothing, and training does not wait for it. It receives
-    a copy of the training state, then the messages of each step, and applies them with training's
-    optimizer. It needs memory for the weights and the optimizer state, but not for gradients. Each
-    shard of a replica has its own stream. If `model` is whole, this process merges all streams. If
-    `detonation.shard` has cut the model into as many shards, each rank reads one stream.
+    This process is not a replica: it sends nothing, and training does not wait for it. It first
+    receives a copy of the training state, and after that the messages of each step. It applies
+    these messages with the same optimizer as training. It needs memory for the weights and the
+    optimizer state, but not for gradients. Each shard of a replica sends its own stream. If `model`
+    is whole, this process merges all streams. If `detonation.shard` has cut the model into the same
+    number of shards, each rank reads one stream.
 
-    It reconnects after a lost connection, and receives a new copy of the state.
+    After a lost connection, the process reconnects and receives a new copy of the state.
 
-    From a directory written by `Feed.of_weights` it reads only the weights, of training with any
-    optimizer. Then pass neither a token nor `optimizer`. In this case the process may round
-    differently, and needs memory only for the model.
+    If `address` is a directory that `Feed.of_weights` writes, this process reads only the weights,
+    and training may use any optimizer. Pass neither a token nor `optimizer` in this case. The
+    process may round differently from training, and needs memory only for the model.
 
     Args:
         model: Like the trained one, with any weights. You may use it between the calls of

@@ -1,5 +1,5 @@
-"""Connections of a feed: authenticated frames of bounded length, the listener that checks the
-token, and the subscription of one follower with its queue and sending thread.
+"""Connections between a feed and its followers: authenticated frames of limited length, the
+listener that checks the token, and the queue and sending thread of each follower.
 """
 
 import contextlib
@@ -25,26 +25,27 @@ from detonation.log.records import LogRecord, record_of
 
 Octets = bytes | bytearray | memoryview
 ABOUT, STATE, STEP_DONE, ALIVE, BYE, WANT = range(6)
-"""Kinds of frames: a description, a piece of the state, the records of a step, keep-alive, the end,
-and the request of a follower.
+"""Kinds of frames, in this order: a description of training, a piece of the state, the records of a
+step, a keep-alive, the end of the feed, and the request of a follower.
 """
 LONGEST_PIECE = 1 << 22
-"""Longest piece of a state, in bytes."""
+"""Largest number of bytes of a state that one frame carries."""
 SHORT = 1 << 24
-"""Longest description, in bytes."""
-_HEADER = struct.Struct("<B7xQ")  # kind, bytes
+"""Largest number of bytes of a description of training."""
+_HEADER = struct.Struct("<B7xQ")  # fields of a frame header: kind, number of bytes
 _TAG = 16
 
 
 class BadFrame(DetonationError, ConnectionError):
-    """A frame is damaged or too large."""
+    """A received frame is damaged or too large."""
 
 
 class FrameSocket:
-    """Sends or receives frames over a connection after its handshake.
+    """Sends and receives frames over a connection after its handshake.
 
-    A frame has a checksum under the handshake's `key`, which also covers the frame's number. So
-    nobody on the network can change, insert, repeat or omit a frame. Frames are not encrypted.
+    A frame has a checksum under the `key` of the handshake, and the checksum also covers the number
+    of the frame. So nobody on the network can change, insert, repeat or omit a frame without
+    detection. Frames are not encrypted.
 
     feeds: True at the feed's end of the connection.
     """
@@ -65,12 +66,12 @@ class FrameSocket:
         self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
         self._sent += 1
         rest = memoryview(content)
-        while rest:  # `sendall` would allow its timeout for the whole frame
+        while rest:  # `sendall` would apply its timeout to the whole frame, not to each part
             rest = rest[self._connection.send(rest) :]
         self.bytes_moved += len(header) + _TAG + len(content)
 
     def receive(self, most: int) -> tuple[int, bytearray]:
-        """Kind and content of the next frame, of at most `most` bytes.
+        """Returns the kind and the content of the next frame, which may have at most `most` bytes.
 
         Raises `BadFrame` if the frame is longer or damaged, and `OSError` if the other end is gone.
         """
@@ -89,7 +90,7 @@ class FrameSocket:
         return kind, content
 
     def close(self) -> None:
-        """Closes the connection, also for a thread that is sending or receiving."""
+        """Closes the connection, even while a thread sends or receives on it."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -118,7 +119,9 @@ def encoded(table: Mapping[str, Any]) -> bytes:
 
 
 def table_of(content: Octets) -> dict[str, Any]:
-    """Content of a frame as a JSON table. Raises `BadFrame` for any other content."""
+    """Returns the content of a frame as a JSON table. Raises `BadFrame` if the content is no JSON
+    table.
+    """
     try:
         found = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -129,7 +132,7 @@ def table_of(content: Octets) -> dict[str, Any]:
 
 
 def records_in(content: Octets) -> Iterator[LogRecord]:
-    """The records of a step, in order. Raises `DamagedLog` if they are incomplete."""
+    """Yields the records of a step, in order. Raises `DamagedLog` if a record is incomplete."""
     rest = memoryview(content)
     while rest:
         record, rest = record_of(rest)
@@ -137,23 +140,27 @@ def records_in(content: Octets) -> Iterator[LogRecord]:
 
 
 MOST_STRANGERS = 8
-"""Largest number of connections whose token is still unchecked."""
+"""Largest number of connections that have not yet proved that they know the token."""
 RESERVED_FILES = 16
-"""Open files that followers leave to the rank: gloo ends its process when it has none."""
+"""Number of open files that followers must leave free for this rank, because gloo ends the process
+when no file is left.
+"""
 REFUSAL_LINE_S = 60.0
 """Smallest number of seconds between two log lines about refused connections."""
 SHORTEST_FRAMES = 4096
-"""Largest request of a follower, in bytes."""
+"""Largest number of bytes of a follower's request."""
 STUCK_S = 30.0
-"""Seconds after which a follower that reads nothing is disconnected."""
+"""Seconds after which the feed disconnects a follower that reads nothing."""
 _log = logging.getLogger("detonation.feed")
 
 
 class Listener:
-    """Listens on `address`, and calls `admit` in a new thread for each follower with the token.
+    """Listens on `address`, and calls `admit` in a new thread for each follower that knows the
+    token.
 
-    Port 0 selects a free port. `admit` receives the connection after the handshake, the peer's
-    name, and its request. Raises `OSError` if this process cannot listen on `address`.
+    With port 0 the system selects a free port. `admit` receives the connection after the handshake,
+    the name of the other end, and its request. Raises `OSError` if this process cannot listen on
+    `address`.
     """
 
     def __init__(
@@ -174,7 +181,7 @@ class Listener:
         threading.Thread(target=self._accept, name="feed-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening for new followers."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
         self._socket.close()
@@ -186,7 +193,8 @@ class Listener:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                time.sleep(0.1)  # all file descriptors are in use, but one may become free soon
+                # all file descriptors are in use, but one of them may become free soon
+                time.sleep(0.1)
                 continue
             peer = joined_address(host, port)
             if _few_are_left(connection.fileno()):
@@ -206,7 +214,7 @@ class Listener:
             if kind != WANT:
                 raise BadFrame("it does not say what it wants")
             wanted = table_of(content)
-        except OSError as error:  # `Refused` and `BadFrame` are OSErrors
+        except OSError as error:  # `Refused` and `BadFrame` are also OSErrors
             self._refuse(connection, peer, str(error) or type(error).__name__)
             return
         finally:
@@ -216,8 +224,8 @@ class Listener:
         self._admit(frames, peer, wanted)
 
     def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
-        """Closes the connection. Logs at most one line per `REFUSAL_LINE_S`, so that strangers
-        cannot fill the log.
+        """Closes the connection. Logs at most one line per `REFUSAL_LINE_S` seconds, so that
+        foreign clients without the token cannot fill the log.
         """
         with contextlib.suppress(OSError), contextlib.closing(connection):
             with self._lock:
@@ -235,27 +243,29 @@ class Listener:
 
 
 def _few_are_left(descriptor: int) -> bool:
-    """True if this process may open few more files. A new file gets the lowest free
-    `descriptor`.
+    """True if this process can open only few more files. `descriptor` belongs to the newest file,
+    and the system gives a new file the lowest free number.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft != resource.RLIM_INFINITY and descriptor >= soft - RESERVED_FILES
 
 
 ALIVE_S = 5.0
-"""Seconds of silence after which a follower gets a keep-alive frame."""
+"""Seconds without a message after which the feed sends a keep-alive frame to a follower."""
 LEAST_WAITING = 64 << 20
-"""Bytes of steps that may always be queued for a follower; the size of its copy of the state, if
-that is larger.
+"""Bytes of steps that may always wait in the queue of a follower. If its copy of the state is
+larger, the size of the copy is the limit.
 """
 FEW_STEPS = 4
-"""Number of steps of any size that may always be queued for a follower."""
+"""Number of steps of any size that may always wait in the queue of a follower."""
 
 
 class Subscription:
-    """Sends a copy of the state and then each step to one follower, called `peer` in the log.
+    """Sends a copy of the state, and after it each step, to one follower. The log calls this
+    follower `peer`.
 
-    most_behind: number of steps that may be queued after the follower has caught up with its copy.
+    most_behind: number of steps that may wait in the queue after the follower has received its copy
+    and all steps queued with it.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:
@@ -265,16 +275,16 @@ class Subscription:
         self.alive = True
         self._begun = self._caught_up = False
         self._skip = 0
-        self._bytes = 0  # the queue is empty before `begin` is called
+        self._bytes = 0  # bytes of the queued steps; the queue is empty before `begin` is called
         self._most_bytes = LEAST_WAITING
-        self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
+        self._queue: deque[tuple[int, Octets]] = deque()  # kind and content of each frame
         self._changed = threading.Condition()
         self.thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)
         self.thread.start()
 
     def begin(self, about: Mapping[str, Any], state: Sequence[memoryview], skip: int) -> None:
-        """Queues a description and the copy of the state. The next `skip` calls of `offer` concern
-        steps before the copy.
+        """Queues a description of training and the copy of the state. Ignores the next `skip` calls
+        of `offer`, because their steps came before the copy.
         """
         size = sum(map(len, state))
         with self._changed:
@@ -288,7 +298,9 @@ class Subscription:
         _log.info("%s follows from step %s on", self.peer, about.get("step"))
 
     def offer(self, step: Octets) -> None:
-        """Queues the records of a step. Disconnects the follower if its queue is too long."""
+        """Queues the records of a step. Disconnects the follower if too many steps wait in its
+        queue.
+        """
         with self._changed:
             if self._skip:
                 self._skip -= 1

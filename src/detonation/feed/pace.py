@@ -1,4 +1,6 @@
-"""The pace of a newcomer: its shards apply the same copies of the state, and the same steps."""
+"""Keeps the shards of a joining replica in step: all of them apply the same copies of the state and
+the same steps.
+"""
 
 import math
 from dataclasses import dataclass
@@ -7,16 +9,17 @@ from detonation.cluster.survive.agreement import axis_key
 from detonation.cluster.survive.membership import Membership
 
 Point = tuple[float, float]
-"""A step, and the number of `synchronize` calls since that step."""
+"""A point of training: a step, and the number of `synchronize` calls since that step."""
 BEFORE_COPY: Point = (-1, 0)
 NO_LIMIT: Point = (math.inf, math.inf)
 
 
 @dataclass(frozen=True)
 class ToldPace:
-    """The last `point` that one shard has received since a copy of the state.
+    """The last point of training (`point`) that one shard has received since a copy of the state.
 
-    is_final: this shard receives nothing more after this copy, so it needs a new one.
+    is_final: True if this shard receives no more steps after this copy, so that it needs a new
+    copy.
     """
 
     point: Point
@@ -33,16 +36,19 @@ class ToldPace:
 
 
 class SharedPace:
-    """Limits what one shard of a newcomer applies to what all its shards have received.
+    """Lets one shard of a joining replica apply only what all shards of this replica have received.
 
-    Loading a copy and applying a step are collective over the shards, but each shard has its own
-    connection. If one shard loses it, the shards stop at the same point, and all take a new copy.
+    Loading a copy of the state and applying a step are collective over the shards, but each shard
+    has its own connection. If one shard loses its connection, all shards stop at the same point of
+    training, and all of them load a new copy.
 
-    The rule: a shard tells what it has received. After a shard has told that this is final, all
-    shards do so. Then the last shared point cannot change any more, so all shards know it.
+    Each shard announces the last point that it has received. If one shard announces that its point
+    is final, all other shards announce the same. After that the last common point cannot change, so
+    all shards know it.
 
-    limit: the last point that this shard may apply now. copy: number of the present copy.
-    is_final: this shard needs a new copy. is_over: all shards do, and `limit` is the end.
+    limit: the last point up to which this shard may apply steps now. copy: number of the current
+    copy. is_final: True if this shard needs a new copy. is_over: True if all shards need a new
+    copy; `limit` is then the last point that they can reach.
 
     Args:
         member: This shard of the newcomer.
@@ -57,8 +63,8 @@ class SharedPace:
         self.next_copy()
 
     def next_copy(self) -> None:
-        """Goes on to the next copy, of which nothing has come yet. All shards call it after
-        `is_over`.
+        """Prepares for the next copy of the state, from which no shard has received anything yet.
+        All shards call this method after `is_over` has become True.
         """
         self.copy += 1
         self.limit = BEFORE_COPY
@@ -66,13 +72,15 @@ class SharedPace:
         self._tell(ToldPace(BEFORE_COPY, False))
 
     def close(self) -> None:
-        """This shard receives nothing more after this copy."""
+        """Announces that this shard receives no more steps after the current copy of the state."""
         if not self.is_final:
             self.is_final = True
             self._tell(ToldPace(self._told.point, True))
 
     def exchange(self, point: Point) -> None:
-        """Tells that this shard has received all up to `point`, and reads what the others tell."""
+        """Announces that this shard has received everything up to `point`, and reads the
+        announcements of the other shards.
+        """
         if not self.is_final and point != self._told.point:
             self._tell(ToldPace(point, False))
         keys = [self._key(shard) for shard in range(self._shards)]

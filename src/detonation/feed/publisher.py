@@ -1,4 +1,4 @@
-"""Feed: a rank of training sends its updates to followers, and never waits for them."""
+"""The feed: a rank of training sends its updates to followers, and never waits for them."""
 
 import contextlib
 import logging
@@ -39,22 +39,23 @@ from detonation.feed.weights.weight_feed import WeightFeed
 from detonation.log.records import MESSAGE, LogRecord, StepRecorder
 
 FAILED_S = 60.0
-"""Seconds between a failed copy of the state and the next attempt."""
+"""Seconds after a failed copy of the state before the feed tries again."""
 REST = 100.0
-"""Smallest time between two copies, in multiples of the duration of one: copies use 1 % of training
-time.
+"""Smallest time from one copy of the state to the next, in multiples of the time that one copy
+takes. So copies use at most 1 % of the training time.
 """
 _log = logging.getLogger("detonation.feed")
 
 
 class Feed(StepRecorder):
-    """Sends the weights of training to followers: a copy of the state, then each step's messages.
+    """Sends the weights of training to followers: first a copy of the state, then the messages of
+    each step.
 
     Each rank of one replica has a feed: `optimizer.record(feed)`. The rank of shard s listens on
     the port of `address` plus s. A new follower gets a copy of the state after the current step,
-    and from then on the messages of all replicas, unchanged. Training never waits for a follower:
-    threads send, and a follower with too many queued steps is disconnected and reconnects. Without
-    followers, steps need no extra time.
+    and from then on the unchanged messages of all replicas. Training never waits for a follower,
+    because threads send the data. A follower with too many queued steps is disconnected, and
+    reconnects by itself. Without followers, steps need no extra time.
 
     A follower needs the same token as the feed: `DETONATION_TOKEN`, or the content of the file that
     `DETONATION_TOKEN_FILE` names. The connection is authenticated, but not encrypted.
@@ -119,23 +120,25 @@ class Feed(StepRecorder):
         self._about: dict[str, Any] = {"about": dict(about or {}), "run": run}
         self._run = run
         self._returns = 0  # number of times that training returned to an earlier state
-        self._lock = threading.Lock()  # of the two lists
+        self._lock = threading.Lock()  # protects the two lists below
         self._coming: list[Subscription] = []
         self._subscribed: list[Subscription] = []
-        self._levels: object = None  # of the last copy
+        self._levels: object = None  # the optimizer's levels at the last copy of the state
         self._next_copy = 0.0
         self.first_copy = 0.0
-        """The step before which no follower gets a copy. If it is set, copies need no pause."""
+        """The feed sends no copy of the state before this step. If this step is set, the feed makes
+        no pause between two copies.
+        """
         self.ahead: Callable[[], int] = lambda: 0
-        """Returns a number that each copy contains; see `Follower.ahead`."""
+        """Returns a number that the feed adds to each copy of the state; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
-        self._sent: dict[int, bytes] = {}  # hashes of the model's buffers at their last sending
+        self._sent: dict[int, bytes] = {}  # contents of the model's buffers when last sent
         self.records = self._closed = False
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
         self._first_shard = shard == 0
         if not port:
-            shard = 0  # port 0: each shard gets any free port
+            shard = 0  # with port 0 each shard listens on any free port
         address = joined_address(host, port + shard)
         self._listener = Listener(address, checked_token(token), self._admit)
         self.address = joined_address(host, self._listener.port - shard)
@@ -149,14 +152,15 @@ class Feed(StepRecorder):
         dtype: torch.dtype | None = None,
         base_every: int | None = None,
     ) -> WeightFeed:
-        """A feed of only the weights, as files that any number of readers poll. It works with any
-        training loop and any optimizer.
+        """Creates a feed of only the weights: files that any number of readers poll. It works with
+        any training loop and any optimizer.
 
         Call `publish(step)` after each step, or less often. A file contains the exact values that
-        changed since the previous call. In bf16 these need about 0.01 bytes per parameter at a
-        learning rate of 1e-6. The first file, and later files at intervals, are bases: they contain
-        all weights, so that a reader can start there. The feed keeps the two newest bases and the
-        differences after the older one, and removes earlier files.
+        changed since the previous call. In bf16, at a learning rate of 1e-6, a file has about 0.01
+        bytes per parameter of the model. Some files are bases: the first file, and later files at
+        intervals. A base contains all weights, so that a reader can start there. The feed keeps the
+        two newest bases and all differences after the older of these bases, and removes earlier
+        files.
 
         The feed keeps a copy of the published weights on the device of the model.
 
@@ -194,33 +198,39 @@ class Feed(StepRecorder):
 
     @property
     def followers(self) -> int:
-        """Number of processes that follow or wait for their copy."""
+        """Number of connected processes: those that follow training, and those that wait for their
+        copy of the state.
+        """
         with self._lock:
             return sum(each.alive for each in (*self._coming, *self._subscribed))
 
     @property
     def is_asked(self) -> bool:
-        """True if a follower waits for a copy."""
+        """True if a follower waits for a copy of the state."""
         with self._lock:
             return any(each.alive for each in self._coming)
 
     def disconnect(self, reason: str) -> None:
-        """Disconnects the followers that have a copy, so that they ask for another one."""
+        """Disconnects the followers that already have a copy of the state, so that they reconnect
+        and ask for another copy.
+        """
         self.forget()
         for each in self._subscribed:
             each.drop(reason)
         self._sort_out()
 
     def end(self, what: str, optimizer: Replicated) -> None:
-        """Ends a step, or a call of `synchronize`."""
+        """Sends the records of a step, or of a call of `synchronize`, to the followers when it has
+        ended.
+        """
         messages, goes_on = self.take_messages(what, optimizer)
         if what == "step":
             self._synchronized = 0
         else:
             self._synchronized += 1
-        if (
-            not goes_on
-        ):  # a new name, because other shards may still hold earlier steps with the same numbers
+        if not goes_on:
+            # use a new name for the run, because other shards may still hold earlier steps with the
+            # same numbers
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self.disconnect("training went back to an earlier state")
@@ -247,9 +257,10 @@ class Feed(StepRecorder):
             self.note(optimizer)
 
     def close(self, ended: bool = True, wait_s: float = 10.0) -> None:
-        """Stops listening, and sends queued steps to each follower for at most `wait_s` seconds.
+        """Stops listening. Sends the queued steps to the followers for at most `wait_s` seconds in
+        total.
 
-        Unless training has `ended`, followers wait for its next start.
+        If training has not `ended`, followers wait until training starts again.
         """
         self._listener.close()
         self.take_last_writes()
@@ -276,7 +287,7 @@ class Feed(StepRecorder):
             each.offer(content)
 
     def _admit(self, connection: FrameSocket, peer: str, wanted: Mapping[str, Any]) -> None:
-        """Accepts or refuses a follower. Called by the threads of the listener."""
+        """Accepts or refuses a follower. The threads of the listener call this method."""
         kind = ABOUT
         answer = dict(self._about["about"])
         if wanted.get("want") != "about":
@@ -292,7 +303,7 @@ class Feed(StepRecorder):
         connection.close()
 
     def _let_in(self, optimizer: Replicated) -> None:
-        """Sends a copy of the state after this step to the followers that wait for a copy."""
+        """Sends a copy of the state after this step to all followers that wait for a copy."""
         began = time.monotonic()
         with self._lock:
             coming = [each for each in self._coming if each.alive]
@@ -300,7 +311,8 @@ class Feed(StepRecorder):
         if not coming:
             return
         try:
-            # after the first step, collectives and closeness of replicas do not change any more
+            # Check again, because only after the first step are the collectives and the closeness
+            # of the replicas final.
             require_followable(optimizer)
         except ValueError as error:
             for each in coming:
@@ -313,7 +325,7 @@ class Feed(StepRecorder):
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
-        self._options = []  # the next step then sends all options of all groups
+        self._options = []  # so the next step sends all options of all parameter groups
         self._sent = {}
         now = time.monotonic()
         if not self.first_copy:
@@ -327,8 +339,8 @@ class Feed(StepRecorder):
             self.forget()
 
     def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
-        """Tensors that a follower needs in addition to the messages: the norm for clipping, and the
-        buffers.
+        """Returns the tensors that a follower needs in addition to the messages: the gradient norm
+        for clipping, and the model's buffers.
         """
         step = optimizer.step_count
         found = []
@@ -342,8 +354,8 @@ class Feed(StepRecorder):
         return found
 
     def _is_new(self, record: LogRecord) -> bool:
-        """False for a buffer that has not changed since it was last sent. Most models have buffers
-        that never change.
+        """True unless `record` holds a buffer that has not changed since it was last sent. Most
+        models have buffers that never change.
         """
         if record.kind != MESSAGE or not BUFFERS <= record.place < NORM:
             return True

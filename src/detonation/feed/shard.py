@@ -1,5 +1,5 @@
-"""One shard of training in a follower: an optimizer without other replicas repeats the steps of a
-stream.
+"""Follows one shard of training: an optimizer in one process, without other replicas, repeats the
+steps that a stream brings.
 """
 
 from collections import deque
@@ -26,13 +26,13 @@ from detonation.log.repeat import Player, repeat_step, show_agreed
 from detonation.log.writer import identity, round_like, use_padding_of
 
 Moment = tuple[str, int, int]
-"""Name of the start of training, steps since then, and number of `synchronize` calls since that
-step.
+"""A moment of training: the name of the training's start, its steps, and the number of
+`synchronize` calls after the last step.
 """
 
 
 class ReceivedSteps(Player):
-    """Plays back the records of a stream."""
+    """Plays back the records that a stream has received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class ReceivedSteps(Player):
 class ShardFollower:
     """Repeats the steps of one shard of training.
 
-    moment: the last moment that was reached; None before the first copy of the state.
+    moment: the moment of training that this shard has reached; None before the first copy of the
+    state.
 
     Args:
         model: Whole, or sharded like the model of training.
@@ -79,14 +80,15 @@ class ShardFollower:
 
     @property
     def complete(self) -> bool:
-        """True unless a round may be open or messages of earlier steps are missing."""
+        """True unless a round may still be open or messages of earlier steps are missing."""
         opens = self.optimizer is not None and self.optimizer.levels[0][1].round.stays_open
         return self.moment is not None and (not opens or self.moment[2] > 0)
 
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
-        """Loads copies of the state and repeats steps.
+        """Loads each copy of the state in `events`, and repeats each step in `events`.
 
-        Raises `ValueError` if a state is of another model, and `DamagedLog` if a step is missing.
+        Raises `ValueError` if a state belongs to another model, and `DamagedLog` if a step is
+        missing.
         """
         for event in events:
             if isinstance(event, Joined):
@@ -96,7 +98,8 @@ class ShardFollower:
             self.moment = moment_after(event, self.moment)
         if events and self.optimizer is not None:
             show_agreed(self.optimizer)
-            # gradients hold the last update, to which the backward of a newcomer would add
+            # The gradients hold the last update. Without this call, the first backward of a joining
+            # replica would add its gradients to that update.
             self.optimizer.zero_grad()
 
     @torch.no_grad()
@@ -171,7 +174,7 @@ class ShardFollower:
             buffer.copy_(sent.view(buffer.shape))
 
     def _clip(self, base: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Clips by the norm over all shards, which training has sent."""
+        """Clips the gradients by the norm over all shards. Training has sent this norm."""
         if self._norm is None:
             return
         gradients = [
@@ -183,13 +186,15 @@ class ShardFollower:
 
 
 def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
-    """The moment after `event`, if training was at moment `before`."""
+    """Returns the moment of training after `event`, if training was at the moment `before`."""
     if isinstance(event, Joined):
         return event.about["run"], event.about["step"], event.about["synchronized"]
-    assert before is not None  # the first event of a stream is a copy
+    # the first event of a stream is a copy of the state, so `before` is known
+    assert before is not None
     run, _, synchronized = before
     end = event.records[-1]
-    if end.kind == WRITTEN:  # shards may have written different weights at the same moment
+    # no new moment, because shards may have written different weights at the same moment
+    if end.kind == WRITTEN:
         return before
     if end.kind == SYNCHRONIZE:
         return run, end.step, synchronized + 1
@@ -197,7 +202,9 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
 
 
 def scheme_of_training(about: dict[str, Any]) -> Scheme:
-    """Creates the scheme of training. Raises `ValueError` if it is not registered here."""
+    """Creates the scheme that training uses. Raises `ValueError` if this process has no registered
+    scheme of that name.
+    """
     name = about["scheme"]
     if ":" in name:
         raise ValueError(
@@ -210,8 +217,8 @@ def scheme_of_training(about: dict[str, Any]) -> Scheme:
 def reachable_moments(
     moment: Moment | None, inbox: Iterable[Joined | Stepped], limit: Point = NO_LIMIT
 ) -> list[Moment | None]:
-    """The moments that a shard can reach: the current one, and the moment after each event in
-    `inbox` up to `limit`.
+    """Returns the moments of training that a shard can reach: its current moment, and the moment
+    after each event in `inbox` up to `limit`.
     """
     found = [moment]
     for event in inbox:
@@ -230,8 +237,8 @@ def joined_optimizer(
     axis: Axis,
     safety: Safety,
 ) -> Replicated:
-    """Creates an optimizer over the parameters of `model` along `axis`, at the step of the shards,
-    with an empty memory.
+    """Creates an optimizer over the parameters of `model` along `axis`. It continues at the step
+    that `shards` have reached, and its memory of unsent values is empty.
 
     Collective over `axis`; see `Follower.join`.
     """
@@ -248,7 +255,7 @@ def joined_optimizer(
     parameters = local_parameters(model)
     optimized = {name for group in saved.groups for name in group["parameters"]}
     for name, parameter in parameters.items():
-        if name in optimized:  # no step changes the other parameters
+        if name in optimized:  # no step changes the parameters that are not in `optimized`
             parameter.requires_grad_(name in about["trained"])
         mark_used(parameter, name in about.get("padding", ()))
     base = shared_state.base_optimizer(make, about, saved.groups, parameters)
@@ -271,7 +278,7 @@ def joined_optimizer(
 def _join_state(
     base: torch.optim.Optimizer, shards: Sequence[ShardFollower], name: str, parameter: Tensor
 ) -> None:
-    """Copies the base optimizer's state of one parameter from all shards to `base`."""
+    """Copies the base optimizer's state of one parameter from all shards into `base`."""
     states = []
     for shard in shards:
         view = local_parameters(shard.module)[name]
@@ -294,7 +301,7 @@ def _hand_over(
             full = f"{level}.{key}"
             name = key.partition(".")[2]
             if not shared_state.is_shared(full) or full not in found[0]:
-                state[key] = tensor.clone()  # empty
+                state[key] = tensor.clone()  # state of this replica alone begins empty
             elif name in parameters:
                 state[key] = _whole([each[full] for each in found], _boxes(shards, name), tensor)
             else:
@@ -309,8 +316,8 @@ def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
 
 
 def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
-    """Joins the parts of a tensor in new memory. Values without parts are copied from the first
-    shard.
+    """Joins the parts of a tensor from all shards in new memory. If a value is not cut into parts,
+    returns the value of the first shard.
     """
     first = parts[0]
     box = boxes[0]

@@ -1,5 +1,5 @@
-"""The copy of the state for a follower: functions with which a feed describes and writes it, and a
-follower loads it.
+"""The copy of the training state for a follower: a feed describes and writes the copy with these
+functions, and a follower loads it.
 """
 
 import math
@@ -24,14 +24,16 @@ from detonation.log.writer import identity, padding_of, rounding
 from detonation.muon.muon import Muon
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Creates training's base optimizer from parameter groups."""
+"""Creates the base optimizer of training from parameter groups."""
 BUFFERS = 1 << 31
 NORM = (1 << 32) - 1
-"""Message numbers for the model's first buffer (the other buffers follow) and for the norm for
-clipping.
+"""Message numbers for tensors that are not messages: `BUFFERS` for the model's first buffer (other
+buffers have the next numbers), and `NORM` for the gradient norm for clipping.
 """
 PRIVATE = ("residual", "server_residual", "generator", "taken", "local_steps")
-"""Prefixes of state that replicas do not share: a replica's memory, and its local steps."""
+"""Prefixes of the state that replicas do not share: the unsent values of one replica, and its
+number of local steps.
+"""
 
 
 def require_followable(optimizer: Replicated) -> None:
@@ -58,14 +60,15 @@ def require_followable(optimizer: Replicated) -> None:
             found = collective_for(scheme, each.layout, link.replicas, link.local_ranks)
             collectives.append(found)
     if scheme.round.delay and "owner" in collectives:
-        # Waiting for a message in flight would start the second collective on this replica only.
+        # To wait for a message in flight, an owner would start its second collective, but on this
+        # replica only.
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
         )
 
 
 def describe_training(optimizer: Replicated) -> dict[str, Any]:
-    """Everything that a follower needs before it can load the state, as JSON values."""
+    """Returns everything that a follower needs before it can load the state, as JSON values."""
     ((_, scheme),) = optimizer.levels
     replicators = optimizer.build()
     settings = optimizer.settings
@@ -85,18 +88,21 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "equal": settings.safety.equal,
         "versions": versions(),
     }
-    return table_of(encoded(described))  # tuples as lists
+    # JSON turns tuples into lists, so this result equals what the follower receives
+    return table_of(encoded(described))
 
 
 @torch.no_grad()
 def memory_norm(optimizer: Replicated) -> float:
-    """Norm of this replica's unsent signals, over all parameters of its shard."""
+    """Norm of the values that this replica has computed and not sent, over all parameters of its
+    shard.
+    """
     found = [each.channel.memory.residual for each in optimizer.build() if each.channel.memory]
     return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in found))
 
 
 def shared_content(snapshot: Snapshot) -> list[memoryview]:
-    """The state that all replicas share, in the format of a checkpoint's shard file."""
+    """Returns the state that all replicas share, in the format of a checkpoint's shard file."""
     tensors = {}
     for key, tensor in snapshot.tensors.items():
         part, _, rest = key.partition(".")
@@ -108,9 +114,9 @@ def shared_content(snapshot: Snapshot) -> list[memoryview]:
 
 @torch.no_grad()
 def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
-    """Copies the weights in `saved` into `model`, which is whole or sharded in the same way.
+    """Copies the weights in `saved` into `model`, which must be whole or sharded as in training.
 
-    Raises `ValueError` if the weights are of another model.
+    Raises `ValueError` if the weights belong to another model.
     """
     targets = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     for key, target in targets.items():
@@ -137,13 +143,13 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
 
 
 def part_of(whole: Tensor, box: Box) -> Tensor:
-    """Part `box` of a whole tensor, as a view.
+    """Returns the part `box` of a whole tensor, as a view.
 
     Shapes: any -> the shape of the box.
     """
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         if start + size > whole.shape[dim]:
-            start = 0  # the offset of an empty shard may be past the end
+            start = 0  # the offset of an empty shard may be past the end of the tensor
             if size:
                 raise CorruptCheckpoint(
                     f"a box ends beyond its tensor of shape {tuple(whole.shape)}"
@@ -158,7 +164,8 @@ def load_shared_state(
 ) -> None:
     """Loads the state of the base optimizer and of the replicators into a new optimizer.
 
-    Its memory remains empty. Raises `ValueError` if the state belongs to another model or scheme.
+    The memory of unsent values in the new optimizer stays empty. Raises `ValueError` if the state
+    belongs to another model or scheme.
     """
     for name, parameter in parameters.items():
         load_base_state(saved, saved, optimizer, name, parameter)
@@ -191,7 +198,9 @@ def load_shared_state(
 
 
 def is_shared(key: str) -> bool:
-    """False for state of a single replica, such as 0.residual.layer.weight."""
+    """True if replicas share the state under `key`. False for state of a single replica, such as
+    0.residual.layer.weight.
+    """
     return not key.partition(".")[2].startswith(PRIVATE)
 
 
@@ -201,7 +210,9 @@ def base_optimizer(
     saved: Sequence[Any],
     parameters: Mapping[str, Tensor],
 ) -> torch.optim.Optimizer:
-    """Creates training's base optimizer over `parameters` in the `saved` groups."""
+    """Creates the base optimizer of training over `parameters`, with the parameter groups in
+    `saved`.
+    """
     groups = []
     for group in saved:
         members = [parameters[name] for name in group["parameters"]]
@@ -228,7 +239,7 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
 
 
 def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a saved parameter group, with their original types."""
+    """Returns the options of a saved parameter group, with their original types."""
     options = dict(saved["options"])
     for key, value in options.items():
         if isinstance(value, list):
@@ -239,10 +250,11 @@ def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
-    """A module with the names of `model`, whose parameters are views of the parts in `saved`.
+    """Returns a module with the parameter names of `model`. Its parameters are views of the parts
+    of `model` that `saved` holds.
 
-    An optimizer that steps this module changes the weights of `model`, but neither its gradients
-    nor its `requires_grad`. Views of `trained` parameters require gradients.
+    An optimizer that steps this module changes the weights of `model`, but neither the gradients
+    nor the `requires_grad` of `model`. Views of the parameters in `trained` require gradients.
     """
     views: dict[str, Tensor] = {}
     parameters = local_parameters(model)
@@ -259,7 +271,9 @@ def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) 
 
 
 def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` if an optimizer needs whole parameters instead of shards."""
+    """Raises `ValueError` if the optimizer needs whole parameters, because it then cannot
+    step shards.
+    """
     name = type(base).__name__
     for view in views.values():
         for state in base.state.get(view, {}).values():
@@ -273,7 +287,7 @@ def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]
 
 
 def _tree(parameters: Mapping[str, Tensor]) -> nn.Module:
-    """A module that holds `parameters` under their full names, in the same order."""
+    """Returns a module that holds `parameters` under their full names, in the same order."""
     root = nn.Module()
     for name, parameter in parameters.items():
         owner = root

@@ -1,4 +1,6 @@
-"""The stream of one shard: a thread that receives from a feed, and reconnects."""
+"""The stream of one shard: a thread that receives data from a feed, and reconnects after a lost
+connection.
+"""
 
 import os
 import shutil
@@ -33,15 +35,15 @@ from detonation.log.records import DamagedLog, LogRecord
 from detonation.whole_files import new_file
 
 SILENCE_S = 30.0
-"""Seconds of silence after which a feed counts as lost."""
+"""Seconds without any data after which a follower counts its feed as lost."""
 PAUSES_S = (0.1, 0.2, 0.5, 1.0)
-"""Seconds of waiting before each attempt to reconnect; the last one repeats."""
+"""Seconds to wait before each attempt to reconnect; the last value repeats."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A received copy of the state: its description, and its file, which is deleted with this
-    object.
+    """A received copy of the training state: its description and its file. The file is deleted
+    together with this object.
     """
 
     about: dict[str, Any]
@@ -53,22 +55,24 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The records of one step or of one `synchronize`, up to the record that ends it."""
+    """The records of one step or of one `synchronize` call, including the record that ends it."""
 
     records: list[LogRecord]
 
 
 def introduced(connection: socket.socket, token: bytes) -> FrameSocket:
-    """Proves to a feed that this follower has the token. The feed then expects a `WANT` frame."""
+    """Proves to a feed that this follower has the token. After this, the feed expects a `WANT`
+    frame.
+    """
     key = prove_to_feed(connection, token)
     connection.settimeout(SILENCE_S)
     return FrameSocket(connection, key, feeds=False)
 
 
 def read_about(address: str, token: bytes) -> dict[str, Any]:
-    """The description of training that the feed at `address` sends to followers.
+    """Returns the description of training that the feed at `address` sends to followers.
 
-    Raises `Refused`, or `OSError` if there is no feed.
+    Raises `Refused` if the feed refuses this process, or `OSError` if there is no feed.
     """
     host, port = host_and_port(address.split(",")[0])
     with socket.create_connection((host, port), HANDSHAKE_S) as connection:
@@ -80,12 +84,15 @@ def read_about(address: str, token: bytes) -> dict[str, Any]:
 
 
 class Stream:
-    """Receives from the feed at `host`, `port` into `inbox`, and notifies `changed`.
+    """Receives data from the feed at `host`, `port` into `inbox`, and notifies `changed` of each
+    new event.
 
-    A copy of the state, and the records of one step, may have at most `most_bytes`. With
-    `most_waiting` steps in `inbox` it stops reading, and the feed then disconnects this follower.
+    A copy of the state may have at most `most_bytes`, and so may the records of one step. While
+    `most_waiting` events wait in `inbox`, the stream does not read. The feed then disconnects this
+    follower.
 
-    reconnects: after a lost connection, ask for another copy. Otherwise the stream is then `lost`.
+    reconnects: if True, the stream reconnects after a lost connection and asks for another copy of
+    the state. If False, the stream is `lost` after that.
     """
 
     def __init__(
@@ -106,17 +113,18 @@ class Stream:
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
-        self.current = False  # True while the connection lasts on which the last copy came
-        self.failures = 0  # failed attempts since the last copy of the state
-        self.lost = False  # True if nothing more comes, because it does not reconnect
+        # True while the connection exists that brought the last copy of the state
+        self.current = False
+        self.failures = 0  # number of failed attempts since the last copy of the state
+        self.lost = False  # True if no more data can arrive, because this stream does not reconnect
         self._reconnects = reconnects
-        self._has_asked = False  # for a copy of the state
+        self._has_asked = False  # True after this stream has asked for a copy of the state
         self._token = token
         self._most_bytes = most_bytes
         self._most_waiting = most_waiting
         self._changed = changed
         self._frames: FrameSocket | None = None
-        self._dropped = False  # True if the rest of this connection is ignored after `restart`
+        self._dropped = False  # True after `restart`: the rest of this connection is ignored
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
         self._thread.start()
@@ -124,18 +132,21 @@ class Stream:
     @property
     def gone(self) -> bool:
         """True if the feed is unreachable and has not announced the end of training."""
-        # while connected, `failures` has its value from before the connection
+        # While the stream is connected, `failures` still counts the attempts before this
+        # connection, so it is not enough to compare `failures`.
         return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
-        """Ends the connection; the thread ends soon."""
+        """Ends the connection. The receiving thread ends soon after that."""
         self._closed.set()
         self._hang_up()
         with self._changed:
             self._changed.notify_all()
 
     def restart(self) -> None:
-        """Drops the queue and the connection, to get a new copy. The caller must hold `changed`."""
+        """Drops the queued events and the connection, so that the stream gets a new copy of the
+        state. The caller must hold `changed`.
+        """
         self.inbox.clear()
         self.current = False
         self._dropped = True
@@ -143,7 +154,8 @@ class Stream:
         self._changed.notify_all()
 
     def _hang_up(self) -> None:
-        frames = self._frames  # the receiving thread may set it to None in the meantime
+        # keep a reference, because the receiving thread may set `_frames` to None
+        frames = self._frames
         if frames is not None:
             frames.close()
 
@@ -154,7 +166,8 @@ class Stream:
             try:
                 self._follow()
             except (OSError, DamagedLog, UnicodeError) as error:
-                # `Refused` and `BadFrame` are OSErrors; an invalid host name raises UnicodeError
+                # `Refused` and `BadFrame` are OSErrors, and an invalid host name raises a
+                # UnicodeError
                 self.trouble = f"{self._where}: {error or type(error).__name__}"
                 if isinstance(error, Refused | UnicodeError):
                     self.refusal = Refused(self.trouble)
@@ -172,7 +185,9 @@ class Stream:
                 self._pause()
 
     def _pause(self) -> None:
-        """Waits before the next attempt, or before this stream counts as lost."""
+        """Waits before the next attempt to connect. A stream that does not reconnect counts as lost
+        after this wait.
+        """
         self._closed.wait(PAUSES_S[min(self.failures, len(PAUSES_S) - 1)])
         with self._changed:
             self.lost = self._has_asked and not self._reconnects
@@ -180,7 +195,8 @@ class Stream:
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
-            # set before anything is sent, because `gone` is False once a feed answers
+            # set `_frames` before the request is sent: as soon as a feed answers, `gone` must be
+            # False
             frames = self._frames = introduced(connection, self._token)
             frames.send(WANT, encoded({"want": "state"}))
             self._has_asked = True
@@ -204,7 +220,7 @@ class Stream:
                     raise BadFrame(f"a frame of kind {kind} is not expected here")
 
     def _joined(self, frames: FrameSocket, about: dict[str, Any]) -> Joined:
-        """Receives a copy of the state into a file."""
+        """Receives a copy of the state, and writes it to a file."""
         size = about.get("state_bytes")
         if type(size) is not int or not 0 < size <= self._most_bytes:
             raise Refused(
@@ -230,7 +246,7 @@ class Stream:
             self._changed.wait_for(
                 lambda: len(self.inbox) < self._most_waiting or self._closed.is_set()
             )
-            if self._dropped:  # the next event in the inbox must be a copy of the state
+            if self._dropped:  # a copy of the state must be the next event in the inbox
                 raise ConnectionResetError("too far from the other shards")
             self.inbox.append(event)
             self.current = self.current or isinstance(event, Joined)

@@ -1,4 +1,6 @@
-"""Shared token of a feed and its followers, and the handshake that proves that both have it."""
+"""The secret token that a feed and its followers share, and the handshake with which each end
+proves that it has this token.
+"""
 
 import hmac
 import os
@@ -18,16 +20,17 @@ HANDSHAKE_S = 5.0
 """Seconds in which a new connection must prove that it has the token."""
 _MAGIC = b"DTFEED\x00\x01"  # the last two bytes are the version of the protocol
 _NONCE = 32
-# tells a refusal from a closed connection, after which followers reconnect
+# the answer that refuses a token; after a closed connection without this answer, followers
+# reconnect
 _REFUSAL = bytes(32)
 
 
 class Refused(DetonationError, ConnectionError):
-    """The other end of a connection is neither a feed nor a follower, or has another token."""
+    """The other end of a connection is neither a feed nor a follower, or has a different token."""
 
 
 class LostFeed(DetonationError, ConnectionError):
-    """A follower has lost its feed permanently, or did not reach it in time."""
+    """A follower has lost its feed permanently, or could not reach the feed in time."""
 
 
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
@@ -69,7 +72,7 @@ def checked_token(token: bytes | None) -> bytes:
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
-    """The feed's side of the handshake; returns the key for the frames.
+    """Runs the feed's side of the handshake; returns the key that authenticates the frames.
 
     Raises as `prove_to_feed`.
     """
@@ -87,7 +90,7 @@ def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
 
 
 def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
-    """The follower's side of the handshake; returns the key for the frames.
+    """Runs the follower's side of the handshake; returns the key that authenticates the frames.
 
     Raises `Refused` if the other end is no feed or has another token, and `OSError` if it is gone.
     """
@@ -108,7 +111,7 @@ def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """The next `count` bytes of a connection.
+    """Returns the next `count` bytes of a connection.
 
     Raises `ConnectionError` if it ends before, and `TimeoutError` at the `deadline`.
     """

@@ -1,6 +1,6 @@
-"""Integrations with training libraries, one file each: sharding, steps, saving and logging with
-replicas.
+"""Integrations with training libraries, one file for each library. They connect sharding, steps,
+saving and logging of the library with replicas.
 
-Each file needs its library's extra. The files may import any module of the package, but no other
-module imports them.
+To use a file, install the extra of its library. The files may import any module of the package, but
+no other module imports them.
 """

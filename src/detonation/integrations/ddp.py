@@ -1,4 +1,6 @@
-"""`comm_hook`: a scheme as a communication hook of DistributedDataParallel, without sharding."""
+"""`comm_hook`: uses a scheme as the communication hook of DistributedDataParallel, without sharding
+of the model.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,11 +29,12 @@ def comm_hook(
     kernels: bool = True,
     safety: Safety | None = None,
 ) -> "CommHook":
-    """Makes `model` exchange gradients by `scheme` instead of a dense all-reduce.
+    """Makes `model` exchange its gradients by `scheme`, instead of by a dense all-reduce.
 
-    Call it before the first backward. Optimizer and loop are unchanged: after `backward` each
-    `p.grad` is the agreed update, bit for bit as with `replicate`. Each backward outside `no_sync`
-    exchanges once. All ranks save and load the hook's `state_dict`.
+    Call it before the first backward. The optimizer and the training loop need no change: after
+    `backward`, each `p.grad` is the update on which all ranks agree, bit for bit as with
+    `replicate`. Each backward outside `no_sync` makes one exchange. Every rank must save and load
+    the `state_dict` of its hook.
 
     Args:
         model: Wrapped model. Frozen and unused parameters, bf16 and autocast are supported. If no
@@ -109,7 +112,7 @@ def comm_hook(
 
 
 class CommHook:
-    """Communication hook of a DistributedDataParallel model, built by `comm_hook`.
+    """The communication hook of a DistributedDataParallel model. `comm_hook` builds it.
 
     Args:
         replicated: Exchanges the gradients of all parameters in one step; changes no weights.
@@ -131,34 +134,40 @@ class CommHook:
 
     @property
     def step_count(self) -> int:
-        """Number of exchanges so far: one per backward outside `no_sync`."""
+        """Number of exchanges so far: one exchange per backward outside `no_sync`."""
         return self._replicated.step_count
 
     @property
     def stats(self) -> Stats:
-        """Bytes sent between nodes, waiting time, and skipped contributions so far."""
+        """Bytes sent between nodes, waiting time, and number of skipped contributions so far."""
         return self._replicated.stats
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that this rank would send to replicas in a step of full fp32 synchronisation."""
+        """Bytes that this rank would send to other replicas in a step of full fp32
+        synchronisation.
+        """
         return sum(self._replicated.dense_bytes_by_level)
 
     def verify(self) -> None:
-        """Compares the weights of all replicas bit for bit, as every `safety.verify_every` steps.
+        """Compares the weights of all replicas bit for bit. The hook also makes this comparison
+        every `safety.verify_every` steps.
 
         Collective.
         """
         self._replicated.verify()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's memory, under a key with the rank's name. Each rank saves its own memory."""
+        """Returns this rank's memory of unsent values, under a key with the rank's name. Each rank
+        must save its own memory.
+        """
         return {self._replicated.coordinates.name: replica_state(self._replicated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the `state_dict` of this rank. Load the model's weights first. Collective.
+        """Restores the `state_dict` of this rank. Load the weights of the model before this call.
+        Collective.
 
-        Raises `ValueError` for the state of another rank, model or scheme.
+        Raises `ValueError` if the state belongs to another rank, model or scheme.
         """
         base = self._replicated.base.state_dict()
         self._replicated.load_state_dict({**base, "replication": state_dict})
@@ -168,14 +177,15 @@ class CommHook:
         state: None,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> Future[Tensor]:
-        """Collects one bucket of gradients; after the last bucket, exchanges all buckets.
+        """Collects one bucket of gradients. After the last bucket of a backward, exchanges all
+        buckets.
 
-        Called by DistributedDataParallel. DistributedDataParallel reorders its buckets after the
-        first step; the message keeps its order.
+        DistributedDataParallel calls this method. DistributedDataParallel reorders its buckets
+        after the first step, but the order within the message stays the same.
         """
         self._arrived.append(_Bucket(bucket, self._node))
         future = self._arrived[-1].future
-        # in the first step of a static graph no bucket is marked as the last
+        # in the first step of a static graph, DistributedDataParallel marks no bucket as the last
         if bucket.is_last() or sum(len(each.pieces) for each in self._arrived) == self._count:
             arrived = self._arrived
             self._arrived = []
@@ -184,7 +194,7 @@ class CommHook:
 
     @torch.no_grad()
     def _exchange(self, arrived: list["_Bucket"]) -> None:
-        """Replaces the gradients in all buckets by the agreed update."""
+        """Replaces the gradients in all buckets by the update on which all ranks agree."""
         pieces = [piece for bucket in arrived for piece in bucket.wait()]
         found = [(parameter, view, parameter.grad) for parameter, view in pieces]
         used = self._used_in_node([own is not None for _, _, own in found])
@@ -203,7 +213,9 @@ class CommHook:
             bucket.future.set_result(bucket.buffer)
 
     def _used_in_node(self, here: list[bool]) -> list[bool]:
-        """For each parameter: did any rank of this node use it? Takes this rank's flags."""
+        """Returns for each parameter whether any rank of this node used it. `here` says which
+        parameters this rank used.
+        """
         if self._node is None or self._node.size() == 1 or not self._may_miss:
             return here
         used = torch.tensor(here, dtype=torch.uint8, device=self._node.device_type)
@@ -213,11 +225,14 @@ class CommHook:
         return [bool(each) for each in used.tolist()]
 
     def _agreed(self, parameter: Tensor, view: Tensor, own: Tensor | None) -> Tensor | None:
-        """The gradient of `parameter` after the exchange; `own` if no rank used the parameter."""
+        """Returns the gradient of `parameter` after the exchange. If no rank used the parameter,
+        returns `own`, its gradient before the exchange.
+        """
         update = parameter.grad
         if update is None:
             return own
-        if update is not view:  # no rank of this node used the parameter
+        # no rank of this node used the parameter, so its update is not in the bucket
+        if update is not view:
             view.copy_(update)
         if own is None:
             if self._as_views:
@@ -229,7 +244,7 @@ class CommHook:
 
 
 class _Bucket:
-    """A bucket of gradients, which the ranks of a node average during backward."""
+    """A bucket of gradients. The ranks of a node average it during backward."""
 
     def __init__(self, bucket: Any, node: DeviceMesh | None) -> None:
         self.buffer = bucket.buffer()
@@ -246,12 +261,15 @@ class _Bucket:
             self._work = dist.all_reduce(self.buffer, group=node.get_group(), async_op=True)
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
-        """Waits for the average. Returns each parameter with its gradient, a view of the buffer."""
+        """Waits for the average of the node. Returns each parameter with its gradient, which is a
+        view of the buffer.
+        """
         if self._work is not None:
             self._work.wait()
         found = []
         for parameter, gradient in self.pieces:
-            # buckets keep the memory format of a dense parameter, such as channels last
+            # gradients in a bucket have the memory format of a dense parameter, such as channels
+            # last
             if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
                 gradient = gradient.as_strided(parameter.size(), parameter.stride())
             found.append((parameter, gradient))
@@ -259,8 +277,8 @@ class _Bucket:
 
 
 class _NoStep(Optimizer):
-    """An optimizer that changes no weights, because the caller's own optimizer steps after
-    backward.
+    """An optimizer that changes no weights. After backward, the caller's own optimizer changes the
+    weights.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

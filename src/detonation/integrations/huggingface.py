@@ -1,9 +1,9 @@
-"""Accelerate, the Transformers Trainer, TRL and PEFT, with FSDP2 inside a replica and a scheme
-between replicas.
+"""Accelerate, the Trainer of Transformers, TRL and PEFT: FSDP2 shards inside each replica, and a
+scheme connects the replicas.
 
-Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. Then
-this module replicates the optimizer inside the wrapper. A directory `detonation` next to the
-libraries' own files contains the state that differs between replicas.
+Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. After
+this, the module replicates the optimizer inside the wrapper. A directory `detonation` beside the
+files of these libraries contains the state that differs between replicas.
 """
 
 import math
@@ -38,18 +38,19 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install '.[hf]' in a clone") from error
 
 _PART_OF_REPLICAS = "detonation"
-"""The directory in a checkpoint with the exact state of every rank; the library writes the rest.
+"""Name of the directory in a checkpoint that holds the exact state of every rank. The library
+writes the rest of the checkpoint.
 """
 _NAME = re.compile(r"checkpoint-[0-9]+")
-"""Pattern for the names of the Trainer's checkpoints."""
+"""Pattern of the names that the Trainer gives its checkpoints."""
 _USE = "parallelism_config=Replicas(dp_replicate_size=NODES, dp_shard_size=GPUS_PER_NODE)"
 
 
 class Replicas(ParallelismConfig):  # type: ignore[misc]
-    """`ParallelismConfig` of Accelerate in which FSDP2 shards only inside each replica.
+    """A `ParallelismConfig` of Accelerate with which FSDP2 shards only inside each replica.
 
     A scheme connects the replicas. Consecutive ranks are the shards of one replica. Each rank reads
-    different data, as with Accelerate's class.
+    different data, as with the class of Accelerate.
 
     Args:
         dp_replicate_size: Replicas, usually the number of nodes.
@@ -66,18 +67,20 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Mesh axes of FSDP2: only the axes inside a replica."""
+        """The mesh axes over which FSDP2 shards: only the axes inside a replica."""
         return ["dp_shard_cp"]
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True even for an axis of size 1: one replica, or a replica on one GPU."""
+        """True even if the axis has size 1, for a single replica or for a replica on one GPU."""
         return bool(self.total_size > 1)
 
     dp_shard_enabled = dp_replicate_enabled
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """If Accelerate counts only one rank, raises a clearer error than Accelerate does."""
+        """If Accelerate counts only one rank, raises an error that is clearer than the error of
+        Accelerate.
+        """
         if self.total_size > 1 and accelerator.num_processes == 1:
             asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
             start = "start them with torchrun or accelerate launch, on an accelerator each"
@@ -97,11 +100,12 @@ def prepare(
     clip: float | None = None,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """Like `accelerator.prepare`, with an optimizer that exchanges updates between replicas by
-    `scheme`.
+    """Prepares model, optimizer and other objects as `accelerator.prepare` does. The optimizer then
+    also exchanges updates between replicas by `scheme`.
 
-    `save_state` and `load_state` then also include the state of the replicas. With a scheme that
-    has rounds or a delay, call `replicated(optimizer).synchronize()` before you use the model.
+    `save_state` and `load_state` also include the state of the replicas after this call. If the
+    scheme has rounds or a delay, call `replicated(optimizer).synchronize()` before you use the
+    model.
 
     Args:
         accelerator: Accelerator with FSDP2 and `parallelism_config=Replicas(...)`.
@@ -137,7 +141,8 @@ def prepare(
 
 
 def replicated(optimizer: Optimizer) -> Replicated:
-    """The replicated optimizer in the result of `prepare`, for its `stats` and `synchronize`.
+    """Returns the replicated optimizer inside an optimizer that `prepare` returned, for its `stats`
+    and `synchronize`.
 
     Raises:
         TypeError: `prepare` did not return `optimizer`.
@@ -157,14 +162,15 @@ def replicated(optimizer: Optimizer) -> Replicated:
 
 
 class Replicate(TrainerCallback):
-    """A callback that trains with replicas: `Trainer(..., callbacks=[Replicate(dt.loco())])`.
+    """A callback that makes the Trainer train with replicas: `Trainer(...,
+    callbacks=[Replicate(dt.loco())])`.
 
     It works with the Trainer of Transformers and its subclasses, such as TRL's `SFTTrainer`, with
-    or without PEFT. `max_grad_norm` clips the agreed gradients, as in hybrid sharding. Each
-    checkpoint holds the state of the replicas, and `train(resume_from_checkpoint=...)` continues
-    bit for bit. Logs contain this rank's `bytes_sent` so far, and the `grad_norm` of the agreed
-    gradients. The last step completes open rounds, so that all replicas evaluate and save the same
-    model.
+    or without PEFT. `max_grad_norm` clips the gradients on which replicas agree, as in hybrid
+    sharding. Each checkpoint holds the state of the replicas, and
+    `train(resume_from_checkpoint=...)` continues bit for bit. The logs contain the `bytes_sent` of
+    this rank so far, and the `grad_norm` of the gradients on which replicas agree. The last step
+    completes open rounds, so that all replicas evaluate and save the same model.
 
     Attributes:
         optimizer: Replicated optimizer, for its `stats`; None until training begins.
@@ -187,21 +193,25 @@ class Replicate(TrainerCallback):
         self.optimizer: Replicated | None = None
         self._scheme = scheme
         self._settings = settings
-        self._folder = Path()  # the folder of the checkpoints
-        self._sent_before = 0  # bytes of the runs that this run resumes
+        self._folder = Path()  # the folder that holds the checkpoints
+        self._sent_before = 0  # bytes that earlier runs sent, before this run resumed them
         self._elsewhere: CheckpointsElsewhere | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Checks the set-up before data are prepared, and skips incomplete checkpoints."""
+        """Checks the set-up before data are prepared, and makes the Trainer skip incomplete
+        checkpoints.
+        """
         check_setup(AcceleratorState(), others["model"])
         skip_checkpoints(_NAME, _PART_OF_REPLICAS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Replicates the sharded, loaded optimizer, and loads the state of the replicas."""
+        """Replicates the optimizer after it has been sharded and loaded, and loads the state of the
+        replicas.
+        """
         trainer, checkpoint = _training()
-        # `add_callback` does not call `on_init_end`
+        # check again, because a callback that `add_callback` adds gets no call of `on_init_end`
         check_setup(trainer.accelerator.state, trainer.model)
-        # train() has been called before
+        # an earlier call of `train` has already replicated the optimizer
         if isinstance(trainer.optimizer.optimizer, _ReplicatedStep):
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:
@@ -221,24 +231,26 @@ class Replicate(TrainerCallback):
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
         callbacks = trainer.callback_handler.callbacks
         rest = [each for each in callbacks if each is not self and not isinstance(each, _LastRound)]
-        # This callback is first, so that trackers see bytes_sent.
-        # `_LastRound` is last, because any other callback may stop training.
+        # This callback must be first, so that trackers get `bytes_sent`. `_LastRound` must be last,
+        # because any other callback may stop training.
         callbacks[:] = [self, *rest, _LastRound(self.optimizer)]
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds the state of the replicas to the checkpoint that the Trainer has written."""
+        """Adds the state of the replicas to the checkpoint that the Trainer has just written."""
         if self.optimizer and not args.save_only_model:
             part = self._folder / f"checkpoint-{state.global_step}" / _PART_OF_REPLICAS
             _save_part(part, others["model"], self.optimizer, {"bytes_sent": self._bytes_sent})
         self._remove_elsewhere(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Removes checkpoints on other nodes that the Trainer removed only on rank 0."""
+        """Removes checkpoints from the disks of other nodes, because the Trainer removes them only
+        on rank 0.
+        """
         self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds the sent bytes to the logs, and replaces the logged norm by the norm of the agreed
-        gradients.
+        """Adds the sent bytes to the logs. Replaces the logged gradient norm by the norm of the
+        gradients on which replicas agree.
         """
         if self.optimizer:
             logs = others["logs"]
@@ -261,9 +273,10 @@ class Replicate(TrainerCallback):
 
 
 class _LastRound(TrainerCallback):
-    """Completes open rounds when training stops, before the Trainer saves or loads the best model.
+    """Completes open rounds when training stops, before the Trainer saves a model or loads the best
+    model.
 
-    It is the last callback, because every other callback may stop training.
+    It must be the last callback, because every other callback may stop training.
     """
 
     def __init__(self, optimizer: Replicated) -> None:
@@ -277,12 +290,13 @@ class _LastRound(TrainerCallback):
     on_epoch_end = on_evaluate = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._optimizer = None  # `evaluate` may call `on_evaluate` again later
+        self._optimizer = None  # a later call of `evaluate` may call `on_evaluate` again
 
 
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
-    """Raises `ValueError`, with the remedy, unless Accelerate shards `model` inside the replicas by
-    FSDP2."""
+    """Raises `ValueError` with the remedy if Accelerate does not shard `model` inside the replicas
+    by FSDP2.
+    """
     if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}: pass it bare, and let FSDP2 shard it"
@@ -323,9 +337,10 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
 
 
 def _training() -> tuple[Any, str | None]:
-    """The Trainer whose `train` is running, and the checkpoint from which it resumes.
+    """Returns the Trainer whose `train` is running, and the checkpoint from which it resumes.
 
-    The Trainer passes neither of them to its callbacks.
+    It searches the calling frames, because the Trainer passes neither of these objects to its
+    callbacks.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -341,8 +356,9 @@ def _training() -> tuple[Any, str | None]:
 class _ReplicatedStep(OptimizerWrapper):
     """The base optimizer, with a `step` that exchanges updates between replicas.
 
-    So libraries save only the state of the base optimizer. If they called `Replicated.state_dict`,
-    they would copy the memory, and drop it or mix up replicas.
+    Libraries that save this object save only the state of the base optimizer. If they called
+    `Replicated.state_dict`, they would copy the memory of unsent values, and then lose it or mix up
+    the memories of replicas.
     """
 
     def __init__(self, inside: Replicated) -> None:
@@ -375,14 +391,14 @@ def _replicate_inside(
     clip = settings["clip"]
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Returns the norm; the clipping itself happens in `step`, after the exchange. Before the
-        exchange, each replica would scale by a different norm.
+        """Returns the norm of the gradients without clipping them. `step` clips after the exchange,
+        because before the exchange each replica would scale by a different norm.
         """
         if isinstance(parameters, Tensor):
             parameters = [parameters]
         parameters = [*parameters]
         mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
-        # the parameters belong to another model of this accelerator
+        # in this case the parameters belong to another model of this accelerator
         if mine.isdisjoint(map(id, parameters)):
             return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
@@ -403,12 +419,13 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
     """Makes `save_state` and `load_state` include the state of the replicated optimizer in
     `wrapper`.
 
-    Folders are numbered in the order of `prepare`: `detonation`, `detonation_1`, ...
+    The folders of several optimizers are numbered in the order of `prepare`: `detonation`,
+    `detonation_1`, ...
     """
 
     def parts(path: str) -> Iterator[Path]:
-        """The folder for `wrapper`. Empty after `free_memory`, which forgets prepared
-        optimizers.
+        """Yields the folder of `wrapper` in the checkpoint at `path`. Yields nothing after
+        `free_memory`, because `free_memory` forgets prepared optimizers.
         """
         optimizers = accelerator._optimizers
         kept = [each for each in optimizers if isinstance(each.optimizer, _ReplicatedStep)]
@@ -435,9 +452,10 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
 def _save_part(
     part: Path, model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Saves the exact state of every rank in `part`. Collective."""
+    """Saves the exact state of every rank in the directory `part`. Collective."""
     state = AcceleratorState()
-    # An earlier run may have left a later step. Nodes need not share a file system.
+    # An earlier run may have left a later step in this directory. The first rank of each node
+    # removes it, because nodes need not share a file system.
     if state.is_local_main_process:
         shutil.rmtree(part, ignore_errors=True)
     state.wait_for_everyone()
@@ -445,11 +463,11 @@ def _save_part(
 
 
 def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str, Any]:
-    """Loads the result of `_save_part` over the state that the library has loaded; returns `extra`.
-    Collective.
+    """Loads the result of `_save_part`, after the library has loaded its own part of the state.
+    Returns `extra`. Collective.
 
-    Raises `ValueError` if there is no `part`, or if it belongs to another model, optimizer or
-    scheme.
+    Raises `ValueError` if the directory `part` is missing, or if its state belongs to another
+    model, optimizer or scheme.
     """
     loaded = load_checkpoint(part, model, optimizer)
     if loaded is None:

@@ -1,7 +1,7 @@
-"""Lets Trainer and Accelerate resume from the newest complete checkpoint.
+"""Makes Trainer and Accelerate resume from the newest complete checkpoint.
 
-Without this module they would load the checkpoint with the highest number, even if its save was
-interrupted.
+Without this module they would load the checkpoint with the highest number, even if saving this
+checkpoint was interrupted.
 """
 
 import json
@@ -18,13 +18,13 @@ from detonation.checkpoint.gather import Texts
 _log = logging.getLogger("detonation")
 _NUMBER = re.compile(r"[0-9]+$")
 _FOLDER = re.compile(r"checkpoint_[0-9]+")
-"""Name of a folder that Accelerate chooses."""
+"""Pattern of the folder names that Accelerate chooses."""
 
 
 def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
     """Makes `train(resume_from_checkpoint=True)` skip incomplete checkpoints.
 
-    It changes the Trainer that a calling frame is constructing.
+    It changes the Trainer whose constructor is among the callers of this function.
 
     Args:
         name: Pattern of the names of its checkpoints.
@@ -49,8 +49,8 @@ def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
 
 
 def _trainer_above() -> Any:
-    """The Trainer that a calling frame is constructing. (A Trainer does not pass itself to its
-    callbacks.)
+    """Returns the Trainer whose constructor is among the callers of this function; None if there is
+    none. The callers are searched because a Trainer does not pass itself to its callbacks.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -61,11 +61,12 @@ def _trainer_above() -> Any:
 
 
 def skip_folders(accelerator: Any, part: str) -> None:
-    """Makes `accelerator.load_state()` skip incomplete checkpoints, if Accelerate chooses their
-    names.
+    """Makes `accelerator.load_state()` skip incomplete checkpoints, if Accelerate chooses the names
+    of checkpoints.
     """
     load_state = accelerator.load_state
-    files = [f"random_states_{accelerator.process_index}.pkl"]  # each rank writes this file last
+    # each rank writes this file last, so a complete checkpoint has it
+    files = [f"random_states_{accelerator.process_index}.pkl"]
 
     def load_newest(input_dir: Any = None, *others: Any, **named: Any) -> Any:
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
@@ -84,10 +85,10 @@ def skip_folders(accelerator: Any, part: str) -> None:
 def newest_whole(
     folder: Path, name: re.Pattern[str], lacks: Callable[[Path], str], texts: Texts
 ) -> Path | None:
-    """The newest checkpoint in `folder` that is complete on all ranks; None if there is none.
-    Collective.
+    """Returns the newest checkpoint in `folder` that is complete on all ranks; None if there are no
+    checkpoints. Collective.
 
-    Rank 0 logs skipped checkpoints.
+    Rank 0 logs each checkpoint that was skipped.
 
     Args:
         folder: Folder of checkpoints; it may differ between ranks, or be absent.
@@ -141,8 +142,8 @@ def _tell(skipped: Sequence[str], taken: str, texts: Texts) -> None:
 
 
 def lacking(checkpoint: Path, part: str, files: Sequence[str]) -> str:
-    """The first of `files` that `checkpoint` lacks; else `part` (our own folder) if it is missing;
-    "" if nothing is missing.
+    """Returns the name of a missing part of `checkpoint`: the first missing file of `files`, or
+    else `part` (the folder of this library). Returns "" if nothing is missing.
     """
     for name in files:
         if not (checkpoint / name).is_file():

@@ -1,4 +1,4 @@
-"""`ReplicaStrategy`: replication in Lightning's Trainer."""
+"""`ReplicaStrategy`: a strategy with which Lightning's Trainer trains replicas."""
 
 import shutil
 import signal
@@ -38,24 +38,26 @@ except ImportError as error:
     ) from error
 
 PART = "detonation"
-"""The part of a checkpoint with the exact state of every rank; Lightning writes the rest."""
+"""Name of the directory in a checkpoint that holds the exact state of every rank. Lightning writes
+the rest of the checkpoint.
+"""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class ReplicaStrategy(ModelParallelStrategy):
-    """Trains a LightningModule with FSDP2 inside each replica and `scheme` between replicas.
+    """Trains a LightningModule with FSDP2 inside each replica, and with `scheme` between replicas.
 
-    The module needs no change. The strategy shards the whole module, unless the module has a
-    `configure_model`, which must shard it over `self.device_mesh["shard"]`. Optimizers, schedulers,
-    accumulation and bf16 work as before, and each rank gets different batches. `gradient_clip_val`
-    clips by the global norm of the agreed gradients. The logs contain this rank's `bytes_sent`,
-    including resumed runs, and `waited_s` since the process started. At the end of `fit` all
-    replicas hold the same weights.
+    The module needs no change. The strategy shards the whole module. If the module has a
+    `configure_model`, that method must shard the module over `self.device_mesh["shard"]` instead.
+    Optimizers, schedulers, accumulation and bf16 work as before, and each rank gets different
+    batches. `gradient_clip_val` clips by the global norm of the gradients on which replicas agree.
+    The logs contain this rank's `bytes_sent`, including the runs that it resumes, and its
+    `waited_s` since the process started. At the end of `fit` all replicas hold the same weights.
 
-    A checkpoint is a Lightning directory. It has the weights of replica 0, for evaluation and other
-    strategies, and the exact state of every rank. From a checkpoint of `fit`, `fit(ckpt_path=...)`
-    continues bit for bit, even in another process and in the middle of a round. `load_checkpoint`
-    describes other numbers of replicas and shards.
+    A checkpoint is a Lightning directory. It contains the weights of replica 0, for evaluation and
+    for other strategies, and the exact state of every rank. From a checkpoint of `fit`,
+    `fit(ckpt_path=...)` continues bit for bit, even in another process and in the middle of a
+    round. See `load_checkpoint` for a different number of replicas or shards.
 
     Args:
         scheme: Scheme between the replicas, such as `loco()`, or its name.
@@ -87,7 +89,7 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     _optimizers: list[Optimizer]
     sent_before = 0
-    """The part of `bytes_sent` from earlier runs."""
+    """The part of `bytes_sent` that earlier runs sent, before this run resumed them."""
 
     @checks_keywords("argument of ReplicaStrategy")
     def __init__(
@@ -117,23 +119,25 @@ class ReplicaStrategy(ModelParallelStrategy):
         self._scheme = scheme
         self._own_clip = clip
         self._clip = 0.0
-        # volumes, by the directories to which checkpoints were saved
+        # for each directory of checkpoints, which ranks see which volume
         self._volumes: dict[Path, Volumes] = {}
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
     @property
     def replicated(self) -> list[Replicated]:
-        """The optimizers of `fit`, with their `stats` and the state of the replicas."""
+        """The optimizers of `fit`, which hold `stats` and the state of the replicas."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Replicated)]
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other replicas, including resumed runs."""
+        """Bytes that this rank has sent to other replicas, including the runs that it resumes."""
         return self.sent_before + sum(optimizer.stats.bytes_sent for optimizer in self.replicated)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each rank gets different batches, including the shards of one replica."""
+        """Arguments of the sampler with which each rank gets different batches, also the shards of
+        one replica.
+        """
         replicas = 1
         replica = 0
         if self._axis is not None:
@@ -145,7 +149,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         }
 
     def setup_environment(self) -> None:
-        """Joins the world, and creates the mesh ("replicate", "shard")."""
+        """Joins the process group, and creates the mesh with the axes "replicate" and "shard"."""
         self._setup_distributed()
         replicas = self._data_parallel_size
         if replicas == "auto":
@@ -161,7 +165,9 @@ class ReplicaStrategy(ModelParallelStrategy):
             module.configure_model = partial(self._shard, module)  # type: ignore[method-assign]
 
     def setup(self, trainer: Trainer) -> None:
-        """Refuses settings that would desynchronize replicas, and sets up model and optimizers."""
+        """Refuses settings with which replicas would become different, and sets up the model and
+        the optimizers.
+        """
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
                 'precision="16-mixed" scales the loss of each replica by itself: use "bf16-mixed"'
@@ -177,7 +183,9 @@ class ReplicaStrategy(ModelParallelStrategy):
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Replicates the optimizers of the module, after schedulers have been attached to them."""
+        """Replicates the optimizers of the module, after schedulers were attached to these
+        optimizers.
+        """
         super().setup_optimizers(trainer)
         assert self.model is not None
         if self.replicated:
@@ -194,7 +202,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         self.sent_before = 0
 
     def setup_precision_plugin(self) -> None:
-        """Replaces Lightning's clipping, which would clip before the exchange."""
+        """Replaces the clipping of Lightning, because Lightning would clip before the exchange."""
         super().setup_precision_plugin()
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm = self._leave_clipping
@@ -203,7 +211,7 @@ class ReplicaStrategy(ModelParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps, and logs sent bytes and waiting time."""
+        """Makes a step of the optimizer, and logs sent bytes and waiting time."""
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         assert self.lightning_module is not None
         waited_s = sum(each.stats.waited_s for each in self.replicated)
@@ -216,9 +224,9 @@ class ReplicaStrategy(ModelParallelStrategy):
         return output
 
     def on_train_start(self) -> None:
-        """Makes SIGTERM request that this replica of an elastic axis leaves.
+        """Makes SIGTERM ask that this replica of an elastic axis leaves the run.
 
-        Lightning's own handler would wait for the other replicas.
+        The handler of Lightning would wait for the other replicas instead.
         """
         super().on_train_start()
         if (depart := getattr(self._axis, "depart", None)) and current_thread() is main_thread():
@@ -231,8 +239,8 @@ class ReplicaStrategy(ModelParallelStrategy):
             optimizer.synchronize()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of replica 0 on its ranks, and {} on other ranks, because torch would mix
-        equal names.
+        """Returns the weights on the ranks of replica 0, and {} on all other ranks. If several
+        replicas saved weights, torch would mix up their equal names.
         """
         if self.device_mesh["replicate"].get_local_rank():
             return {}
@@ -243,17 +251,22 @@ class ReplicaStrategy(ModelParallelStrategy):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Empty, because `save_checkpoint` saves the exact state of each replica."""
+        """Returns an empty state, because `save_checkpoint` saves the exact state of each
+        replica.
+        """
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Saves Lightning's checkpoint, and in training the state of every rank. Collective."""
+        """Saves Lightning's checkpoint and, during training, also the exact state of every rank.
+        Collective.
+        """
         path = Path(self.broadcast(filepath))
         trains = bool(checkpoint.pop("optimizer_states", None))
         assert self.model is not None
-        # Lightning writes its metadata last, so an interrupted save lacks it
+        # Lightning writes its metadata last. Remove old metadata first, so that an interrupted save
+        # has none.
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
         if self.local_rank == 0:  # another run may have left a later step in this directory
@@ -268,7 +281,9 @@ class ReplicaStrategy(ModelParallelStrategy):
             self._volumes[path.parent] = survey(path.parent, Texts(device_of(self.model)))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint from each node's disk, because nodes may share no file system."""
+        """Removes a checkpoint from the disk of each node, because nodes need not share a file
+        system.
+        """
         path = Path(filepath)
         volumes = self._volumes.get(path.parent)
         leads = volumes is not None and volumes.leads(self.global_rank)
@@ -278,7 +293,7 @@ class ReplicaStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the state of training or, for evaluation, only the weights. Collective.
+        """Loads the state of training. For evaluation, loads only the weights. Collective.
 
         Raises:
             ValueError: The checkpoint is of another model, optimizer or scheme, or the rest of it
@@ -291,15 +306,16 @@ class ReplicaStrategy(ModelParallelStrategy):
         if fits and self.replicated and self.broadcast((path / PART).is_dir()):
             return self._load_exactly(path, weights_only)
         try:
-            # An evaluation loads no optimizer.
-            # In `fit` the checkpoint came from another strategy.
+            # An evaluation loads no optimizer. In `fit`, this checkpoint came from another
+            # strategy.
             self._optimizers = []
             if fits:
                 self._optimizers = [each.base for each in self.replicated]
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        if fits:  # loading other state resets the memories, and the next step warns
+        # loading other state empties the memories of unsent values, and the next step warns
+        if fits:
             for optimizer in self.replicated:
                 state = optimizer.state_dict()
                 state.pop("replication", None)
@@ -307,7 +323,9 @@ class ReplicaStrategy(ModelParallelStrategy):
         return rest
 
     def _load_exactly(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        """Loads the state of every rank, and returns the rest of the checkpoint. Collective."""
+        """Loads the exact state of every rank, and returns the rest of the checkpoint.
+        Collective.
+        """
         assert self.model is not None
         for number, optimizer in enumerate(self.replicated):
             loaded = load_checkpoint(path / PART / str(number), self.model, optimizer)
@@ -325,17 +343,18 @@ class ReplicaStrategy(ModelParallelStrategy):
                 rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
         except FileNotFoundError:
             problem = "its save was cut short; give ckpt_path the path of an earlier checkpoint"
-        except Exception as error:  # a damaged file may raise any error while the other ranks wait
+        except Exception as error:
+            # catch any error of a damaged file, because other ranks wait for the result
             problem = f"{type(error).__name__}: {error}"
-        # broadcast, because nodes may share no file system
+        # send the result of rank 0 to all ranks, because nodes need not share a file system
         rest, problem = self.broadcast((rest, problem))
         if problem:
             raise ValueError(f"{path / _METADATA_FILENAME} cannot be loaded: {problem}")
         return rest
 
     def _shard(self, module: LightningModule) -> None:
-        """Shards a whole module without `configure_model`; FSDP treats its step methods like
-        forward.
+        """Shards a module that has no `configure_model`. FSDP treats the step methods of the module
+        like forward.
         """
         if isinstance(module, FSDPModule):
             return

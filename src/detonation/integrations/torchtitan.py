@@ -1,7 +1,8 @@
-"""torchtitan: FSDP2 inside a replica as torchtitan shards it, and a scheme between replicas.
+"""torchtitan: FSDP2 shards inside each replica as torchtitan does, and a scheme connects the
+replicas.
 
-torchtitan's command names a function that returns its configuration. Loaded through this module,
-the same function gets replicas:
+torchtitan's command line names a function that returns a configuration. If the command line names
+this function through the present module, the configuration also has replicas:
 
     torchrun ... -m torchtitan.train --module detonation.integrations.torchtitan --config
     llama3.llama3_8b \
@@ -47,13 +48,13 @@ except ImportError as error:
 def with_replicas(
     config: Trainer.Config, scheme: Scheme | str = "loco", **settings: Any
 ) -> Trainer.Config:
-    """Makes the trainer of `config` train with replicas that communicate by `scheme`.
+    """Makes the trainer of `config` train with replicas, which exchange updates by `scheme`.
 
-    torchtitan shards inside each replica, and reads its batches unchanged. `training.max_norm`
-    clips the agreed gradients, as in hybrid sharding, and the log shows their norm. Metrics contain
-    the logging rank's `bytes_sent` and `waited_s` so far. Each checkpoint contains the exact state
-    of every rank in a directory `detonation`; a run that loads it continues bit for bit. The last
-    step completes open rounds.
+    torchtitan shards inside each replica, and reads its batches as before. `training.max_norm`
+    clips the gradients on which replicas agree, as in hybrid sharding, and the log shows the norm
+    of these gradients. The metrics contain `bytes_sent` and `waited_s` of the logging rank so far.
+    Each checkpoint contains the exact state of every rank in a directory `detonation`. A run that
+    loads the checkpoint continues bit for bit. The last step completes open rounds.
 
     Args:
         config: Configuration, changed in place. It needs
@@ -96,7 +97,9 @@ def with_replicas(
 
 
 class _Sharding:
-    """The functions of a `ModelSpec` that shard the model and replicate the optimizer."""
+    """The functions of a `ModelSpec` that shard the model inside a replica and replicate the
+    optimizer.
+    """
 
     def __init__(self, spec: Any, scheme: Scheme | str, settings: dict[str, Any]) -> None:
         self._spec = spec
@@ -115,10 +118,10 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        # without this, a second trainer with this configuration would read inf
+        # keep the first value, because a second trainer with this configuration would read infinity
         if self._clip is None:
             self._clip = training.max_norm
-        # with an infinite limit torchtitan only measures the norm before the exchange
+        # with an infinite limit, torchtitan measures the norm before the exchange but does not clip
         training.max_norm = math.inf
         inside = copy.copy(parallel_dims)
         inside.__class__ = _InsideReplica
@@ -127,9 +130,11 @@ class _Sharding:
         )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # torchtitan divides losses by the tokens of all R replicas, so multiply by R
+                # torchtitan divides each loss by the tokens of all R replicas, so multiply
+                # gradients by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
-                # gloo cannot multiply while summing, and a single shard would be multiplied twice
+                # gloo cannot multiply while it sums, and the gradient of a single shard would be
+                # multiplied twice
                 if parallel_dims.world_mesh.device_type == "cpu":
                     several = parallel_dims.get_mesh("fsdp").size() > 1
                     module.set_force_sum_reduction_for_comms(several)
@@ -138,7 +143,7 @@ class _Sharding:
     def replicate(
         self, optimizers: "ReplicaOptimizers", parts: Sequence[nn.Module], dims: ParallelDims
     ) -> None:
-        """Replicates the optimizer of the model."""
+        """Replicates the optimizer of the model between replicas."""
         options = {"clip": self._clip, **self._settings}
         optimizers.replicate(dims.get_mesh("dp_replicate"), self._scheme, self._steps, options)
         if self._spec.post_optimizer_build_fn is not None:
@@ -146,7 +151,7 @@ class _Sharding:
 
 
 class _InsideReplica(ParallelDims):  # type: ignore[misc]
-    """Parallel dimensions as seen by FSDP, without the axis between replicas."""
+    """The parallel dimensions that FSDP sees: without the axis between replicas."""
 
     dp_replicate_enabled = False
 
@@ -159,8 +164,8 @@ class _InsideReplica(ParallelDims):  # type: ignore[misc]
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
     """torchtitan's container of optimizers, with a step that exchanges updates between replicas.
 
-    The container keeps the base optimizer: schedulers change it, and torchtitan's checkpoints save
-    it.
+    The container keeps the base optimizer, because schedulers change this optimizer and
+    torchtitan's checkpoints save it.
 
     Attributes:
         replicated: Replicated optimizer, for its `stats`.
@@ -169,12 +174,12 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """torchtitan's configuration of optimizers, extended by the scheme."""
+        """torchtitan's configuration of optimizers, with the scheme as an additional field."""
 
         scheme: str = ""
-        """Scheme between replicas: loco, or with arguments 'diloco={"every": 50}'.
+        """Scheme between replicas, such as loco, or with arguments 'diloco={"every": 50}'.
 
-        If empty, the scheme passed in code is used.
+        If this text is empty, the scheme that was passed in code is used.
         """
 
     replicated: Replicated
@@ -209,8 +214,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         self._steps = steps
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Steps together with the other replicas. After the last step all replicas hold the same
-        weights.
+        """Makes a step together with the other replicas. After the last step of training, all
+        replicas hold the same weights.
         """
         self.replicated.step()
         if self.replicated.step_count == self._steps:
@@ -218,16 +223,20 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to its replicas since the run began."""
+        """Bytes that this rank has sent to other replicas since the run began, including the runs
+        that it resumes.
+        """
         return self.sent_before + self.replicated.stats.bytes_sent
 
 
 class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
-    """torchtitan's metrics with `bytes_sent`, `waited_s`, and the norm of the agreed gradients."""
+    """torchtitan's metrics, with `bytes_sent`, `waited_s`, and the norm of the gradients on which
+    replicas agree.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
-        """torchtitan's configuration, for this class."""
+        """torchtitan's configuration of metrics, which builds the class `ReplicaMetrics`."""
 
     def log(
         self,
@@ -249,15 +258,17 @@ class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's checkpoints; each full checkpoint also contains the exact state of every rank.
+    """torchtitan's checkpoints. Each full checkpoint also contains the exact state of every rank.
 
-    torchtitan's files contain the model and the optimizer of replica 0; torch would mix the files
-    of several replicas.
+    The files of torchtitan contain the model and the optimizer of replica 0 only, because torch
+    would mix up the files of several replicas.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's configuration, for this class."""
+        """torchtitan's configuration of checkpoints, which builds the class
+        `ReplicaCheckpoints`.
+        """
 
     def __init__(self, config: Config, *, base_folder: str = "", **others: Any) -> None:
         if config.enable and "://" in (folder := str(filesystem.join(base_folder, config.folder))):
@@ -272,9 +283,9 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
     ) -> Any:
-        """Saves the state of the replicas, then torchtitan's state. Collective.
+        """Saves the state of the replicas, and after it torchtitan's state. Collective.
 
-        torchtitan writes its metadata last, and only then is the checkpoint valid.
+        torchtitan writes its metadata last. A checkpoint is valid only after this.
         """
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
@@ -290,10 +301,10 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
     ) -> None:
-        """Loads torchtitan's part, then the state of the replicas. Collective.
+        """Loads torchtitan's state, and after it the state of the replicas. Collective.
 
-        Raises `ValueError` if that state is missing, or belongs to another model, optimizer or
-        scheme.
+        Raises `ValueError` if the state of the replicas is missing, or if it belongs to another
+        model, optimizer or scheme.
         """
         super().dcp_load(state_dict, checkpoint_id, *others, **options)
         if OPTIMIZER in state_dict:
@@ -313,14 +324,14 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
 
 
 def check_dimensions(dims: ParallelDims) -> None:
-    """Raises `ValueError` for parallel dimensions that replicas do not support."""
+    """Raises `ValueError` if `dims` has parallel dimensions that replicas do not support."""
     if dims.dp_replicate < 2:
         raise ValueError(
             f"parallelism.data_parallel_replicate_degree is {dims.dp_replicate}, must be the number"
             " of replicas, usually of nodes, and at least 2"
         )
     for name in ("pipeline", "tensor", "context", "expert"):
-        if (degree := getattr(dims, f"{name[0]}p")) > 1:  # pp, tp, cp, ep
+        if (degree := getattr(dims, f"{name[0]}p")) > 1:  # the fields are pp, tp, cp and ep
             raise ValueError(
                 f"parallelism.{name}_parallel_degree is {degree}, must be 1: FSDP alone shards"
                 " replicas"
@@ -333,9 +344,9 @@ def check_dimensions(dims: ParallelDims) -> None:
 
 
 def parsed_scheme(text: str) -> Scheme:
-    """Parses a scheme, `NAME` or `NAME={"argument": value}` as in torchtitan's own overrides.
+    """Parses a scheme: `NAME`, or `NAME={"argument": value}` as in torchtitan's own overrides.
 
-    Raises `ValueError` for other texts.
+    Raises `ValueError` if the text has another form.
 
     Example:
         >>> parsed_scheme('demo={"topk": 2}').arguments["topk"]
@@ -356,8 +367,8 @@ def parsed_scheme(text: str) -> Scheme:
 if not TYPE_CHECKING:  # hidden from type checkers, so that they still report undefined names
 
     def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-        """Resolves `--config MODULE.FUNCTION` from torchtitan or from your own module, and adds
-        replicas.
+        """Finds the function that `--config MODULE.FUNCTION` names, in torchtitan or in your own
+        module. Adds replicas to its configuration.
         """
         module, dot, function = name.rpartition(".")
         if not dot:

@@ -1,4 +1,5 @@
-"""The update log: the messages of each step as replicas received them, and their replay.
+"""The update log: files with the messages of each step as replicas received them, and the replay of
+these messages.
 
-A checkpoint and the log after it reproduce any later step, bit for bit.
+A checkpoint and the log that was written after it reproduce any later step, bit for bit.
 """

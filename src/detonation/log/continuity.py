@@ -1,4 +1,6 @@
-"""Finds steps that a run has measured but that its log lacks, except steps that a kill may lose."""
+"""Finds steps that a run has measured but that its update log lacks. It ignores the few last steps
+that a killed process may lose.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +11,21 @@ from detonation.log.records import MESSAGE, DamagedLog, whole_records
 from detonation.log.writer import segments
 
 LATE_STEPS = 2
-"""Largest number of measured steps that a killed process may not have logged.
+"""Largest number of measured steps that a killed process may not have written to its log.
 
-A thread writes a large step while the next one computes, and an accelerator's messages reach the
-host one step later.
+One step may be missing because a thread writes a large step while the next step computes. Another
+step may be missing because the messages of an accelerator reach the host one step later.
 """
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """One file of a log.
+    """One file of an update log.
 
-    rank: the rank that wrote the file. begun: number of steps before its first step. last: its last
-    complete step; `begun` if it has none. torn: number of bytes of an unfinished step after its
-    last complete record. fault: a description; "" if the file is whole.
+    rank: the rank that wrote the file. begun: number of steps before the first step of the file.
+    last: the last complete step in the file; equals `begun` if there is no complete step. torn:
+    number of bytes after the last complete record, which belong to an unfinished step. fault: a
+    description of the damage; "" if the file is whole.
     """
 
     path: Path
@@ -33,7 +36,7 @@ class LogFile:
     fault: str = ""
 
     def line(self) -> str:
-        """Describes the content in one line."""
+        """Describes the content of the file in one line of text."""
         if self.fault:
             return self.fault
         steps = "no whole step"
@@ -46,7 +49,7 @@ class LogFile:
 
 
 def log_files(directory: Path) -> list[LogFile]:
-    """Each file of the log in `directory`, in order."""
+    """Returns each file of the update log in `directory`, in order."""
     return [_read(rank, begun, path) for rank, begun, path in segments(directory, "")]
 
 
@@ -69,7 +72,8 @@ def _read(rank: str, begun: int, path: Path) -> LogFile:
 def log_faults(
     directory: Path, files: Sequence[LogFile], shards: int, measured: int, saved: int
 ) -> list[str]:
-    """Faults of the log in `directory`, as text. An unfinished last step is not a fault.
+    """Returns the faults of the update log in `directory`, as text. An unfinished last step is not
+    a fault.
 
     Args:
         files: Result of `log_files`.

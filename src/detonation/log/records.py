@@ -1,4 +1,6 @@
-"""Records of a log, each with a checksum, and the recorder that creates them from messages."""
+"""Records of an update log, each with a checksum, and the recorder that makes records of the
+messages of training.
+"""
 
 import json
 import logging
@@ -29,12 +31,14 @@ from detonation.whole_files import reading
 
 LOG_VERSION = 1
 _MAGIC = b"DTLG"
-# magic, kind, shard, step, number of bytes; a checksum of these and of the content
+# The header of a record: magic, kind, shard, step, number of bytes, and a checksum of these fields
+# and of the content.
 _HEADER = struct.Struct("<4sB3xIQQI")
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
-"""Kinds of records: the run's settings, first in each file; messages; the end of a step or of
-`synchronize`, after its messages; and weights written between steps.
+"""Kinds of records: START holds the settings of the run, as the first record of each file; MESSAGE
+holds messages; STEP and SYNCHRONIZE end a step or a `synchronize` call, after its messages; WRITTEN
+holds weights that other code wrote between steps.
 """
 
 MEMBERS = "$parameters"
@@ -44,16 +48,16 @@ _log = logging.getLogger("detonation")
 
 
 class DamagedLog(DetonationError, ValueError):
-    """A log holds damaged records, or records of another run."""
+    """An update log holds damaged records, or records of another run."""
 
 
 @dataclass(frozen=True)
 class LogRecord:
-    """One record.
+    """One record of an update log.
 
-    place: channel and bucket of messages, or number of a parameter in the model. step: the step
-    that sent the messages, or the number of steps before the record. content: messages, the local
-    shard of the parameter, or JSON.
+    place: for messages the number of the channel and bucket, for weights the number of the
+    parameter in the model. step: for messages the step that sent them, for other records the number
+    of steps before the record. content: messages, the local shard of the parameter, or JSON.
     """
 
     kind: int
@@ -63,7 +67,7 @@ class LogRecord:
 
     @property
     def size(self) -> int:
-        """Bytes of the record in a file."""
+        """Number of bytes that the record needs in a file."""
         return _HEADER.size + len(self.content)
 
     def parts(self) -> list[bytes | bytearray | memoryview]:
@@ -82,9 +86,9 @@ def noted(kind: int, step: int, table: dict[str, Any]) -> LogRecord:
 
 
 def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
-    """The first record in `octets`, and the remaining octets.
+    """Returns the first record in `octets`, and the octets after it.
 
-    Raises `DamagedLog` if the record is not whole.
+    Raises `DamagedLog` if the first record is not whole.
     """
     if len(octets) >= _HEADER.size:
         magic, kind, place, step, count, checksum = _HEADER.unpack(octets[: _HEADER.size])
@@ -97,7 +101,8 @@ def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
 
 
 def whole_records(path: Path) -> Iterator[LogRecord]:
-    """Yields the whole records of a file. A crash may have left an incomplete one at its end.
+    """Yields the whole records of a file. A crash may have left an incomplete record at the end of
+    the file.
 
     Raises `DamagedLog` if whole records follow a damaged one.
     """
@@ -116,13 +121,16 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
 
 
 def _next(file: BinaryIO, size: int) -> LogRecord | None:
-    """Reads the next record; returns None, without moving in `file`, if it is incomplete."""
+    """Reads the next record. If the record is incomplete, returns None and keeps the position in
+    `file`.
+    """
     at = file.tell()
     head = file.read(_HEADER.size)
     record = None
     if len(head) == _HEADER.size:
         count = _HEADER.unpack(head)[4]
-        if count <= size - at - len(head):  # a damaged count could exceed the memory
+        # a damaged count could ask for more bytes than the memory holds
+        if count <= size - at - len(head):
             record = _found(memoryview(head + file.read(count)))
     if record is None:
         file.seek(at)
@@ -130,63 +138,72 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
 
 
 def _found(octets: memoryview) -> LogRecord | None:
-    """The first record in `octets`, if it is complete."""
+    """Returns the first record in `octets`; None if this record is incomplete."""
     with suppress(DamagedLog):
         return record_of(octets)[0]
     return None
 
 
 Copy = tuple[int, int, Readback]
-"""Place, step and bytes of a message."""
+"""Place (channel and bucket), step and bytes of a message."""
 Copies = list[Copy]
 
 
 class StepRecorder(StepObserver, ABC):
     """Copies the messages of each step, and passes them to `hand_on` as records.
 
-    With an accelerator, records are passed one step later, so that the host does not wait.
+    If an accelerator trains, the recorder passes the records one step later, so that the host does
+    not wait for the accelerator.
     """
 
     reader = "the reader of the records"
-    """What reads the records, as named in a warning."""
+    """Name of the reader of the records, for a warning."""
 
     def __init__(self) -> None:
-        self.records = True  # False if no reader needs the records
+        self.records = True  # False if nobody reads the records
         # messages, each with the step count at its arrival
         self._messages: list[tuple[int, Copy]] = []
-        # copied messages or weights, and the record that ends the messages; None for weights
+        # Copied messages with the record that ends them, or copied weights with None.
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
-        self._late = 0  # 1 if an accelerator copies messages to the host
+        # 1 if an accelerator copies messages to the host, which takes until the next step
+        self._late = 0
         self._options: list[dict[str, Any]] = []  # the last recorded options of each group
         self._members: list[tuple[int, ...]] = []  # ids of each group's parameters
         self._texts: list[str] = []  # text for each group that names these parameters
-        self._optimizer: Replicated | None = None  # of the last end
+        # the optimizer of the last recorded step or `synchronize`
+        self._optimizer: Replicated | None = None
         self._last = -1  # step count at the last recorded end of a step
         self._weights = WrittenWeights()
-        self._watched: object = None  # the levels whose watched weights were chosen
+        self._watched: object = None  # the optimizer's levels when the watched weights were chosen
         self._numbers: dict[str, int] = {}  # numbers of the model's parameters, by name
         self._written: Copies = []  # weights that other code wrote before the current step
         self._warned = False
         self._hooks: list[str] = []  # the last recorded hooks before steps of the base optimizer
-        self._warned_of: list[str] = []  # these hooks
-        # True if stamps were taken in this step, before the hooks that follow it
+        self._warned_of: list[str] = []  # the hooks of which the last warning told
+        # True if stamps (they change if a tensor is written) were taken in this step, before the
+        # hooks that run after the base optimizer.
         self._moved = False
-        # stamps of the base optimizer's state at the last recorded end; None if not taken
+        # Stamps of the base optimizer's state at the last recorded end of a step. A stamp changes
+        # if its tensor is written. None if no stamps were taken.
         self._state: dict[Any, Any] | None = None
         self._left = False  # True if the next record does not continue from the last recorded end
-        # digest of the state from which training continues
+        # digest of the state from which training continues after a load or a reset
         self._origin: dict[str, str] = {}
 
     @abstractmethod
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Called with the records of one step or `synchronize`: its messages, then its end."""
+        """Receives the records of one step or of one `synchronize` call: first its messages, then
+        the record that ends it.
+        """
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """Names of the weights to record if code outside of `optimizer`'s steps writes them."""
+        """Returns the names of the weights to watch. If code outside of `optimizer`'s steps writes
+        one of these weights, the weight is recorded.
+        """
         return local_parameters(optimizer.model).keys()
 
     def note(self, optimizer: Replicated) -> None:
-        """Marks the current weights as recorded."""
+        """Marks the current weights as recorded, so that only later writes to them are found."""
         if self._watched is not (levels := optimizer.build()):
             self._watched = levels
             places = weight_places(optimizer.model)
@@ -198,8 +215,8 @@ class StepRecorder(StepObserver, ABC):
         self._moved = False
 
     def moved(self, optimizer: Replicated) -> None:
-        """Takes stamps before the hooks after the step, so that writes of these hooks are
-        recorded.
+        """Takes stamps of the weights before the hooks that run after the base optimizer. So writes
+        by these hooks are found and recorded.
         """
         if self.records and self._watched is not None and hooks_after(optimizer.base):
             self._take_stamps(optimizer)
@@ -213,10 +230,12 @@ class StepRecorder(StepObserver, ABC):
         self._left = self._last >= 0
 
     def enter(self, optimizer: Replicated) -> None:
-        """Copies weights that were written since the last recorded end, before a step changes them.
+        """Copies the weights that other code has written since the last recorded step, before the
+        next step changes them.
 
-        Records do not contain changes of the base optimizer's state. After such a change the next
-        step starts a new file, as if training had returned to an earlier state.
+        Records do not contain changes that other code makes to the state of the base optimizer.
+        After such a change the next step starts a new file, as if training had returned to an
+        earlier state.
         """
         goes_on = optimizer is self._optimizer and optimizer.step_count == self._last
         if self.records and self._state is not None and goes_on:
@@ -244,22 +263,24 @@ class StepRecorder(StepObserver, ABC):
             )
 
     def add_written(self) -> None:
-        """Queues the weights that were written before the current step, ahead of its messages."""
+        """Queues the weights that other code wrote before the current step, ahead of the messages
+        of this step.
+        """
         if self._written:
             written = self._written
             self._written = []
             self._waiting.append((written, None))
 
     def take_last_writes(self) -> None:
-        """Queues the weights that were written after the last step."""
+        """Queues the weights that other code wrote after the last step."""
         if self._optimizer is not None and self.records:
             reshard(self._optimizer.model)
             self.enter(self._optimizer)
             self.add_written()
-            self._weights.note()  # more steps may follow
+            self._weights.note()  # more steps may follow, and must not record these weights again
 
     def received(self, place: int, step: int, message: Tensor) -> None:
-        """Copies the messages of all replicas."""
+        """Copies the messages of all replicas for the record of this step."""
         if self.records:
             copied = message.contiguous()
             if copied.data_ptr() == message.data_ptr():
@@ -271,10 +292,11 @@ class StepRecorder(StepObserver, ABC):
             self._late = int(message.device.type != "cpu")
 
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
-        """The messages of a step or `synchronize` that ends, and whether it continues the last one.
+        """Returns the messages of the step or `synchronize` call that ends now, and True if it
+        continues the last recorded one.
 
-        If training returned to an earlier state, messages that were in flight are dropped, because
-        the repeated steps send other messages.
+        If training returned to an earlier state, this method drops messages that were in flight,
+        because the repeated steps send other messages.
         """
         before = optimizer.step_count - (what == "step")
         same = optimizer is self._optimizer
@@ -287,7 +309,7 @@ class StepRecorder(StepObserver, ABC):
         return messages, goes_on
 
     def add(self, messages: Copies, what: str, optimizer: Replicated) -> None:
-        """Queues a step or a `synchronize` with its `messages`."""
+        """Queues the records of a step or of a `synchronize` call with its `messages`."""
         kind = SYNCHRONIZE
         if what == "step":
             kind = STEP
@@ -308,7 +330,7 @@ class StepRecorder(StepObserver, ABC):
         return len(self._waiting)
 
     def flush(self, late: int = 0) -> None:
-        """Hands on all queued steps except the last `late` ones."""
+        """Passes the records of all queued steps on, except those of the last `late` steps."""
         while len(self._waiting) > late:
             copies, end = self._waiting.pop(0)
             kind = WRITTEN
@@ -322,7 +344,9 @@ class StepRecorder(StepObserver, ABC):
             self.hand_on(records)
 
     def forget(self) -> None:
-        """Drops all queued steps; the next step records all options of the groups."""
+        """Drops all queued steps. After this, the next step records all options of all parameter
+        groups.
+        """
         self._messages = []
         self._waiting = []
         self._options = []
@@ -332,7 +356,9 @@ class StepRecorder(StepObserver, ABC):
         self._state = None
 
     def _warn_of_hooks(self, hooks: list[str]) -> None:
-        """Warns once if hooks may change gradients before a step of the base optimizer."""
+        """Warns once about hooks that run before steps of the base optimizer, because they may
+        change gradients and their changes are not recorded.
+        """
         if hooks and hooks != self._warned_of:
             self._warned_of = hooks
             _log.warning(
@@ -344,7 +370,9 @@ class StepRecorder(StepObserver, ABC):
             )
 
     def _changed(self, optimizer: Replicated) -> list[dict[str, Any]]:
-        """Options of each parameter group that have not been recorded yet."""
+        """Returns the options of each parameter group that have changed since they were last
+        recorded.
+        """
         before = self._options
         groups = optimizer.param_groups
         members = [tuple(map(id, group["params"])) for group in groups]
@@ -371,7 +399,7 @@ def trained_by(optimizer: Replicated) -> dict[str, Tensor]:
 
 
 class Tapes(StepObserver):
-    """Several observers that receive the same messages."""
+    """Passes the messages of training to several observers."""
 
     def __init__(self, tapes: Sequence[StepObserver]) -> None:
         self._tapes = tapes
@@ -398,17 +426,18 @@ class Tapes(StepObserver):
 
 
 def agreed_digest(optimizer: Replicated) -> str:
-    """A digest of all agreed state between steps in this shard: weights and base optimizer state,
-    or anchor and outer optimizer.
+    """Returns a digest of all state on which replicas agree between steps, in this shard: weights
+    and base optimizer state, or with rounds the anchor and the outer optimizer.
     """
     found = [each.replicated() for each in optimizer.build()]
     return digest(tensor for mine in found for _, tensor in sorted(mine.items()))
 
 
 def _state_stamps(optimizer: Replicated) -> dict[Any, Any]:
-    """Stamps that change if code writes to or replaces the state of the base optimizer.
+    """Returns stamps that change if code writes to the state of the base optimizer or replaces it.
 
-    With rounds this state is private to each replica, and is not recorded.
+    With rounds, each replica has its own state of the base optimizer. This state is not recorded,
+    so there are no stamps of it.
     """
     if any(each.scheme.signal == "parameters" for each in optimizer.build()):
         return {}
@@ -425,8 +454,8 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _moved_by_rounds(optimizer: Replicated) -> set[str]:
-    """Names of the weights that a replica changes on its own between messages. Writes to these
-    weights are not recorded.
+    """Returns the names of the weights that each replica changes on its own between two messages.
+    If other code writes to these weights, the write is not recorded.
     """
     found = set()
     for each in optimizer.build():

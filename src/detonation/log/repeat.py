@@ -1,4 +1,6 @@
-"""Replay: plays back recorded messages, to repeat the steps of a log without replicas."""
+"""Replay: plays back recorded messages, so that one process repeats the steps of an update log
+without other replicas.
+"""
 
 import json
 import logging
@@ -40,7 +42,7 @@ from detonation.log.writer import identity, round_like, segments, use_padding_of
 
 _log = logging.getLogger("detonation")
 _PRIVATE = ("residual", "server_residual", "taken", "local_steps", "start", "share_")
-"""Prefixes of state that differs between replicas."""
+"""Prefixes of the state that differs between replicas."""
 _NEAR = (
     "%s: %s, so replay ends near the weights of training: replay on a machine of its kind, from a"
     " later checkpoint"
@@ -59,10 +61,11 @@ class Player(PlayedMessages, ABC):
 
     @abstractmethod
     def read(self) -> LogRecord | None:
-        """Returns the next record; None after the last record."""
+        """Returns the next record; returns None after the last record."""
 
     def take(self, place: int, step: int) -> Tensor:
-        """Returns the next messages of `place` in `step`."""  # -> [bytes] uint8
+        """Returns the next recorded messages of `place` (channel and bucket) in step `step`."""
+        # -> [bytes] uint8
         while not self._messages[place, step]:
             if not self._load():
                 raise DamagedLog(
@@ -75,8 +78,8 @@ class Player(PlayedMessages, ABC):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Like `take`, for a step whose end has been read already. Returns None if there are no
-        messages.
+        """Does the same as `take`, for a step whose end has already been read. Returns None if the
+        step has no messages.
         """
         # -> [bytes] uint8
         if (place, step) in self._messages:
@@ -84,7 +87,9 @@ class Player(PlayedMessages, ABC):
         return None
 
     def next_end(self) -> LogRecord | None:
-        """Returns the end of the next step or `synchronize`; None after the last record."""
+        """Returns the record that ends the next step or `synchronize` call; None after the last
+        record.
+        """
         while not self._ends and self._load():
             pass
         if self._ends:
@@ -92,7 +97,7 @@ class Player(PlayedMessages, ABC):
         return None
 
     def _load(self) -> bool:
-        """Reads one record; returns False after the last record."""
+        """Reads one record. Returns False if there are no more records."""
         record = self.read()
         if record is None:
             return False
@@ -104,7 +109,8 @@ class Player(PlayedMessages, ABC):
 
 
 class Playback(Player):
-    """Plays back the log of one shard in `directory`, after `first` steps and up to `to` steps.
+    """Plays back the update log of one shard in `directory`: the steps after step `first`, up to
+    step `to`.
 
     Raises `ValueError` if there is no log of this shard from `first` on. Reading a record raises
     `ValueError` if the log is of another run, and `DamagedLog` if it is damaged.
@@ -133,23 +139,24 @@ class Playback(Player):
         self._optimizer = optimizer
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
-        # messages of `delay` later steps are in flight after `to` steps
+        # after `to` steps, messages of `delay` later steps are still in flight
         last = max(self._to + self._delay, first + 1)
         self.files = [(begun, path) for begun, path in files if usable[-1] <= begun < last]
         self._records = self._read()
 
     def read(self) -> LogRecord | None:
-        """Returns the next record of a step or `synchronize` up to `to`."""
+        """Returns the next record of a step or of a `synchronize` call, up to step `to`."""
         return next(self._records, None)
 
     def next_end(self) -> LogRecord | None:
-        """Returns the end of the next step or `synchronize`; None after `to` steps, and at the end
-        of the log.
+        """Returns the record that ends the next step or `synchronize` call; None after `to` steps,
+        and at the end of the log.
         """
         try:
             end = super().next_end()
         except DamagedLog:
-            if self._optimizer.step_count < self._to:  # otherwise the damage is after step `to`
+            # otherwise the damage is after step `to` and does no harm
+            if self._optimizer.step_count < self._to:
                 raise
             return None
         if end is None or end.step > self._to:
@@ -157,9 +164,10 @@ class Playback(Player):
         return end
 
     def reach(self) -> tuple[int, str]:
-        """Finds the last step up to which the log contains all agreed state, bit for bit.
+        """Finds the last step up to which the log reproduces, bit for bit, all state on which
+        replicas agree.
 
-        Also returns, as text, the reason why the log ends there.
+        Returns this step, and the reason why the log ends there, as text.
         """
         step = self.first
         last = self.first
@@ -182,15 +190,16 @@ class Playback(Player):
         return max(self.first, last - self._delay), why
 
     def _read(self) -> Iterator[LogRecord]:
-        """Yields all records after `first` steps, without the first record of each file."""
+        """Yields all records of steps after `first`, without the START record of each file."""
         counts = [begun for begun, _ in self.files[1:]]
         for (begun, path), following in zip(self.files, [*counts, math.inf], strict=True):
             yield from self._read_file(begun, path, following)
 
     def _read_file(self, begun: int, path: Path, following: float) -> Iterator[LogRecord]:
-        """Yields the records of a file that begins after `begun` steps; the next file begins after
-        `following` steps."""
-        waiting = list[LogRecord]()  # messages wait until the end of their step
+        """Yields the records of the file at `path`, which begins after `begun` steps. The next file
+        begins after `following` steps.
+        """
+        waiting = list[LogRecord]()  # messages wait here until the record that ends their step
         for record in self._records_of(path):
             waiting.append(record)
             if record.kind == MESSAGE:
@@ -198,15 +207,15 @@ class Playback(Player):
             if record.step > following + self._delay:
                 return
             if record.step > following:
-                # The next file contains these steps again, as training repeated them.
-                # From this file, only messages that were in flight count.
+                # The next file contains these steps again, because training repeated them. So only
+                # the messages that were in flight are used from this file.
                 waiting = [each for each in waiting if each.step < following]
             if not self._is_before_first(record, begun):
                 yield from waiting
             waiting.clear()
 
     def _records_of(self, path: Path) -> Iterator[LogRecord]:
-        """Checks the first record of a file, and yields all other records."""
+        """Checks the START record of a file, and yields all later records."""
         for number, record in enumerate(whole_records(path)):
             if (record.kind == START) != (number == 0):
                 raise DamagedLog(f"{path} is no log of one rank")
@@ -216,14 +225,18 @@ class Playback(Player):
                 yield record
 
     def _is_before_first(self, record: LogRecord, begun: int) -> bool:
-        """True if the state after `first` steps already includes the step that `record` ends."""
-        # training may have written this weight after the checkpoint at `first`
+        """True if the state after `first` steps already includes the step that `record` ends, so
+        that the replay must skip this step.
+        """
+        # At step `first` a weight may have been written after the checkpoint, so its record is not
+        # skipped.
         if record.kind == WRITTEN:
             return record.step < self.first
         return (record.kind == STEP or begun < self.first) and record.step <= self.first
 
     def _check(self, path: Path, start: LogRecord, options: dict[str, Any]) -> None:
-        """Raises `ValueError` if a file belongs to another version, run or start.
+        """Raises `ValueError` if a file belongs to another version of the format, another run or
+        another start of the run.
 
         Warns if this process rounds differently from training.
         """
@@ -251,10 +264,10 @@ class Playback(Player):
             )
 
     def _check_state(self, path: Path, step: int, state: str) -> None:
-        """Raises `ValueError` if training continued after `step` steps from a state other than the
-        current state.
+        """Raises `ValueError` if training continued after step `step` from a state that differs
+        from the current state of this process.
 
-        A file that continues the last file without a gap has no `state`.
+        If a file continues the file before it without a gap, its START record has no `state`.
         """
         optimizer = self._optimizer
         if state and optimizer.step_count == step and state != agreed_digest(optimizer):
@@ -265,8 +278,8 @@ class Playback(Player):
             )
 
     def _why_only_near(self, about: dict[str, Any], options: dict[str, Any]) -> str:
-        """The reason why a replay only comes close to the weights of training, as text; "" if it is
-        exact.
+        """Returns the reason why a replay can only come close to the weights of training, as text;
+        "" if the replay is exact.
         """
         mine = round_like(about, self._optimizer, options)
         theirs = about.get("selftest") or mine
@@ -281,9 +294,12 @@ class Playback(Player):
         return ""
 
     def _check_identity(self, path: Path, about: dict[str, Any]) -> None:
-        """Raises `ValueError` if a file belongs to another run; adopts its number of replicas."""
+        """Raises `ValueError` if a file belongs to another run. From now on, uses the number of
+        replicas that this file names.
+        """
         replicas = about.get("replicas")
-        # an elastic run loses and gains replicas between steps
+        # an elastic run loses and gains replicas between steps, so each file may have another
+        # number
         if type(replicas) is int and hasattr(self._axis, "next_size"):
             self._axis.next_size = replicas
             self._identity["replicas"] = replicas
@@ -295,8 +311,8 @@ class Playback(Player):
 
 
 def _first_options(path: Path) -> dict[str, Any]:
-    """Options of the first group at the first step of a file, because a scheduler may change them
-    later. Training tested its rounding with these options.
+    """Returns the options of the first parameter group at the first step of a file. Training tested
+    its rounding with these options, and a scheduler may have changed them later.
     """
     for record in whole_records(path):
         if record.kind in (STEP, SYNCHRONIZE):
@@ -306,19 +322,22 @@ def _first_options(path: Path) -> dict[str, Any]:
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
-    """Repeats the steps of a log after `optimizer.step_count`; returns the new number of steps.
+    """Repeats the steps of an update log that follow step `optimizer.step_count`; returns the new
+    number of steps.
 
-    Agreed weights and base optimizer state then equal training's, bit for bit. Schemes that
-    exchange parameters agree at the end of a round, so replay reproduces the last agreed weights. A
-    log does not contain a replica's private memory, for example of error feedback. If the trained
-    parameters changed at a step, replay ends before that step; load a checkpoint after it to
-    continue.
+    After this, the weights and the base optimizer state on which replicas agree equal those of
+    training, bit for bit. Schemes that exchange parameters agree only at the end of a round, so
+    replay reproduces the weights of the last such end. An update log does not contain the private
+    memory of a replica, for example of error feedback. If the trained parameters changed at a step,
+    replay ends before that step. To continue, load a checkpoint that was saved after that step.
 
-    In a world, all ranks call it after `load_checkpoint`. They replay up to the last end of a round
-    that all of them can reproduce bit for bit, and a warning gives the reason. Memories are then
-    empty. With a `LoopbackCommunicator`, one process per shard represents all replicas. If replicas
-    were only close, it gets the weights of replica 0. If this process rounds differently from
-    training, it warns, and its weights only come close to those of training.
+    In a world of several replicas, all ranks call `replay` after `load_checkpoint`. They repeat
+    steps up to the last end of a round that all ranks can reproduce bit for bit, and a warning says
+    why they stop there. After this, all memories of unsent values are empty. With a
+    `LoopbackCommunicator`, one process per shard represents all replicas. If the weights of
+    replicas were only close to each other, this process gets the weights of replica 0. If this
+    process rounds differently from training, it warns, and its weights only come close to those of
+    training.
 
     Args:
         directory: Directory of the `UpdateLog`.
@@ -370,10 +389,10 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
 
 
 def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> tuple[int, str]:
-    """Runs `replay` on all ranks of a world. Each rank repeats the steps alone, up to the last step
-    that all ranks can reach. Then all ranks compare their weights.
+    """Runs `replay` on all ranks of a world. Each rank repeats the steps on its own, up to the last
+    step that all ranks can reach. After that all ranks compare their weights.
 
-    Also returns, as text, the reason why no further step could be repeated.
+    Returns the reached step, and the reason why no further step could be repeated, as text.
     """
     optimizer.set_up()
     first = optimizer.step_count
@@ -400,8 +419,8 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
 
 
 def _alone(directory: Path, optimizer: Replicated) -> Replicated:
-    """One process that represents all replicas of the log, with the weights and the agreed state of
-    `optimizer`.
+    """Returns an optimizer with which one process represents all replicas of the log. It has the
+    weights of `optimizer`, and the state on which replicas agree.
     """
     (_, path), *_ = Playback(directory, optimizer, optimizer.step_count).files
     start = next(whole_records(path), None)
@@ -417,7 +436,9 @@ def _alone(directory: Path, optimizer: Replicated) -> Replicated:
 
 
 def _hand_over(old: Replicated, new: Replicated) -> None:
-    """Copies the state that all replicas share to `new`, which keeps its private state."""
+    """Copies the state that all replicas share from `old` to `new`. `new` keeps the state that
+    differs between replicas.
+    """
     for before, after in zip(old.build(), new.build(), strict=True):
         shared = before.local_state().named()
         state = after.local_state()
@@ -430,7 +451,7 @@ def _hand_over(old: Replicated, new: Replicated) -> None:
 
 @torch.no_grad()
 def show_agreed(optimizer: Replicated) -> None:
-    """Sets the weights to the last agreed weights."""
+    """Sets the weights to the last weights on which all replicas agreed."""
     for replicator in optimizer.build():
         if replicator.scheme.signal == "parameters":
             copy(locals_of(replicator.parameters), replicator.shared_weights())
@@ -442,14 +463,15 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
     optimizer.record(reader)
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
-    optimizer.zero_grad()  # gradients hold the last update, and backward would add to them
+    optimizer.zero_grad()  # gradients hold the last update, and the next backward would add to it
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
-    """Repeats the event that `end` ends: a step, a `synchronize`, or a write to a weight.
+    """Repeats the event that the record `end` ends: a step, a `synchronize` call, or a write to a
+    weight.
 
-    The tape of `optimizer` plays its messages back. Raises `DamagedLog` if `end` is not the next
-    step.
+    The observer of `optimizer` plays back the recorded messages. Raises `DamagedLog` if `end` does
+    not belong to the next step.
     """
     if end.kind == WRITTEN:
         _write_again(end, optimizer)
@@ -490,9 +512,10 @@ def _require_members(texts: Sequence[str], step: int, optimizer: Replicated) -> 
 
 
 def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:
-    """Raises `ValueError` unless hooks of the same names run before steps of this base optimizer.
+    """Raises `ValueError` if training ran hooks before this step of its base optimizer, and this
+    base optimizer has no hooks of the same names.
 
-    A record has these names if they changed. Old logs have none.
+    A record has the names of the hooks only if they changed. Old logs do not have these names.
     """
     here = {name.rpartition(".")[2] for name in hooks_before(optimizer.base)}
     recorded = end.table().get("hooks", ())
@@ -506,7 +529,7 @@ def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:
 
 @torch.no_grad()
 def _write_again(record: LogRecord, optimizer: Replicated) -> None:
-    """Repeats a write of training to a weight between two steps."""
+    """Repeats the write of other code to a weight between two steps of training."""
     parameters = [*local_parameters(optimizer.model).values()]
     own = [local(parameter.detach()) for parameter in parameters[record.place : record.place + 1]]
     if [each.nbytes for each in own] != [len(record.content)]:

@@ -1,4 +1,4 @@
-"""`UpdateLog`: appends every update of a rank to files."""
+"""`UpdateLog`: writes every update of a rank to the end of a file."""
 
 import hashlib
 import logging
@@ -24,28 +24,32 @@ from detonation.whole_files import replaced
 
 SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16
-"""Largest step that is written without a thread; starting one would need as long."""
+"""Largest number of bytes of a step that is written without a thread, because starting a thread
+would take as long as writing.
+"""
 _KEPT = 4
-"""Number of recent steps that a replica keeps if it may have to continue another replica's log."""
+"""Number of recent steps that each further replica keeps in memory. If the first replica is lost,
+the next replica writes these steps to the log.
+"""
 _log = logging.getLogger("detonation")
 
 
 class UpdateLog(StepRecorder):
-    """Records each step's messages as all replicas received them, and the optimizer's options at
-    that step.
+    """Records the messages of each step as all replicas received them, and the options of the
+    optimizer at that step.
 
-    A checkpoint and the log after it reproduce any later step, bit for bit: see `replay`. The first
-    replica writes one file per shard; on other replicas an `UpdateLog` writes nothing. A step is
-    logged completely or not at all: a killed process loses its current step. A step needs the bytes
-    of the messages of all replicas, compressed as they were sent.
+    A checkpoint and the log that was written after it reproduce any later step, bit for bit: see
+    `replay`. The first replica writes one file per shard; on other replicas an `UpdateLog` writes
+    nothing. Each step is logged completely or not at all, so a killed process loses its current
+    step. A step needs as many bytes as the messages of all replicas, compressed as they were sent.
 
-    A thread writes a large step (of `full`, or most rounds) while the next step computes. So a
-    killed process may also lose the previous step, and the messages of two steps are in host
-    memory. `close` waits for the thread.
+    A thread writes a large step (for example of `full`, or of most rounds) while the next step
+    computes. So a killed process may also lose the step before the current step, and the messages
+    of two steps are in host memory. `close` waits for the thread.
 
-    If writing fails, as on a full disk, the log ends after its last complete step with one warning,
-    and training continues. After training returned to an earlier state, a new file begins there,
-    and its steps replace the recorded steps.
+    If writing fails, for example on a full disk, the log ends after its last complete step. It
+    gives one warning, and training continues. If training returns to an earlier state, a new file
+    begins at that state. The steps in this file replace the steps that were recorded before.
 
     Args:
         directory: For the files of this run alone; made if it is missing.
@@ -79,30 +83,33 @@ class UpdateLog(StepRecorder):
         self._file = -1
         self._length = 0
         self._closing: Callable[[], object] = lambda: None
-        self._levels: object = None  # the levels with which the file began
+        self._levels: object = None  # the optimizer's levels when the current file began
         self._thread: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None  # the last step
+        # the write of the last step, which a thread may still execute
+        self._writing: Future[None] | None = None
         self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
-        self._identity: dict[str, Any] = {}  # of the kept steps
+        self._identity: dict[str, Any] = {}  # the settings of the run at the steps in `_kept`
         self._start: dict[str, Any] = {}  # digest of the weights before the first step
 
     def begin(self, optimizer: Replicated) -> None:
-        """Records a digest of the weights from which a replay from the start must begin."""
+        """Records a digest of the weights before the first step. A replay from the start must begin
+        with the same weights.
+        """
         self._start = {"start": digest(optimizer.model.parameters())}
         self._optimizer = optimizer
         self._last = optimizer.step_count
         self.note(optimizer)
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """The weights of this optimizer, and weights that no optimizer trains. Other optimizers
-        have logs of their own.
+        """Returns the names of the weights of this optimizer, and of weights that no optimizer
+        trains. Other optimizers have their own logs.
         """
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = local_parameters(optimizer.model)
         return {name for name, p in parameters.items() if id(p) in own} | optimizer.frozen.keys()
 
     def end(self, what: str, optimizer: Replicated) -> None:
-        """Ends a step, or a call of `synchronize`."""
+        """Records a step, or a call of `synchronize`, when it has ended."""
         first = optimizer.coordinates.replica == 0
         may_follow = any(isinstance(axis, ElasticCommunicator) for axis, _ in optimizer.levels)
         self.records = self.records and (first or may_follow)
@@ -110,14 +117,15 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            # True at the first step, and after a change of settings or of trained parameters
+            # a new file begins at the first step, and after a change of settings or of trained
+            # parameters
             another = not goes_on or optimizer.build() is not self._levels
             if not first:
                 self._keep(messages, what, optimizer, another)
                 return
             if another:
                 self._close_file()
-            if not self.records:  # the last step of that file could not be written
+            if not self.records:  # the file was closed, and its last step could not be written
                 return
             if self._file < 0:
                 if self._kept:
@@ -133,21 +141,24 @@ class UpdateLog(StepRecorder):
                 os.fsync(self._file)
 
     def _keep(self, messages: Copies, what: str, optimizer: Replicated, another: bool) -> None:
-        """Keeps the last steps, because the first replica may be lost before writing them."""
+        """Keeps the last steps in memory, because the first replica may be lost before it has
+        written them.
+        """
         if another:
             self.flush()
             self._kept.clear()
             self._levels = optimizer.build()
             self._identity = _settings(optimizer)
-        self._options = []  # each kept step contains the hooks and all options of the groups
+        # so that each kept step contains the hooks and all options of the parameter groups
+        self._options = []
         self._hooks = []
         self.add_written()
         self.add(messages, what, optimizer)
         self.note(optimizer)
 
     def _write_kept(self, optimizer: Replicated) -> None:
-        """Writes the kept steps in place of the lost first replica. Steps that this replica had
-        already written are equal.
+        """Writes the kept steps to the log in place of the first replica, which is lost. If that
+        replica had already written some of these steps, the new records are equal to the old ones.
         """
         self.flush()
         kept = list(self._kept)
@@ -161,8 +172,8 @@ class UpdateLog(StepRecorder):
         self._close_file()
 
     def rotate(self, oldest: int = 0) -> None:
-        """Begins a new file, for example after a checkpoint. Removes files that end at or before
-        step `oldest`.
+        """Begins a new file, for example after a checkpoint. Removes files whose last step is
+        `oldest` or earlier.
         """
         self.close()
         if not self.records:
@@ -188,7 +199,8 @@ class UpdateLog(StepRecorder):
                 self.flush()
                 self._finish()
                 os.fsync(self._file)
-            with suppress(OSError):  # the thread has written all data, or the log is closed
+            # closing may fail, but the thread has already written all data or the log has ended
+            with suppress(OSError):
                 self._closing()
         self._file = -1
         if self._thread is not None:
@@ -197,7 +209,9 @@ class UpdateLog(StepRecorder):
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
-        """Ends the log at its last complete step if the block fails to write."""
+        """Ends the log after its last complete step if the code in the `with` block fails to
+        write.
+        """
         try:
             yield
         except OSError as error:
@@ -219,7 +233,8 @@ class UpdateLog(StepRecorder):
             about |= self._start
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
-            # training returned to an earlier step, and will repeat these files' steps
+            # Training returned to an earlier step and will repeat the steps of these files, so
+            # remove them.
             if begun > first:
                 later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
@@ -230,9 +245,10 @@ class UpdateLog(StepRecorder):
         self.hand_on([noted(START, first, about)])
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Appends the records to the file, or keeps them if another replica writes.
+        """Writes the records to the end of the file. If another replica writes the log, keeps the
+        records in memory instead.
 
-        A thread appends a large step while the next step computes.
+        A thread writes a large step while the next step computes.
         """
         if self._file < 0:
             self._kept.append([*records])
@@ -246,7 +262,9 @@ class UpdateLog(StepRecorder):
         self._writing = self._thread.submit(self._append, records)
 
     def _finish(self) -> None:
-        """Waits for the thread; raises its `OSError` if it could not write."""
+        """Waits until the thread has written the last step; raises the thread's `OSError` if it
+        could not write.
+        """
         if self._writing is not None:
             writing = self._writing
             self._writing = None
@@ -264,9 +282,10 @@ class UpdateLog(StepRecorder):
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
-    """The settings in which a run and a log must be equal, so that the run can replay the log.
+    """Returns the settings that must be equal in a run and in a log, so that the run can replay the
+    log.
 
-    Raises `ValueError` for several levels.
+    Raises `ValueError` if the optimizer has several levels of replication.
     """
     if len(optimizer.levels) > 1:
         raise ValueError("an update log has one level of replication, not several")
@@ -290,8 +309,8 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
 
 
 def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Digests of a self-test with the scheme and the base optimizer. They depend on this process's
-    rounding and on `options`, by default the optimizer's own.
+    """Returns digests of a self-test with the scheme and the base optimizer. They show how this
+    process rounds. They also depend on `options`, by default the options of `optimizer`.
     """
     ((_, scheme),) = optimizer.levels
     found: dict[str, str] = {}
@@ -301,7 +320,9 @@ def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) 
 
 
 def rounding(optimizer: Replicated) -> dict[str, Any]:
-    """Settings and digests from which another process can round like this one."""
+    """Returns the settings and digests with which another process can round as this process
+    does.
+    """
     return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
 
 
@@ -310,15 +331,16 @@ def round_like(
     optimizer: Replicated,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Makes `optimizer` round like the run that `about` describes, if it can; returns
-    `arithmetic`."""
+    """Makes `optimizer` round as the run that `about` describes did, if it can do this. Returns the
+    result of `arithmetic`.
+    """
     optimizer.base_step.round_singly(about.get("rounds_singly", False))
     return arithmetic(optimizer, options)
 
 
 def padding_of(optimizer: Replicated) -> dict[str, Any]:
-    """Names of the embeddings whose padding rows change. A replica without gradients cannot know
-    these names.
+    """Returns the names of the embeddings whose padding rows change in training. A process that
+    computes no gradients cannot find these names itself.
     """
     used = used_rows(optimizer.model)
     if used:
@@ -327,7 +349,9 @@ def padding_of(optimizer: Replicated) -> dict[str, Any]:
 
 
 def use_padding_of(about: Mapping[str, Any], optimizer: Replicated) -> None:
-    """Lets the padding rows change that changed in the run that `about` describes."""
+    """Allows steps to change the same padding rows that changed in the run that `about`
+    describes.
+    """
     if names := about.get("padding"):
         use_rows(names, optimizer.build(), optimizer.base_step)
 
@@ -341,8 +365,8 @@ def _settings(optimizer: Replicated) -> dict[str, Any]:
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
-    """Files of a log, in order: the rank that wrote each, the number of steps before it, and its
-    path. `rank` is "" for all ranks.
+    """Returns the files of an update log, in order. For each file: the rank that wrote it, the
+    number of steps before it, and its path. If `rank` is "", returns the files of all ranks.
     """
     found = []
     for path in directory.glob(f"*{SUFFIX}"):

@@ -1,4 +1,4 @@
-"""Models from transformers by name; `model(**batch)` returns `logits`, and a fp32 `loss` in nats.
+"""Models of transformers by name. `model(**batch)` returns `logits`, and a fp32 `loss` in nats.
 
 The initial weights depend only on `torch.manual_seed`.
 """
@@ -21,11 +21,11 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "vit": vit,
 }
 TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images"}
-"""The task of each model."""
+"""The task that each model is for."""
 
 
 def model_function(name: str) -> Callable[..., nn.Module]:
-    """Function that builds a model; raises `ValueError` for an unknown name.
+    """Returns the function that builds a model. Raises `ValueError` for an unknown name.
 
     The name is one of `MODELS`, `hf:` with a directory or an id of the hub, or
     "package.module:function".
@@ -44,7 +44,9 @@ def model_function(name: str) -> Callable[..., nn.Module]:
 
 
 def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """`size` and `channels` of the images, if the model requires fixed ones."""
+    """Returns the `size` and `channels` of images that the model requires. A model that accepts any
+    value has no entry.
+    """
     if name.startswith(HUB_PREFIX):
         return image_size_of(name.removeprefix(HUB_PREFIX), dict(arguments))
     given = {"size": arguments.get("image_size"), "channels": arguments.get("channels")}

@@ -1,4 +1,4 @@
-"""Built-in models: language models (dense, and mixture of experts), T5 and a vision transformer."""
+"""Built-in models: language models (dense and mixture of experts), T5, and a vision transformer."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from detonation.choices import needs
 
 
 def checked(dropout: float, **sizes: int) -> int:
-    """Checks the sizes of a model, including `hidden_size` and `heads`; returns the width of a
-    head.
+    """Checks the sizes of a model, which must include `hidden_size` and `heads`. Returns the width
+    of an attention head.
 
     Raises `ValueError` for a size below 1, a `dropout` outside [0, 1), and `heads` that do not
     divide `hidden_size`.
@@ -31,7 +31,7 @@ def checked(dropout: float, **sizes: int) -> int:
 
 
 def fp32_logits(head: nn.Module) -> None:
-    """Makes `head` return fp32, so that the loss of a bf16 model is fp32. Changes `head`."""
+    """Changes `head` so that it returns fp32 values. So the loss of a bf16 model is fp32."""
     head.register_forward_hook(lambda module, inputs, logits: logits.float())
 
 
@@ -43,9 +43,9 @@ def olmo2(
     feed_forward: int = 512,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Builds a causal language model.
+    """Builds a causal language model (OLMo 2).
 
-    The model shifts the labels itself: the loss is the mean over B * (T - 1) predictions.
+    The model shifts the labels itself, so the loss is the mean over B * (T - 1) predictions.
 
     Args:
         vocab: Number of tokens; 256 for bytes.
@@ -94,7 +94,8 @@ def _causal(
         "num_key_value_heads": heads,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "attention_dropout": dropout,
-        # every byte is text: a padding token's embedding would be zero and get no gradient
+        # No padding token: every byte is text, and the embedding of a padding token would be zero
+        # and get no gradient.
         "pad_token_id": None,
         "eos_token_id": None,
         "use_cache": False,
@@ -113,10 +114,11 @@ def olmoe(
     balance: float = 0.01,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Builds a causal language model with a mixture of experts.
+    """Builds a causal language model with a mixture of experts (OLMoE).
 
-    The experts of a block are three matrices of `[experts, ...]`, which FSDP2 shards by expert. If
-    a replica uses an expert for no token, the expert's gradient is zero on that replica.
+    The experts of a block are three matrices of `[experts, ...]`, and FSDP2 shards these matrices
+    by expert. If a replica uses an expert for no token, the gradient of the expert is zero on that
+    replica.
 
     Args:
         vocab: Number of tokens; 256 for bytes.
@@ -165,12 +167,12 @@ def t5(
     feed_forward: int = 512,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Builds a sequence-to-sequence model.
+    """Builds a sequence-to-sequence model (T5).
 
-    The loss is the mean over the labels that are not -100. The model makes the decoder's input by
-    shifting the labels right, starting with id 0. Embedding and output matrix are the same tensor,
-    as in T5. After initialisation the loss is about one nat above ln(vocab), because a decoder with
-    tied embeddings first predicts its own input byte.
+    The loss is the mean over the labels that are not -100. The decoder's input is the labels
+    shifted to the right, with id 0 in front. Embedding and output matrix are the same tensor, as in
+    T5. After initialisation the loss is about one nat above ln(vocab), because a decoder with tied
+    embeddings first predicts the byte that it has just read.
 
     Args:
         vocab: Number of ids; ByT5 has 384: 3 special ids, 256 bytes, 125 spare.
@@ -220,8 +222,8 @@ def t5(
 
 
 def _copied_output(block: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies the tensors that a block returns, because its position bias is a view, for which FSDP2
-    warns.
+    """Copies the tensors that a block returns. One of them, its position bias, is a view, and FSDP2
+    warns about views.
     """
     copied = []
     for output in outputs:
@@ -244,8 +246,8 @@ def vit(
 ) -> nn.Module:
     """Builds an image classifier.
 
-    The loss is the mean over B images. Compute grows with the square of `image_size / patch_size`.
-    The defaults suit Fashion-MNIST; for images of 32 pixels use patch_size 4.
+    The loss is the mean over B images. The compute grows with the square of `image_size /
+    patch_size`. The defaults are made for Fashion-MNIST; for images of 32 pixels use patch_size 4.
 
     Args:
         image_size: Height and width of an image, in pixels.
@@ -296,7 +298,8 @@ def vit(
         intermediate_size=feed_forward,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        # transformers infers the loss from the labels: one class would mean regression
+        # Name the problem, because transformers would infer it from the labels, and take one class
+        # for regression.
         problem_type="single_label_classification",
         attn_implementation="sdpa",
     )

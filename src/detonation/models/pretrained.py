@@ -1,4 +1,6 @@
-"""Causal, sequence-to-sequence and classification models of transformers, by directory or id."""
+"""Causal, sequence-to-sequence and classification models of transformers, by a directory or an id
+of the hub.
+"""
 
 import copy
 import functools
@@ -22,14 +24,16 @@ _LOADERS = {
 CLASSIFIES = "images", "labels"
 """Tasks whose models need a number of classes."""
 _BYTES = (256, 384)
-"""Vocabulary sizes of bytes and of ByT5."""
+"""Vocabulary sizes that mean bytes: 256 for plain bytes, and 384 for ByT5."""
 
 
 def transformers_model(name: str) -> Callable[..., nn.Module]:
-    """A function that builds the model `hf:NAME`, for a directory or an id of the Hugging Face hub.
+    """Returns a function that builds the model `hf:NAME`. NAME is a directory or an id of the
+    Hugging Face hub.
 
-    It never runs code of the directory or the hub. It raises `ValueError` if the model cannot be
-    reached, is for another task, lacks a key of its configuration, or has weights that do not fit.
+    This function never runs code of the directory or the hub. It raises `ValueError` if the model
+    cannot be reached, if it is for another task, if its configuration lacks a given key, or if its
+    weights do not fit.
     """
 
     def build(
@@ -67,7 +71,7 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         model = _built(name, config, task, pretrained, dtype, classes)
         made: Any = model
         head = made.get_output_embeddings() or getattr(model, "classifier", None)
-        # causal models already compute fp32 logits
+        # causal models already compute their logits in fp32
         if task != "text" and isinstance(head, nn.Module):
             fp32_logits(head)
         return model
@@ -76,7 +80,9 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
 
 
 def image_size_of(name: str, settings: dict[str, Any]) -> dict[str, int]:
-    """`size` and `channels` of the images for `hf:NAME`, if its configuration fixes them."""
+    """Returns the `size` and `channels` of images for `hf:NAME`, if the configuration of the model
+    fixes them.
+    """
     config = _configured(name, {}, {})
     sizes = {"size": getattr(config, "image_size", None)}
     if settings.get("pretrained"):
@@ -98,7 +104,8 @@ def _built(
         )
     options = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     try:
-        if not pretrained or torch.empty(0).is_meta:  # on the meta device only sizes matter
+        # on the meta device only the sizes of weights matter, so load no weights
+        if not pretrained or torch.empty(0).is_meta:
             model: nn.Module = auto.from_config(config, **options)
             return model
         options |= {"ignore_mismatched_sizes": task in CLASSIFIES, "output_loading_info": True}
@@ -119,7 +126,9 @@ def _built(
 
 
 def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) -> None:
-    """Raises `ValueError` if ids of the data exceed the model's vocabulary."""
+    """Raises `ValueError` if the data use token ids that are outside the vocabulary of the
+    model.
+    """
     own = getattr(config.get_text_config(), "vocab_size", None)
     if vocab is None or own is None:
         return
@@ -135,7 +144,9 @@ def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) 
 
 
 def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> Any:
-    """The model's configuration with `settings`, and with all `sizes` for which it has a key."""
+    """Returns the configuration of the model with `settings`, and with each of the `sizes` for
+    which the configuration has a key.
+    """
     config = copy.deepcopy(_config(name))
     for key in settings:
         if not hasattr(config, key) or key.startswith("_"):
@@ -144,15 +155,16 @@ def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> A
     fitting = {key: size for key, size in sizes.items() if hasattr(config, key)}
     try:
         config = type(config).from_dict(config.to_dict(), **settings, **fitting)
-    except Exception as error:  # configurations check types, and raise their own errors
+    except Exception as error:
+        # configurations check the types of values, and raise errors of their own classes
         *_, last = str(error).strip().splitlines()
         raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {last.strip()}") from error
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
     if isinstance(padding, int) and padding >= text.vocab_size:
-        text.pad_token_id = None  # this id belongs to a larger vocabulary
+        text.pad_token_id = None  # this token id is outside the smaller vocabulary of this model
     if hasattr(text, "use_cache"):
-        text.use_cache = False  # training does not reuse keys and values
+        text.use_cache = False  # training does not reuse cached keys and values
     return config
 
 
@@ -161,7 +173,7 @@ def _config(name: str) -> Any:
     transformers = needs("transformers", "models")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # suppresses a warning for each retry
+    # do not print a warning for each retry of a download
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not name:
         raise ValueError("'hf:' names no model: write hf:DIRECTORY or hf:ID of the hub")
@@ -170,7 +182,7 @@ def _config(name: str) -> Any:
     except (OSError, ValueError) as error:
         problem = "is no directory with a config.json, and no model that the hub gives us"
         raise ValueError(f"{HUB_PREFIX}{name} {problem}: {first_line(error)}") from error
-    except Exception as error:  # configurations raise errors of many types
+    except Exception as error:  # configurations raise errors of many classes
         *_, last = str(error).strip().splitlines()
         raise ValueError(
             f"{HUB_PREFIX}{name} has a config.json that does not fit: {last.strip()}"

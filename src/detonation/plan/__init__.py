@@ -1,5 +1,5 @@
-"""Planner: predicts the cost of each scheme on a network, and chooses one.
+"""The planner: predicts the cost of each scheme on a network, and chooses a scheme.
 
-`cost` predicts, `losses` contains measured losses, `search` ranks and explains, `auto` chooses in a
-running job.
+`cost` predicts costs, `losses` contains measured losses, `search` ranks schemes and explains the
+ranking, and `auto` chooses a scheme in a running job.
 """

@@ -1,4 +1,4 @@
-"""`auto`: measures the links of a running job, and chooses a scheme."""
+"""`auto`: measures the links of a running job, and chooses a scheme for these links."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, recipes, 
 from detonation.plan.search import BUDGET, check_budget, options, pairs, why
 
 PROBE_S = 3.0
-"""Approximate duration of measuring the links in seconds."""
+"""Approximate number of seconds for which `auto` measures the links."""
 
 _log = logging.getLogger("detonation")
 
@@ -37,12 +37,13 @@ def auto(
 ) -> Scheme:
     """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
 
-    Collective: call it on every rank, after sharding and before `replicate`. It measures for a few
-    seconds. Rank 0 decides, and all ranks return the same scheme, the first choice of `detonation
-    plan --optimizer`. The choice is full synchronisation if this waits for the network for at most
-    `budget` of a step, and no other scheme is faster by more than `budget`. Otherwise it is the
-    scheme that reaches a loss first, judged by losses measured with this kind of optimizer, or else
-    with AdamW. The logger "detonation" gets the reason at level INFO.
+    Collective: call it on every rank, after sharding and before `replicate`. It measures the links
+    for a few seconds. Rank 0 chooses the scheme, and all ranks return this scheme. It is the first
+    choice of `detonation plan --optimizer`. Full synchronisation is the choice if it waits for the
+    network for at most `budget` of a step, and if no other scheme is faster by more than `budget`.
+    Otherwise the choice is the scheme that is expected to reach a loss first. This expectation
+    comes from losses that were measured with the same kind of optimizer, or else with AdamW. The
+    logger "detonation" gets the reason for the choice at level INFO.
 
     Args:
         optimizer: Optimizer for `replicate`. An optimizer with momentum needs schemes of dense
@@ -108,7 +109,7 @@ def auto(
 
 
 def broadcast_choice(choice: Scheme, everyone: Everyone) -> Scheme:
-    """Returns the choice of rank 0 on every rank. Collective.
+    """Returns the scheme that rank 0 has chosen, on every rank. Collective.
 
     Raises:
         Mismatch: On all ranks, if one builds another scheme from the same name and arguments.
@@ -134,7 +135,7 @@ def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Sh
     else:
         replica = axis.replica
     gathered = everyone.send_to_all([replica, shapes])
-    lowest = gathered[0][0]  # the lowest rank is 0, unless replica 0 is lost
+    lowest = gathered[0][0]  # replica 0 has the lowest number, unless it is lost
     first = [shapes for number, shapes in gathered if number == lowest]
     ranks = everyone.size // axis.size()
     return [{name: tuple(shape) for name, shape in each.items()} for each in first[:ranks]]

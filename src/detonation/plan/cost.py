@@ -11,24 +11,27 @@ from detonation.core.schemes import GradientScheme, ParameterScheme, Scheme, sch
 from detonation.link_speed import LinkSpeed
 
 BACKWARD = 2 / 3
-"""Share of backward in the time of forward and backward; gradients become available during
+"""Share of backward in the time of forward and backward. Gradients become available during
 backward.
 """
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Parameter shapes by name."""
+"""The shapes of the parameters, by name."""
 
 _WINDOW = 14480
 _TIMER_S = 0.2
-"""TCP: bytes in the window after a long silence, and seconds that its timer adds to a round trip.
+"""Properties of TCP: the bytes in its window after a long pause without data, and the seconds that
+its timer adds to a round trip.
 """
 _NOISE_S = 5e-3
-"""A restart of TCP below this time cannot be measured."""
+"""If TCP needs less than this time (in seconds) to restart after a pause, the time cannot be
+measured.
+"""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Network between `replicas` nodes of `shards` ranks.
+    """The network between `replicas` nodes with `shards` ranks each.
 
     Args:
         operations: Time of "all-reduce", "all-gather" and "all-to-all" on one rank, while all ranks
@@ -44,7 +47,9 @@ class Network:
 
     @classmethod
     def of_axis(cls, measured: AxisProfile, shards: int) -> "Network":
-        """The network measured by `probe` on an axis, between nodes of `shards` ranks."""
+        """Returns the network that `probe` measured on an axis, between nodes with `shards` ranks
+        each.
+        """
         plain = cls(measured.size, shards, measured.operations)
         if not measured.silence_s:
             return plain
@@ -56,7 +61,9 @@ class Network:
 
     @classmethod
     def of_link_speed(cls, speed: LinkSpeed, replicas: int, shards: int) -> "Network":
-        """A network of nodes with equal links. The ranks of a node share its link."""
+        """Returns a network of nodes with equal links. The ranks of a node share the link of this
+        node.
+        """
         rate = speed.rate_bits_per_s / shards
         operations = {
             kind: Operation(traffic.hops(kind, replicas) * speed.latency_s, rate, 0.0)
@@ -66,12 +73,14 @@ class Network:
 
     @property
     def rate_bits_per_s(self) -> float:
-        """Rate per node of all-reduce or all-gather, whichever is slower."""
+        """Rate per node of the slower collective among all-reduce and all-gather."""
         rates = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
         return self.shards * min(rates, default=float("inf"))
 
     def faster(self, times: float, later: float = 1.0) -> "Network":
-        """This network, with all rates multiplied by `times` and all latencies by `later`."""
+        """Returns this network, with all rates multiplied by `times` and all latencies multiplied
+        by `later`.
+        """
         operations = {}
         for name, line in self.operations.items():
             rate = times * line.rate_bits_per_s
@@ -80,7 +89,9 @@ class Network:
         return replace(self, operations=operations)
 
     def seconds(self, kind: traffic.CollectiveKind, nbytes: float, silent_s: float = 0.0) -> float:
-        """Duration of an exchange of `nbytes` per rank, `silent_s` after the previous exchange."""
+        """Returns the duration of an exchange of `nbytes` per rank that begins `silent_s` after the
+        previous exchange.
+        """
         if self.replicas == 1:
             return 0.0
         restart_s = 0.0
@@ -92,7 +103,9 @@ class Network:
         return restart_s + self.latency_s(kind, nbytes) + self.transfer_s(kind, nbytes)
 
     def latency_s(self, kind: str, nbytes: float) -> float:
-        """Seconds for which an exchange of `nbytes` per rank waits beside its transfer."""
+        """Returns the latency of an exchange of `nbytes` per rank: the seconds beside the transfer
+        itself.
+        """
         one = self.operations["all-to-all"].latency_s
         latency = self.operations[kind].latency_s
         if kind == "all-gather" and traffic.is_sent_at_once(
@@ -102,7 +115,7 @@ class Network:
         return latency
 
     def transfer_s(self, kind: str, nbytes: float) -> float:
-        """Seconds in which a rank sends `nbytes`."""
+        """Returns the seconds in which a rank sends `nbytes`."""
         if kind == "owner":
             return self.transfer_s("all-to-all", nbytes / 2) + self.transfer_s(
                 "all-gather", nbytes / 2
@@ -110,17 +123,19 @@ class Network:
         return self.operations[kind].transfer_s(nbytes)
 
     def restart_s(self, nbytes: float, silent_s: float) -> float:
-        """Seconds that TCP's slow start adds to an exchange of `nbytes` after a silence.
+        """Returns the seconds that TCP's slow start adds to an exchange of `nbytes` after a pause
+        of `silent_s` seconds.
 
-        TCP halves its window in each timer period without data, down to `_WINDOW`. Then it doubles
-        the window in each round trip, until the window holds the message, or the data in flight at
-        full rate.
+        Without data, TCP halves its window in each period of its timer, down to `_WINDOW`. After
+        the pause it doubles the window in each round trip. It stops when the window holds the whole
+        message, or all data in flight at the full rate.
         """
         one = self.operations["all-to-all"]
-        round_trip = one.latency_s  # gloo asks the receiver before it sends
+        # gloo asks the receiver before it sends, which takes a round trip
+        round_trip = one.latency_s
         rate = one.rate_bits_per_s / 8
         full = min(nbytes, rate * round_trip)
-        # the first period of silence is free
+        # in the first period of a pause, TCP does not halve its window
         periods = (silent_s + round_trip / 2) / (round_trip + _TIMER_S) - 1
         doublings = min(periods, log2(max(full, 1.0) / _WINDOW))
         if doublings <= 0:
@@ -131,7 +146,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Work:
-    """A training step without the network.
+    """The local work of a training step, without the network.
 
     Args:
         shards: Local parameter shapes on each rank of a node.
@@ -156,13 +171,13 @@ class Work:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Coordinates of each parameter over all shards, by name."""
+        """Number of coordinates of each parameter, summed over all shards, by name."""
         return {name: sum(prod(shapes[name]) for shapes in self.shards) for name in self.shards[0]}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted cost of one step, averaged over a round.
+    """The predicted cost of one step with a scheme, averaged over a round.
 
     Args:
         compute_s: Seconds of forward and backward.
@@ -185,7 +200,7 @@ class Cost:
 
     @property
     def waiting(self) -> float:
-        """Share of the step that is spent waiting for the network."""
+        """Share of a step for which a rank waits for the network."""
         return self.exposed_s / self.total_s
 
     @property
@@ -220,12 +235,14 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
 
 
 _STATE_BYTES = {"SignSGD": 0, "SGD": 4, "SGD without momentum": 0, "Muon": 4}
-"""Bytes per parameter of an optimizer's fp32 state; 8 for unlisted ones, such as Adam."""
+"""Bytes per parameter of an optimizer's fp32 state. Optimizers that are not listed, such as Adam,
+need 8 bytes.
+"""
 
 
 def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) -> float:
-    """Bytes per step that a node sends to keep replicas close: on average a thousandth of their
-    agreed state.
+    """Returns the bytes per step that a node sends to keep replicas close to each other. On average
+    this is a thousandth of the state on which replicas agree.
     """
     if scheme.signal == "nothing":
         return 0.0
@@ -245,8 +262,8 @@ def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> i
 
 
 def _optimizer_s(scheme: Scheme, work: Work) -> float:
-    """Seconds per step of the optimizer's own work, averaged over steps with and without an
-    exchange.
+    """Returns the seconds of the optimizer's own work per step, averaged over steps with an
+    exchange and steps without an exchange.
     """
     step = work.steps.get(spelled(scheme), work.steps.get(scheme.name))
     if step is None:
@@ -256,7 +273,7 @@ def _optimizer_s(scheme: Scheme, work: Work) -> float:
 
 
 def _before_sending_s(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> float:
-    """Seconds of backward before the first bucket leaves."""
+    """Returns the seconds of backward before the first bucket is sent."""
     if not (work.overlap and scheme.worth_overlapping):
         return 0.0
     first = traffic.buckets_of(scheme, layout, replicas)[-1].layout.rows
@@ -264,8 +281,8 @@ def _before_sending_s(scheme: Scheme, layout: Layout, work: Work, replicas: int)
 
 
 def report_s(scheme: Scheme, work: Work, network: Network) -> float:
-    """Seconds per step for which ranks wait for each other's losses, if an overlapped backward
-    begins only after the losses arrive.
+    """Returns the seconds per step for which ranks wait for the losses of all ranks. If backward
+    overlaps with sending, backward begins only after these losses have arrived.
     """
     hidden = 0.0
     if not scheme.worth_overlapping:
@@ -276,8 +293,8 @@ def report_s(scheme: Scheme, work: Work, network: Network) -> float:
 def _exposed_s(
     scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network
 ) -> float:
-    """Seconds per round for which a rank waits for messages. `step_s` is a step without its
-    compute.
+    """Returns the seconds per round for which a rank waits for messages. `step_s` is the duration
+    of a step without forward and backward.
     """
     if network.replicas == 1:
         return 0.0
@@ -288,16 +305,18 @@ def _exposed_s(
         kind = traffic.collective_for(scheme, fragment, network.replicas)
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
         transfer_s = network.seconds(kind, nbytes, silent)
-        if kind == "owner" and work.reports:  # ranks agree on the messages that owners refused
+        # ranks also exchange which messages the owners (aggregating replicas) refused
+        if kind == "owner" and work.reports:
             waits += network.seconds("all-gather", 0)
         if scheme.round.delay:
             latency = network.seconds(kind, nbytes) - network.transfer_s(kind, nbytes)
             waits += _delayed_wait_s(scheme, transfer_s, latency, local_s)
         elif work.overlap and scheme.worth_overlapping:
-            # buckets are sent in the order of backward: the last layers first
+            # Buckets are sent in the order in which backward computes them: the last layers first.
             buckets = reversed(traffic.buckets_of(scheme, fragment, network.replicas))
             rows = [bucket.layout.rows for bucket in buckets]
-            # owners reply after the last message, and no computation hides this wait
+            # Owners (the replicas that aggregate) answer after the last message, when no
+            # computation is left that could hide this wait.
             if kind == "owner":
                 answer = scheme.reply_codec(network.replicas)
                 size = traffic.stage_bytes(answer, sum(rows), network.replicas)
@@ -316,7 +335,9 @@ def _buckets_wait_s(
     work: Work,
     network: Network,
 ) -> float:
-    """Seconds from the end of backward until all buckets, with `rows` rows each, have arrived."""
+    """Returns the seconds from the end of backward until all buckets have arrived. `rows` holds the
+    number of rows of each bucket.
+    """
     if kind == "owner":
         sent: str = "all-to-all"
         sizes = [traffic.stage_bytes(scheme.codec, count, network.replicas) for count in rows]
@@ -330,19 +351,20 @@ def _buckets_wait_s(
 
 
 def _delayed_wait_s(scheme: Scheme, transfer_s: float, latency_s: float, local_s: float) -> float:
-    """Seconds of waiting for a message that may arrive `delay` steps of `local_s` later.
+    """Returns the seconds of waiting for a message that may arrive `delay` steps later. A step
+    takes `local_s`.
 
-    In the steady state a link transfers each message before the next message is sent, which is a
-    second bound.
+    A link must also transfer each message before the next message is sent. This is a second lower
+    bound on the wait.
     """
     between = scheme.round.every / scheme.fragments * local_s
     return max(0.0, transfer_s - scheme.round.delay * local_s, transfer_s - latency_s - between)
 
 
 def _overlapped_wait_s(parts: Sequence[tuple[float, float]], compute_s: float) -> float:
-    """Seconds from the end of backward until the last message is sent.
+    """Returns the seconds from the end of backward until the last message is sent.
 
-    Each message is sent when its gradients are available.
+    Each message is sent as soon as its gradients are available.
 
     Args:
         parts: Messages in sending order: share of all gradients, and seconds of the transfer.
@@ -363,7 +385,9 @@ def _overlapped_wait_s(parts: Sequence[tuple[float, float]], compute_s: float) -
 
 
 def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
-    """Bytes of replication state kept between steps, plus the messages of one step."""
+    """Returns the bytes of the replication state that is kept between steps, plus the bytes of the
+    messages of one step.
+    """
     flat = 4 * layout.rows * layout.chunk
     state = 0
     if scheme.feedback:
@@ -374,7 +398,8 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
     if collective == "owner":
         state += flat // replicas
     rows = layout.rows
-    if scheme.divides_messages and not scheme.round.delay:  # two buckets are in flight at a time
+    # two buckets are in flight at the same time
+    if scheme.divides_messages and not scheme.round.delay:
         rows = min(rows, 2 * traffic.buckets_of(scheme, layout, replicas)[0].layout.rows)
     elif isinstance(scheme, ParameterScheme):
         rows = -(-rows // scheme.fragments)
@@ -390,7 +415,7 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
 
 
 def spelled(chosen: Scheme) -> str:
-    """Text of a scheme, with the arguments that differ from its defaults.
+    """Returns the text of a scheme, with only the arguments that differ from its defaults.
 
     Example:
         >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))
@@ -406,7 +431,7 @@ def spelled(chosen: Scheme) -> str:
 
 
 def changed(chosen: Scheme) -> dict[str, object]:
-    """Arguments that differ from the scheme's defaults.
+    """Returns the arguments of a scheme that differ from its defaults.
 
     Example:
         >>> changed(scheme("demo", {"topk": 1, "chunk": 64}))

@@ -1,4 +1,6 @@
-"""Measured losses, and estimates for a run: loss relative to a baseline, and steps to a loss."""
+"""Measured losses, and estimates from them for another run: its loss relative to a baseline, and
+its steps to a given loss.
+"""
 
 import json
 import math
@@ -12,35 +14,42 @@ from typing import Any
 from detonation.core.schemes import Scheme
 
 TEXT = "quick-lm"
-"""Recipe whose losses are used for a model of unknown task."""
+"""Recipe whose measured losses are used if the task of a model is unknown."""
 GOAL_STEPS = 1000
-"""Default length of a run: the longest measured run on text."""
+"""Default number of steps of a run. It equals the longest measured run on text."""
 STEPS_EXPONENT = 0.205
-"""Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200
-steps (research/frontier.md). A study whose baseline was validated during training has its own
-exponent.
+"""Assumed fall of the loss: proportional to steps ** -0.205. It was measured for AdamW with full
+synchronisation on quick-lm with seed 1, at 300 and at 1,200 steps (research/frontier.md). A study
+whose baseline was validated during training has its own exponent.
 """
 HALVING = math.log10(10 / 3)
-"""Decades of longer training that halve a lead: Muon's lead over AdamW fell from 21.9 % at 300
-steps to 10.9 % at 1,000 steps (docs/findings.md)."""
+"""If training is longer by this many factors of ten, a lead over the baseline halves. Muon's lead
+over AdamW fell from 21.9 % at 300 steps to 10.9 % at 1,000 steps (docs/findings.md).
+"""
 PER_DECADE = 0.01
-"""Widening of an interval at both ends for each factor of ten in parameters: the largest change of
-a mean from 0.6 to 4.3 million parameters (docs/findings.md)."""
+"""For each factor of ten in parameters between the run and the measurement, the interval of an
+estimate becomes wider by this value at both ends. It is the largest change of a mean from 0.6 to
+4.3 million parameters (docs/findings.md).
+"""
 PER_LONGER = 0.04
-"""Widening for each factor of ten in length: with eight replicas, the lead of `random_sign` fell
-from 6.4 % at 300 steps to 1.2 % at 1,000 steps (docs/findings.md).
+"""For each factor of ten in steps between the run and the measurement, the interval of an estimate
+becomes wider by this value. With eight replicas, the lead of `random_sign` fell from 6.4 % at 300
+steps to 1.2 % at 1,000 steps (docs/findings.md).
 """
 PER_DOUBLING = 0.12
-"""Widening for each factor of two in replicas: the largest change of a mean, for AdamW that
-exchanges every 300 steps (docs/findings.md)."""
+"""For each factor of two in replicas between the run and the measurement, the interval of an
+estimate becomes wider by this value. It is the largest change of a mean, for AdamW with an exchange
+every 300 steps (docs/findings.md).
+"""
 PER_FEWER_ROUNDS = 0.034
-"""Widening for each factor of ten fewer rounds, times log2(replicas). `muloco` with an exchange
-every 30 steps has +1.0 % over 100 rounds and +4.4 % over 10 rounds with two replicas; with eight
-replicas +6.2 % and +17.9 % (docs/findings.md).
+"""For each factor of ten fewer rounds, the interval of an estimate becomes wider by this value
+times log2(replicas). With an exchange every 30 steps and two replicas, the loss of `muloco`
+relative to the baseline is +1.0 % over 100 rounds and +4.4 % over 10 rounds. With eight replicas it
+is +6.2 % and +17.9 % (docs/findings.md).
 """
 SPREAD = 0.07
-"""Half width of the 95 % interval for a single seed, taken from three seeds on text
-(docs/findings.md).
+"""Half width of the 95 % interval of an estimate that comes from a single seed. It was measured
+with three seeds on text (docs/findings.md).
 """
 # fmt: off
 STUDENT = [
@@ -49,12 +58,12 @@ STUDENT = [
     2.060, 2.056, 2.052, 2.048, 2.045, 2.042, 2.040,
 ]
 # fmt: on
-"""Student's t for a two-sided 95 % interval, from 1 degree of freedom to 31."""
+"""Student's t for a two-sided 95 % interval, for 1 to 31 degrees of freedom."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One measurement: final validation losses of a scheme with an optimizer.
+    """One measurement: the final validation losses of a scheme with an optimizer.
 
     Args:
         scheme: Name of the scheme.
@@ -83,24 +92,26 @@ class Loss:
 
     @property
     def is_full(self) -> bool:
-        """True for full synchronisation of fp32 gradients, a baseline."""
+        """True if this is full synchronisation of fp32 gradients, which is a baseline."""
         return self.scheme == "full" and self.arguments["precision"] == "fp32"
 
     @property
     def task(self) -> tuple[str, str, int, int]:
-        """Key for comparable losses: the training and its length."""
+        """The study, recipe, size and number of steps. Two losses are comparable if these values
+        are equal.
+        """
         return self.study, self.recipe, self.parameters, self.steps
 
     def doublings(self, replicas: int) -> float:
-        """Number of doublings from the measured replicas to `replicas`; 0 for full
-        synchronisation.
+        """Returns how often the measured number of replicas must double to give `replicas`; 0 for
+        full synchronisation.
         """
         if self.scheme == "full":
             return 0.0
         return math.log2(replicas / self.replicas)
 
     def fits(self, scheme: Scheme) -> bool:
-        """True if this is a measurement of `scheme` with its arguments."""
+        """True if this is a measurement of `scheme` with the same arguments."""
         same = all(scheme.arguments.get(name) == value for name, value in self.arguments.items())
         return scheme.name == self.scheme and same
 
@@ -112,7 +123,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Goal:
-    """The training run that a plan is for. Its goal is the baseline's loss after `steps` steps.
+    """The training run for which a plan is made. Its goal is the loss of the baseline after `steps`
+    steps.
 
     Args:
         recipe: Recipe with measured losses, see `task_of`.
@@ -127,8 +139,8 @@ class Goal:
 
     @property
     def baseline(self) -> str:
-        """Optimizer of the baseline: `optimizer` if full synchronisation was measured with it, else
-        AdamW.
+        """The optimizer of the baseline. It is `optimizer` if full synchronisation was measured
+        with it, and otherwise AdamW.
         """
         known = any(loss.is_full and loss.optimizer == self.optimizer for loss in loss_table())
         if known and self.optimizer:
@@ -138,7 +150,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate for a run, derived from a measurement.
+    """The estimate of the loss of a run, derived from one measurement.
 
     Args:
         cost: Loss relative to the baseline at equal steps; below 0 for a lower loss.
@@ -157,16 +169,16 @@ class Estimate:
 
     @property
     def steps_factor(self) -> float:
-        """Steps to the baseline's loss, divided by the baseline's steps.
+        """Number of steps to the baseline's loss, divided by the steps of the baseline.
 
-        Uses the upper end of the interval, so that measurements with few seeds, or of distant runs,
-        count less.
+        It uses the upper end of the interval. So measurements with few seeds, or of runs that
+        differ much, give a more cautious result.
         """
         return float((1 + self.interval[1]) ** (1 / self.exponent))
 
     @property
     def verdict(self) -> str:
-        """Difference to the baseline with its interval, in percent."""
+        """The difference of the loss to the baseline and its interval, in percent."""
         if self.interval == (0.0, 0.0):
             return "the baseline"
         low, high = (f"{100 * end:+.1f}" for end in self.interval)
@@ -174,7 +186,7 @@ class Estimate:
 
     @property
     def evidence(self) -> str:
-        """The conditions of the measurement, and how the run differs from them."""
+        """The conditions of the measurement, and how the run differs from these conditions."""
         far = ""
         if self.far:
             far = f"; this run has {', '.join(self.far)}, for which the interval is wider"
@@ -182,10 +194,11 @@ class Estimate:
 
 
 def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
-    """Estimate for `scheme` with `optimizer`; None if nothing comparable was measured.
+    """Returns the estimate for `scheme` with `optimizer`; None if no comparable run was measured.
 
-    It uses the nearest measurement of the goal's recipe, never the best: nearest by replicas, then
-    by steps, then by the number of seeds, then by size, whose effect is smallest.
+    It uses the nearest measurement of the goal's recipe, not the best one. Nearest means: nearest
+    in the number of replicas; if equal, nearest in steps; if equal, with the most seeds; if equal,
+    nearest in size, because size has the smallest effect.
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
     found = [loss for loss in found if loss.recipe == goal.recipe]
@@ -198,7 +211,8 @@ def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
 
 
 def task_of(model: str) -> str:
-    """Recipe whose losses are used for a model, by the model's name; text by default.
+    """Returns the recipe whose losses are used for a model, by the name of the model; the recipe
+    for text by default.
 
     >>> task_of("hf:google-t5/t5-base"), task_of("vit"), task_of("olmo2")
     ('t5-translation', 'vit-fashion', 'quick-lm')
@@ -207,9 +221,11 @@ def task_of(model: str) -> str:
 
 
 def trained_by(name: str, settings: Mapping[str, Any]) -> str:
-    """Name of an optimizer in `Loss`: its class, and "without momentum" if it has none.
+    """Returns the name of an optimizer as in `Loss`: its class, and "without momentum" if it has no
+    momentum.
 
-    Under a scheme with momentum this makes a large difference (docs/findings.md).
+    Under a scheme that has momentum itself, the momentum of the optimizer makes a large difference
+    (docs/findings.md).
 
     >>> trained_by("AdamW", {"lr": 1e-3, "betas": (0.0, 0.95)})
     'AdamW without momentum'
@@ -231,7 +247,7 @@ def recipes() -> list[str]:
 
 @cache
 def loss_table() -> tuple[Loss, ...]:
-    """All measurements, from losses.json."""
+    """Returns all measurements, read from losses.json."""
     text = resources.files("detonation.plan").joinpath("losses.json").read_text(encoding="utf-8")
     rows = json.loads(text)
     for row in rows:
@@ -242,11 +258,11 @@ def loss_table() -> tuple[Loss, ...]:
 def relative(
     losses: Mapping[int, float], base: Mapping[int, float]
 ) -> tuple[float, tuple[float, float] | None, int]:
-    """Compares `losses` with `base` on equal seeds.
+    """Compares `losses` with `base` on seeds that both have.
 
-    Returns the mean difference divided by the mean of `base`, its 95 % interval, and the number of
-    pairs. Seed 0 chose learning rates, so it counts only without another common seed. Fewer than
-    three pairs have no interval.
+    Returns the mean difference divided by the mean of `base`, the 95 % interval of this value, and
+    the number of pairs. Learning rates were chosen with seed 0, so seed 0 is used only if there is
+    no other common seed. With fewer than three pairs there is no interval.
     """
     common = losses.keys() & base.keys()
     seeds = sorted(common - {0}) or sorted(common)
@@ -260,7 +276,7 @@ def relative(
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half width of its 95 % interval."""
+    """Returns the mean of `values`, and half the width of its 95 % interval."""
     count = len(values)
     half = STUDENT[count - 2] * statistics.stdev(values) / math.sqrt(count)
     return statistics.fmean(values), half
@@ -278,7 +294,7 @@ def _distance(loss: Loss, goal: Goal) -> tuple[float, float, int, float]:
 def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     cost, interval, seeds = relative(loss.losses, base.losses)
     curve = dict(base.curve)
-    half = base.steps // 2  # the exponent is fitted to the second half of the run
+    half = base.steps // 2  # fit the exponent to the second half of the run
     exponent = STEPS_EXPONENT
     if half in curve:
         exponent = math.log2(curve[half] / curve[base.steps])
@@ -309,8 +325,8 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
 
 
 def _shorter(cost: float, factor: float) -> float:
-    """Shrinks a lead over the baseline by `factor`. A loss above the baseline is assumed to
-    remain.
+    """Multiplies a lead over the baseline by `factor`, because leads shrink in longer training. A
+    loss above the baseline does not change.
     """
     if cost < 0:
         return cost * factor

@@ -1,4 +1,4 @@
-"""Ranks schemes and optimizers by the expected time to a loss, and explains the ranking."""
+"""Ranks schemes and optimizers by the expected time to a given loss, and explains the ranking."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +12,8 @@ from detonation.plan.losses import Estimate, Goal, estimate, loss_table, optimiz
 from detonation.report.words import duration
 
 BUDGET = 0.1
-"""Default for the share of a step spent waiting up to which full synchronisation is the first
-choice.
+"""Default budget: full synchronisation is the first choice if it waits for the network for at most
+this share of a step.
 """
 
 _VALUES = {"precision": "fp32", "error_feedback": True}
@@ -25,21 +25,21 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "random_sign": [{"rate": 1 / n} for n in (2, 4, 8, 16)],
     "diloco": [{"every": every} for every in (20, 100, 500)],
 }
-"""Candidate settings in addition to a scheme's defaults and its measured settings."""
+"""Settings of each scheme to try, in addition to its defaults and its measured settings."""
 
 FEWEST_ROUNDS = 3
 
 LONG_WAIT = 0.5
-"""If waiting exceeds this share of a step, the advice names remedies."""
+"""If the first choice waits for a larger share of a step, the advice names remedies."""
 
 Candidate = tuple[Scheme, str]
-"""A scheme and its optimizer, as `trained_by` names it."""
+"""A scheme, and its optimizer with the name that `trained_by` gives it."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A scheme with an optimizer, its predicted cost, and the estimate of its loss if there is
-    one.
+    """A scheme with an optimizer, its predicted cost, and the estimate of its loss if a loss was
+    measured.
     """
 
     cost: Cost
@@ -47,14 +47,16 @@ class Option:
     estimate: Estimate | None
 
     def seconds(self, goal: Goal) -> float | None:
-        """Seconds to the baseline's loss by a cautious estimate; None if unknown."""
+        """Returns the seconds until the run reaches the baseline's loss, by a cautious estimate;
+        None if unknown.
+        """
         if self.estimate is None:
             return None
         return goal.steps * self.cost.total_s * self.estimate.steps_factor
 
     @property
     def is_full(self) -> bool:
-        """True for full synchronisation of fp32 values."""
+        """True if the scheme is full synchronisation of fp32 values."""
         return self.cost.scheme.name == "full" and self.cost.scheme.arguments["precision"] == "fp32"
 
     def __str__(self) -> str:
@@ -62,9 +64,11 @@ class Option:
 
 
 def settings(name: str) -> list[dict[str, Any]]:
-    """Candidate arguments for a scheme: its defaults, `SETTINGS`, and all measured settings.
+    """Returns the arguments of a scheme to try: its defaults, `SETTINGS`, and all measured
+    settings.
 
-    Measured settings contain all arguments, because they may override arguments of a recipe.
+    Measured settings contain all arguments of the scheme, so that they override arguments of a
+    recipe.
     """
     measured = [dict(loss.arguments) for loss in loss_table() if loss.scheme == name]
     return [{}, *SETTINGS.get(name, []), *measured]
@@ -77,9 +81,10 @@ def candidate_settings() -> list[Scheme]:
 
 
 def pairs(goal: Goal) -> list[Candidate]:
-    """Pairs each candidate with the goal's optimizer, or with each optimizer that was measured.
+    """Returns each candidate scheme with the goal's optimizer, or with each optimizer with which it
+    was measured.
 
-    A scheme without measurements appears only once, with the baseline's optimizer.
+    A scheme without measurements appears only once, with the optimizer of the baseline.
     """
     found: list[Candidate] = []
     for one in candidate_settings():
@@ -94,19 +99,20 @@ def pairs(goal: Goal) -> list[Candidate]:
 def options(
     among: Iterable[Candidate], work: Work, network: Network, goal: Goal, budget: float = BUDGET
 ) -> list[Option]:
-    """Ranks the candidates, best first.
+    """Ranks the candidates; the best option comes first.
 
     Omits schemes that send more than full synchronisation, and schemes whose round is a third of
     the run or longer. The order is:
 
-    1. Full synchronisation, if it waits at most `budget` of a step, and no option is faster by more
-       than that.
+    1. Full synchronisation, if it waits for at most `budget` of a step, and if no option is faster
+    by
+       more than this share.
     2. Options with a known loss, by the expected time to the loss of the baseline.
     3. Full synchronisation with unknown loss.
     4. Other schemes with unknown loss, by the time of a step.
     5. Schemes that exchange nothing.
 
-    If two times are equal, the scheme that sends less is first.
+    If two times are equal, the scheme that sends fewer bytes comes first.
     """
     among = [(one, optimizer) for one, optimizer in among if _has_rounds(one, goal.steps)]
     schemes = {spelled(one): one for one, _ in among}
@@ -123,18 +129,20 @@ def options(
 
 
 def _has_rounds(scheme: Scheme, steps: int) -> bool:
-    """True if a run of `steps` has more than `FEWEST_ROUNDS` rounds; no loss was measured with
-    fewer."""
+    """True if a run of `steps` steps has more than `FEWEST_ROUNDS` rounds, because no loss was
+    measured with fewer rounds.
+    """
     return scheme.round.every == 1 or FEWEST_ROUNDS * scheme.round.every < steps
 
 
 def one_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[str, Estimate, float] | None:
-    """The fastest optimizer on one machine that processes all examples of a step, and its seconds.
+    """Returns the fastest optimizer on a single machine that processes all examples of each step,
+    the estimate of its loss, and its seconds.
 
-    Without a network, forward and backward take `replicas` times longer there. The optimizer is one
-    of the optimizers in the options. None if no loss is known.
+    The single machine has no network, but forward and backward take `replicas` times longer. The
+    optimizer is one of the optimizers in the options. Returns None if no loss is known.
     """
     full = next((option.cost for option in ranked if option.is_full), None)
     if network.replicas == 1 or full is None:
@@ -159,11 +167,11 @@ def check_budget(budget: float) -> float:
 
 
 def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget: float) -> Scheme:
-    """Among the settings of one scheme that wait at most `budget` of a step, the setting that sends
-    most.
+    """Returns the setting of one scheme that sends the most bytes, among the settings that wait for
+    at most `budget` of a step.
 
     If all settings wait longer, it chooses among the settings whose step is at most `budget` longer
-    than the shortest. If the wait is caused by latency, fewer bytes gain nothing.
+    than the shortest step. If latency causes the wait, settings with fewer bytes gain no time.
     """
     priced = [_price(each, work, network) for each in among]
     prices = [price for price in priced if price is not None]
@@ -209,8 +217,8 @@ def advise(
     budget: float = BUDGET,
     settings: Callable[[Scheme], Mapping[str, object]] = changed,
 ) -> dict[str, Any]:
-    """Describes the plan: all options, the reason for the first, and the first choice on a slower
-    and a faster network.
+    """Describes the plan: all options, the reason for the first choice, and the first choices on a
+    network of half the rate and of twice the rate.
 
     Args:
         settings: Returns the arguments to print for a scheme.
@@ -220,7 +228,8 @@ def advise(
     pays, machines = _second_machine(ranked, network, goal)
     reason = why(ranked, network, goal, budget)
     notes = []
-    if pays is False:  # print the most important fact first
+    # if a second machine does not pay, print this first, as the most important fact
+    if pays is False:
         reason = f"{machines}. With them {reason}"
     elif machines:
         notes.append(machines)
@@ -254,7 +263,7 @@ def advise(
 
 
 def row(option: Option, goal: Goal) -> dict[str, Any]:
-    """An option as plain values."""
+    """Returns an option as plain values."""
     cost = option.cost
     seconds = option.seconds(goal)
     expected: dict[str, Any] = {
@@ -299,7 +308,7 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
 
 
 def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = BUDGET) -> str:
-    """Names the first choice and its time to the loss, in one or two sentences."""
+    """Names the first choice and its time to the loss, in one or two sentences of text."""
     best = ranked[0]
     link = "with one node"
     if network.replicas > 1:
@@ -327,8 +336,8 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
 def _second_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[bool | None, str]:
-    """Compares with one machine at equal examples per step. Returns True if more machines are
-    faster, and a sentence.
+    """Compares the first choice with a single machine that processes the same examples per step.
+    Returns True if several machines are faster, and a sentence that says so.
     """
     alone = one_machine(ranked, network, goal)
     seconds = ranked[0].seconds(goal)
@@ -336,7 +345,7 @@ def _second_machine(
         return None, ""
     optimizer, found, alone_s = alone
     known = f"one machine with {optimizer} and the same examples per step has the baseline's loss"
-    # loss of one machine after `seconds`, relative to the baseline's loss
+    # relative difference between the loss of one machine after `seconds` and the baseline's loss
     ahead = (seconds / alone_s) ** -found.exponent - 1
     if alone_s <= seconds:
         both = f"within {duration(alone_s)}, {network.replicas} machines within {duration(seconds)}"
@@ -349,7 +358,9 @@ def _second_machine(
 
 
 def _help(ranked: Sequence[Option]) -> list[str]:
-    """Remedies if the first choice waits for more than `LONG_WAIT` of a step."""
+    """Returns remedies if the first choice waits for more than `LONG_WAIT` of a step; otherwise an
+    empty list.
+    """
     best = ranked[0]
     if best.cost.waiting <= LONG_WAIT:
         return []

@@ -1,5 +1,5 @@
-"""Reports about runs: `read` parses a run directory, `terminal` prints, `figures` draws, `page`
-writes HTML, and `words` formats numbers and texts.
+"""Reports about runs. `read` parses a run directory, `terminal` prints tables, `figures` draws
+charts, `page` writes HTML, and `words` formats numbers and texts.
 
-None of them imports torch.
+None of these modules imports torch.
 """

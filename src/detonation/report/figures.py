@@ -1,4 +1,6 @@
-"""Figures by matplotlib: loss against steps, bytes and time, and the parts of a step."""
+"""Figures that matplotlib draws: the loss against steps, bytes and time, and the parts of a
+step.
+"""
 
 import base64
 import io
@@ -11,10 +13,11 @@ from detonation.report.read import Run, agreeing_s
 from detonation.report.words import duration, shortened, size_text
 
 COLOURS = ("#1861cd", "#c94f00", "#006a50", "#a3508a", "#c8870b", "#3a9dd5")
-"""Colours of runs: hues of Okabe and Ito, darkened to a contrast of 3 with the background `PAPER`.
+"""Colours of runs. Their hues are those of Okabe and Ito, darkened to a contrast of 3 with the
+background `PAPER`.
 """
 PART_COLOURS = ("#a9b4c4", "#b87400", "#1f6fd0", "#5e1f57")
-"""Colours of the parts of a step, light to dark, in the order of `breakdown`."""
+"""Colours of the parts of a step, from light to dark, in the order of the bars in `breakdown`."""
 PAPER = "#ffffff"
 _INK = "#1a1c20"
 
@@ -41,24 +44,26 @@ _STYLE: dict[Any, Any] = {
 }
 _WIDTH = 4.0
 _HEIGHT = 2.9
-"""Height of a figure in inches, close to its size on a phone, so that its text is as large as other
-text.
+"""Height of a figure in inches. It is close to the size of the figure on a phone, so that text in
+the figure is as large as other text.
 """
 _LEFT = 0.075
-"""Left margin for the label of the y axis; each `_CHARACTER` of its ticks adds to it."""
+"""Left margin for the label of the y axis. `_CHARACTER` is added to it for each character of the
+tick labels.
+"""
 _CHARACTER = 0.025
 _BUCKETS = 60
 _FAR = 8.0
-"""Values that differ by more than this factor get a log axis."""
+"""If values on an axis differ by more than this factor, the axis is logarithmic."""
 _TRANSIENT = 0.05
-"""Share of a run, from its start, that does not affect the scale of the loss axis."""
+"""Share of a run, from its start, whose losses do not affect the scale of the loss axis."""
 _LOSS = "Lines are training loss, means over a sixtieth of the run; points are validation loss."
 _TIMES = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
 @dataclass(frozen=True)
 class Key:
-    """Entry of a legend: a dashed line with a marker, or a patch if `dash` is empty."""
+    """Entry of a legend: a dashed line with a marker, or a coloured patch if `dash` is empty."""
 
     text: str
     colour: str
@@ -80,7 +85,7 @@ _Curve = tuple[Run, Key, list[float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure.
+    """A figure of the page.
 
     Args:
         note: Explains how to read the figure.
@@ -97,7 +102,7 @@ class Chart:
     height: float = _HEIGHT
 
     def image(self) -> str:
-        """The figure at 240 dots per inch, as a `data:` URL of a PNG."""
+        """Returns the figure as a PNG with 240 dots per inch, in a `data:` URL."""
         import matplotlib
         from matplotlib.figure import Figure
 
@@ -118,7 +123,8 @@ class Chart:
             self.draw(axes)
             if axes.get_ylabel():
                 figure.subplots_adjust(left=_left(axes))
-            # Fixed margins in inches: an automatic layout needs longer than the drawing.
+            # Use fixed margins in inches, because an automatic layout takes longer than the
+            # drawing.
             bottom = legend + 0.32
             if axes.get_xlabel():
                 bottom = legend + 0.5
@@ -146,7 +152,9 @@ def keys(runs: Sequence[Run]) -> list[Key]:
 
 
 def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """Figures of the loss, and figures of the cost per step; omits empty figures."""
+    """Returns the figures of the loss, and the figures of the cost per step. Leaves out figures
+    without data.
+    """
     shown = list(zip(runs, keys(runs), strict=True))
     senders = [(run, key) for run, key in shown if run.bytes_so_far()[-1]]
     silent = ", ".join(run.name for run in runs if not run.bytes_so_far()[-1])
@@ -179,7 +187,9 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
 
 
 def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
-    """Validation loss of finished runs over their bytes per step, labelled with their time."""
+    """Returns a figure of the validation loss of finished runs over their bytes per step. Each
+    point is labelled with the time of its run.
+    """
     points = [(run.summary["bytes_sent_per_step"], run.summary["val_loss"]) for run, _ in runs]
 
     def beaten(sent: float, loss: float) -> bool:
@@ -209,7 +219,9 @@ def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
 
 
 def breakdown(runs: Sequence[Run]) -> Chart:
-    """Mean time of each part of a step as stacked bars, one per run; all runs must be `timed`."""
+    """Returns a figure of the mean time of each part of a step, as one stacked bar per run. All
+    runs must be `timed`.
+    """
     parts = [
         ("compute: forward, backward", lambda r: r["seconds"] - r["step_s"] - agreeing_s(r)),
         ("encode, decode, update", lambda r: r["step_s"] - r["waited_s"]),
@@ -245,14 +257,17 @@ def breakdown(runs: Sequence[Run]) -> Chart:
             " as the network."
         )
     else:
-        del legend[2]  # the time waited for the slowest replica was not measured
+        # remove this entry, because the wait for the slowest replica was not measured
+        del legend[2]
     return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
 
 
 def _curves(
     name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}"
 ) -> Chart:
-    """Training and validation losses of runs, each over its own series of numbers."""
+    """Returns a figure of the training and validation losses of runs. The x values of each run are
+    the numbers in its curve.
+    """
     ends = [across[-1] for _, _, across in curves]
 
     def draw(axes: Any) -> None:
@@ -278,9 +293,10 @@ def _curves(
 def buckets(
     across: Sequence[float], loss: Sequence[float], log: bool
 ) -> tuple[list[float], list[float]]:
-    """Thins a long curve to between 60 and 120 points, each a mean of neighbours.
+    """Reduces a long curve to between 60 and 120 points. Each point is a mean of neighbouring
+    values.
 
-    With `log` it drops points at x = 0.
+    With `log` it leaves out points at x = 0.
     """
     pairs = [(x, y) for x, y in zip(across, loss, strict=True) if x > 0 or not log]
     width = max(1, len(pairs) // _BUCKETS)
@@ -291,7 +307,9 @@ def buckets(
 
 
 def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
-    """Fits the loss axis to all values after the transient; logarithmic for a wide range."""
+    """Fits the loss axis to all values after the first part of the run. If the values differ much,
+    the axis is logarithmic.
+    """
     values = []
     for run in runs:
         settled = run.series("loss")[int(_TRANSIENT * len(run.records)) :]
@@ -308,8 +326,9 @@ def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _ticks(axis: Any, form: Any) -> None:
-    """Labels the ticks of a linear or log axis by `form`; matplotlib's labels of a log axis are
-    mathematical text."""
+    """Labels the ticks of a linear or logarithmic axis by `form`, because matplotlib would label a
+    logarithmic axis with powers of ten.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if axis.get_scale() == "log":
@@ -325,7 +344,7 @@ def _ticks(axis: Any, form: Any) -> None:
 
 
 def _left(axes: Any) -> float:
-    """Left margin that holds the label and the ticks of the y axis."""
+    """Returns the left margin that the label and the ticks of the y axis need."""
     low, high = axes.get_ylim()
     inside = [tick for tick in axes.get_yticks() if low <= tick <= high]
     texts = axes.yaxis.get_major_formatter().format_ticks(inside)
@@ -333,7 +352,9 @@ def _left(axes: Any) -> float:
 
 
 def _rows(axes: Any, count: int) -> None:
-    """Sets the limits for `count` rows from top to bottom, each with its label above."""
+    """Sets the limits of an axis for `count` rows from top to bottom, each with its label above the
+    row.
+    """
     axes.set_ylim(count - 0.55, -0.75)
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)

@@ -1,6 +1,8 @@
-"""Page of a run in training, for `train --web`: a separate process serves it on 127.0.0.1.
+"""The page of a run in training, for `train --web`. A separate process serves the page on
+127.0.0.1.
 
-The process draws on request, at most every two seconds, and ends with its parent.
+This process draws the page on request, at most every two seconds, and ends when its parent process
+ends.
 """
 
 import os
@@ -16,12 +18,12 @@ from detonation.report.page import html_of_begun
 
 _EVERY_S = 2.0
 _SILENT_S = 5.0
-"""Seconds after which a connection without a request is closed."""
+"""Seconds after which the server closes a connection on which no request has arrived."""
 _HOSTS = ("127.0.0.1", "localhost")
 
 
 def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
-    """HTTP server on `listener` for the page about the run in `directory`."""
+    """Creates an HTTP server on `listener` that serves the page about the run in `directory`."""
     lock = threading.Lock()
     drawn_at = -_EVERY_S
     page = b""
@@ -34,7 +36,8 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
             host = self.headers.get("Host", "").partition(":")[0]
             content = b""
             code = 404
-            if host not in _HOSTS:  # another website may resolve its own name to this address
+            # refuse other names, because another website may resolve its own name to this address
+            if host not in _HOSTS:
                 code = 403
             elif self.path == "/":
                 code = 200
@@ -50,7 +53,7 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Prints nothing, because the terminal shows the run."""
+            """Prints nothing, because the terminal shows the run itself."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
     server.socket.close()
@@ -64,4 +67,4 @@ if __name__ == "__main__":
     os.nice(10)
     server = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.buffer.read()  # read returns when the parent process ends
+    sys.stdin.buffer.read()  # returns when the parent process ends

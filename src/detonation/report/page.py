@@ -1,4 +1,4 @@
-"""Writes a self-contained HTML page about one or several runs, without scripts."""
+"""Writes an HTML page about one or several runs. The page is a single file without scripts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -34,21 +34,23 @@ _TILES = (
     "waiting",
     "replicas equal",
 )
-"""Numbers at the top of the page of one run."""
+"""Labels of the numbers at the top of the page of a single run."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Table of the page. The first cell of each row is its header. `rendered` escapes the texts."""
+    """A table of the page. The first cell of each row is the header of the row. `rendered` escapes
+    the texts.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes a page about the runs in `directories`; returns its path.
+    """Writes a page about the runs in `directories`; returns the path of the page.
 
-    A single run may be unfinished: its page shows the steps so far.
+    If there is only one run, it may be unfinished. Its page shows the steps so far.
 
     Args:
         out: Path of the page. By default report.html, for one run in its directory.
@@ -92,7 +94,7 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def try_write(directories: Sequence[Path], out: Path | None = None) -> str:
-    """Calls `write_page` and returns a line with the path of the page, or with the error."""
+    """Calls `write_page`. Returns a line with the path of the page, or with the error."""
     try:
         return f"report: {write_page(directories, out)}"
     except (ValueError, OSError) as error:
@@ -123,7 +125,7 @@ def _page_html(runs: Sequence[Run]) -> str:
 
 
 def _parts_of_one(run: Run) -> dict[str, Any]:
-    """Parts that only the page of a single run has."""
+    """Returns the parts of the page that only the page of a single run has."""
     numbers = run_rows(run.summary)
     return {
         "title": run.name,
@@ -134,7 +136,7 @@ def _parts_of_one(run: Run) -> dict[str, Any]:
 
 
 def html_of_begun(directory: Path, state: str, live: bool = False) -> str:
-    """Page about a run that has no summary yet.
+    """Returns the page about a run that has no summary yet.
 
     Args:
         state: In words, for the subtitle.
@@ -160,7 +162,7 @@ def html_of_begun(directory: Path, state: str, live: bool = False) -> str:
 
 
 def progress(run: Run) -> list[tuple[str, str]]:
-    """Progress of a run in training, as numbers with labels."""
+    """Returns the progress of a run in training, as numbers with labels."""
     steps = run.summary["steps"]
     done = run.records[-1]["step"]
     latest = run.records[-_LATEST:]
@@ -181,7 +183,8 @@ def progress(run: Run) -> list[tuple[str, str]]:
 
 
 def tile(label: str, text: str) -> tuple[str, str]:
-    """The number on a tile, short enough for one line, and the caption below the number.
+    """Returns the number on a tile of the page, short enough for one line, and the caption below
+    this number.
 
     >>> tile("sent per replica", "32.5 kB per step")
     ('32.5 kB', 'sent per replica and step')
@@ -213,7 +216,9 @@ _NETWORK = re.compile(r"for the network (?P<seconds>[\d.,]+ s)")
 
 
 def rendered(**values: Any) -> str:
-    """Fills page.html with `values`. Omits each part of the page that has no values."""
+    """Fills page.html with `values`. Leaves out each part of the page for which there are no
+    values.
+    """
     from jinja2 import Environment
 
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -222,7 +227,7 @@ def rendered(**values: Any) -> str:
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    """Settings that all runs share, in one line."""
+    """Returns the settings that all runs share, in one line of text."""
     first = runs[0].summary
     same = {key for key in first if all(run.summary.get(key) == first[key] for run in runs)}
     links = {_link(run) for run in runs}
@@ -243,7 +248,7 @@ def subtitle(runs: Sequence[Run]) -> str:
 
 
 def _link(run: Run) -> str:
-    """Emulated link of a run; "" if it has none."""
+    """Returns the emulated link of a run; "" if the run has none."""
     mesh = run.settings.get("mesh")
     if isinstance(mesh, dict):
         return str(mesh.get("link", ""))
@@ -251,10 +256,12 @@ def _link(run: Run) -> str:
 
 
 def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:
-    """Seconds that each replica waited for each other replica, and for the network."""
+    """Returns a table of the seconds that each replica waited for each other replica and for the
+    network; None if nothing was measured.
+    """
     if not found or len(found["seconds"]) > _MOST_REPLICAS:
         return None
-    # Non-breaking spaces keep a row on one line on a phone, whose table scrolls.
+    # On a phone, the table scrolls. Non-breaking spaces keep the text of a cell on one line.
     replicas = [f"replica\xa0{number}" for number in range(len(found["seconds"]))]
     head = ["waited", *(f"for {name}" for name in replicas), "for the network"]
     rows = []
@@ -264,7 +271,7 @@ def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:
 
 
 def what_differs(names: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> Grid:
-    """Entries that differ between `tables`, with one column per table."""
+    """Returns a table of the entries that differ between `tables`, with one column per table."""
     flats = [flattened(table) for table in tables]
     every = dict.fromkeys(key for flat in flats for key in flat)
     differing = [key for key in every if len({flat.get(key) for flat in flats}) > 1]
@@ -273,7 +280,7 @@ def what_differs(names: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> G
 
 
 def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Joins nested tables into one with dotted keys; values become text.
+    """Joins nested tables into one table with dotted keys. Values become text.
 
     >>> flattened({"seed": 0, "scheme": {"name": "demo"}, "gpus": []})
     {'seed': '0', 'scheme.name': 'demo', 'gpus': 'none'}

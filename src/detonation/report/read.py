@@ -1,4 +1,6 @@
-"""Reads a finished run from its directory into plain values, and escapes all texts for printing."""
+"""Reads a finished run from its directory into plain values. Escapes all texts, so that they can be
+printed.
+"""
 
 import json
 import math
@@ -12,7 +14,7 @@ from detonation.report.words import printable
 from detonation.whole_files import MOST_RECORDS, parse_toml, read_text
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json")
-"""Files of a run; the last one is optional."""
+"""Files of a run directory; the last file is optional."""
 _STEP = ("bytes_sent", "loss", "seconds", "step")
 _LOSSES = {"loss", "val_loss"}
 _SUMMARY = {
@@ -40,7 +42,7 @@ _SUMMARY = {
 
 @dataclass(frozen=True)
 class Run:
-    """Parsed files of one run directory.
+    """The parsed files of one run directory.
 
     Args:
         summary: Contents of summary.json.
@@ -60,9 +62,9 @@ class Run:
 
     @property
     def timed(self) -> bool:
-        """True if the records split the time of a step.
+        """True if the records split the time of a step into its parts.
 
-        A simulation cannot split it, because its replicas share a machine.
+        A simulation cannot split this time, because its replicas share one machine.
         """
         split = all("step_s" in record and "waited_s" in record for record in self.records)
         return split and not self.summary.get("simulated")
@@ -71,29 +73,31 @@ class Run:
         return [record[key] for record in self.records]
 
     def bytes_so_far(self) -> list[float]:
-        """Bytes that one replica sent until the end of each step."""
+        """Returns the bytes that one replica had sent by the end of each step."""
         return list(accumulate(self.series("bytes_sent")))
 
     def seconds_so_far(self) -> list[float]:
-        """Seconds spent in steps until the end of each step."""
+        """Returns the seconds that the run had spent in steps by the end of each step."""
         return list(accumulate(self.series("seconds")))
 
     def validations(self) -> list[tuple[int, float]]:
-        """Index of the record and loss of each validation, without losses that are not finite."""
+        """Returns the index of the record and the loss of each validation. Leaves out losses that
+        are not finite.
+        """
         found = [(i, record.get("val_loss", math.nan)) for i, record in enumerate(self.records)]
         return [(i, loss) for i, loss in found if math.isfinite(loss)]
 
 
 def agreeing_s(record: dict[str, Any]) -> float:
-    """Seconds of a step for which rank 0 waited for the losses of other ranks; 0 if not
-    measured.
+    """Returns the seconds of a step for which rank 0 waited for the losses of other ranks; 0 if
+    this time was not measured.
     """
     return float(record.get("agreeing_s", 0.0))
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
-    """Reads the runs in `directories`, and gives them distinct names. Raises `ValueError` like
-    `read_run`.
+    """Reads the runs in `directories`, and gives them distinct names. Raises `ValueError` for the
+    same reasons as `read_run`.
     """
     runs = [read_run(directory) for directory in directories]
     names = map(printable, distinct_names([run.directory for run in runs]))
@@ -101,13 +105,13 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
 
 
 def is_unfinished(directory: Path) -> bool:
-    """True if `directory` holds a run that still trains, or that stopped before its end."""
+    """True if `directory` holds a run that still trains, or a run that stopped before its end."""
     metrics, summary, config, _ = (directory / name for name in FILES)
     return metrics.is_file() and config.is_file() and not summary.exists()
 
 
 def read_begun(directory: Path) -> Run:
-    """Reads the configuration of a run in training, without its records."""
+    """Reads the configuration of a run in training. Does not read its records."""
     config, settings = _configuration(directory / "config.toml")
     path = directory.resolve()
     levels = settings["scheme"]
@@ -126,7 +130,7 @@ def read_begun(directory: Path) -> Run:
 
 
 def read_run(directory: Path) -> Run:
-    """Reads the run in `directory`; raises `ValueError` if it holds no finished run."""
+    """Reads the run in `directory`. Raises `ValueError` if the directory holds no finished run."""
     _require_finished_run(directory)
     metrics, summary, config, environment = (directory / name for name in FILES)
     table = _table(summary)
@@ -145,7 +149,9 @@ def read_run(directory: Path) -> Run:
 
 
 def _configuration(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a config.toml, and its values. Raises `ValueError` if it is damaged."""
+    """Returns the text of a config.toml, and its values. Raises `ValueError` if the file is
+    damaged.
+    """
     text = read_text(path, errors="replace")
     try:
         settings = _printable(parse_toml(text))
@@ -157,8 +163,8 @@ def _configuration(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Parses a metrics file; a loss that is not finite becomes NaN. A last line without its end, as
-    of a run that was killed, is left out.
+    """Parses a metrics file. A loss that is not finite becomes NaN. An incomplete last line, as a
+    killed run leaves it, is left out.
 
     Raises `ValueError` with the number of a damaged line.
     """
@@ -181,7 +187,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """Parses one line of a metrics file; None if it is damaged."""
+    """Parses one line of a metrics file. Returns None if the line is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -201,7 +207,7 @@ def _is_finite(value: object) -> bool:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Names each path by its last parts, as few as make the names distinct.
+    """Names each path by its last parts. Uses as few parts as make the names distinct.
 
     >>> distinct_names([Path("/runs/a/full"), Path("/runs/b/full"), Path("/runs/b/demo")])
     ['a/full', 'b/full', 'demo']
@@ -219,7 +225,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _require_finished_run(directory: Path) -> None:
-    """Raises `ValueError`, with the remedy, unless `directory` holds a finished run."""
+    """Raises `ValueError` with the remedy if `directory` holds no finished run."""
     if all((directory / name).is_file() for name in FILES[:3]):
         return
     if inner := len([*directory.glob("*/summary.json")]):
@@ -256,7 +262,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _printable(value: Any) -> Any:
-    """A value of JSON or TOML, with all of its texts escaped."""
+    """Returns a value of JSON or TOML in which all texts are escaped for printing."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""Lines and tables for the terminal, by rich: about a run, several runs, a plan and a profile.
+"""Lines and tables that rich prints on the terminal: about a run, several runs, a plan and a
+profile.
 
-All functions accept plain values.
+All functions accept plain values, such as those in JSON files.
 """
 
 import os
@@ -35,8 +36,8 @@ HEADS = (
     "sent/step",
     "loss to the baseline",
 )
-"""Column titles of a plan. The baseline is full synchronisation with AdamW, or with the optimizer
-of `--optimizer`.
+"""Column titles of the table of a plan. The baseline is full synchronisation with AdamW, or with
+the optimizer that `--optimizer` names.
 """
 MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
 RESULTS = (
@@ -47,19 +48,21 @@ RESULTS = (
     "step time",
     "replicas equal",
 )
-"""Titles of the table of several runs, after the title of the name column."""
+"""Column titles of the table of several runs, without the title of the first column."""
 _SHOWN = 5
-"""Printed rows of a plan; --all and --json show all rows."""
+"""Number of rows of a plan that are printed. With --all and --json, all rows are shown."""
 _WIDTH = 100
 _WIDE = 180
-"""Width of a plan, and of a plan with --all."""
+"""Width of the table of a plan with --all, in characters; without --all the width is `_WIDTH`."""
 
 
 class PlainConsole(Console):
-    """Prints text without markup or line breaks, and escapes characters that the encoding lacks.
+    """Prints text without markup and without line breaks of its own. Escapes characters that the
+    encoding of the stream lacks.
 
-    If the reader of stdout has closed the pipe, it raises `BrokenPipeError`; on another stream it
-    drops the lines. rich alone would end the process in the middle of a run.
+    If the reader of stdout has closed the pipe, it raises `BrokenPipeError`. If the reader of
+    another stream has closed the pipe, it drops the lines. rich alone would end the process in the
+    middle of a run.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -68,14 +71,14 @@ class PlainConsole(Console):
         super().__init__(file=stream, highlight=False, markup=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
-        """Called by rich while it handles the error."""
+        """Handles a closed pipe. rich calls this method while it handles the error."""
         if self.file is sys.stdout:
             raise
         discard(self.file)
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Called by rich around a bar. Keeps the cursor visible, because a killed process could not
-        restore it.
+        """Keeps the cursor visible. rich calls this method around a progress bar to hide the
+        cursor, but a killed process could not show it again.
         """
         return False
 
@@ -89,7 +92,7 @@ class PlainConsole(Console):
     ) -> None:
         """Prints a table, and escapes unprintable characters.
 
-        On a terminal that is too narrow it prints each cell on its own line.
+        If the terminal is too narrow for the table, it prints each cell on its own line.
         """
         if width is not None and self.is_terminal:
             width = min(width, self.width)
@@ -105,7 +108,9 @@ class PlainConsole(Console):
 
 
 def _narrowest(rows: Sequence[Sequence[str]]) -> int:
-    """The smallest width at which a table cuts no word. Only the first column may wrap."""
+    """Returns the smallest width at which a table cuts no word. Only the first column may break
+    lines.
+    """
     columns = [*zip(*rows, strict=True)][1:]
     words = [" ".join(column).split() for column in columns]
     widths = [max(map(len, each), default=0) for each in words]
@@ -116,7 +121,7 @@ _FIRST_COLUMN = 24
 
 
 def _listed(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the rows of a table as lines.
+    """Yields the rows of a table as lines of text.
 
     >>> list(_listed(["run", "loss"], [["one", "2.1"]])), list(_listed([], [["steps", "40"]]))
     (['one', '  loss: 2.1'], ['steps: 40'])
@@ -131,14 +136,16 @@ def _listed(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def discard(stream: IO[str]) -> None:
-    """Redirects `stream` to /dev/null, including the text in its buffer."""
+    """Redirects `stream` to /dev/null, together with the text that waits in its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints the summary of a run, `notes` and its directory; or how to continue a stopped run."""
+    """Prints the summary of a run, `notes`, and the run directory. For a stopped run, prints how to
+    continue it.
+    """
     console = PlainConsole(stream)
     where = summary["directory"]
     if "stopped_after" in summary:
@@ -153,7 +160,7 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints a table of several runs, the errors of failed runs, and `notes`."""
+    """Prints a table of several runs, the errors of failed runs, and the lines in `notes`."""
     console = PlainConsole(stream)
     names = [Path(summary["directory"]).name for summary in summaries]
     rows = ((name, *row) for name, row in zip(names, results(summaries), strict=True))
@@ -164,7 +171,9 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
 
 
 def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows of a table of several runs, with the columns `RESULTS`; marks the lowest loss."""
+    """Returns the rows of a table of several runs, with the columns `RESULTS`. Marks the lowest
+    loss.
+    """
     losses = [summary["val_loss"] for summary in summaries if summary.get("val_loss") is not None]
     lowest = min(filter(isfinite, losses), default=None)
     rows: list[tuple[str, ...]] = []
@@ -190,7 +199,7 @@ def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Labels and texts of a summary, without labels that have no text."""
+    """Returns the labels and texts of a summary. Leaves out labels that have no text."""
 
     def optional(key: str, form: str) -> str:
         if key in summary:
@@ -265,8 +274,8 @@ def _skipped(counts: Mapping[str, int]) -> str:
 
 
 def _waits(summary: dict[str, Any]) -> str:
-    r"""Seconds of waiting for the slowest replica and for the network since the last start; "" if
-    there are none.
+    r"""Returns the seconds of waiting for the slowest replica and for the network since the last
+    start; "" if there are none.
 
     >>> found = {"seconds": [[0.0, 5.0], [0.0, 0.0]], "network_s": [0.5, 0.5], "slowest": 1}
     >>> found["lasted_s"] = 20.0
@@ -284,7 +293,7 @@ def _waits(summary: dict[str, Any]) -> str:
     seconds = waits["seconds"]
     mean = sum(row[slowest] for row in seconds) / max(1, len(seconds) - 1)
     network = sum(waits["network_s"]) / len(waits["network_s"])
-    # a summary contains only the waits since the last start
+    # a summary contains only the waiting time since the last start
     lasted_s = waits.get("lasted_s", summary["seconds"])
     share = mean / lasted_s
     text = f"for the network {network:.1f} s; in {lasted_s:.1f} s of steps since the last start"
@@ -309,7 +318,8 @@ def _level(level: dict[str, Any]) -> str:
 
 
 def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool) -> None:
-    """Prints the reason, the best rows, the flags for the first row, and notes.
+    """Prints the reason for the first choice, the best rows, the flags for the first row, and
+    notes.
 
     Args:
         everything: Print all rows and all columns.
@@ -328,7 +338,9 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool) -> Non
 
 
 def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The five best rows, one per pair of scheme and optimizer, including the baseline."""
+    """Returns the five best rows, at most one for each pair of scheme and optimizer. The baseline
+    is always one of them.
+    """
     best: dict[tuple[str, str], tuple[str, ...]] = {}
     every = plan_rows(plan)
     for option, row in zip(plan["options"], every, strict=True):
@@ -341,7 +353,7 @@ def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row of texts per option, in the order of `MORE_HEADS`."""
+    """Returns one row of texts per option, in the order of `MORE_HEADS`."""
     return [
         (
             _named(option),
@@ -359,7 +371,9 @@ def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_words(plan: Mapping[str, Any]) -> list[str]:
-    """Lines around the table: the reason, the flags for the first row, and notes."""
+    """Returns the lines around the table: the reason for the first choice, the flags for the first
+    row, and notes.
+    """
     speed = plan["rate_bits_per_s"]
     first = plan["first"]
     sets = [f"scheme.{key}={_toml(value)}" for key, value in plan["settings"].items()]
@@ -390,7 +404,9 @@ def _toml(value: object) -> str:
 
 
 def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
-    """Prints the operations of each axis, the slowest pairs of nodes, and the compute of a step."""
+    """Prints the collectives of each axis, the slowest pairs of nodes, and the compute time of a
+    step.
+    """
     console = PlainConsole(stream)
     rows = []
     notes = []

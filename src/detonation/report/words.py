@@ -1,4 +1,4 @@
-"""Formats numbers and texts for people. Imports nothing but the standard library."""
+"""Formats numbers and texts for people. Imports only the standard library."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -47,7 +47,7 @@ def loss_text(loss: float | None) -> str:
 
 
 def equality(summary: Mapping[str, Any], yes: str = "yes") -> str:
-    """Describes whether the replicas of a run were equal, or how far they were apart.
+    """Describes in words whether the replicas of a run were equal, or how far they were apart.
 
     >>> equality({"replicas_equal": True})
     'yes'
@@ -62,7 +62,7 @@ def equality(summary: Mapping[str, Any], yes: str = "yes") -> str:
 
 
 def less_text(value: float | None) -> str:
-    """Describes a reduction factor; "" if no bytes were sent.
+    """Describes a reduction factor in words; "" if no bytes were sent.
 
     >>> less_text(12.8), less_text(1.0), less_text(None)
     ('x12.8 less', 'nothing saved', '')
@@ -109,7 +109,7 @@ def duration(seconds: float) -> str:
 def printable(text: str) -> str:
     r"""Escapes control characters in `text`, and bytes of file names that are not UTF-8.
 
-    A foreign name must not move the cursor, reverse the line, or end it.
+    A name from another user must not move the cursor, reverse the line, or end it.
 
     >>> printable("run-1 café"), printable("\x1b]0;mine\x07\n"), printable("a\u202eb\udcff")
     ('run-1 café', '\\x1b]0;mine\\x07\\n', 'a\\u202eb\\udcff')
@@ -118,7 +118,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, length: int = 44) -> str:
-    """Replaces the middle of a text that is longer than `length`.
+    """Replaces the middle of a text by "…" if the text is longer than `length`.
 
     >>> shortened("quick-lm-demo-20261120-125504", 20)
     'quick-lm-d…20-125504'

@@ -1,3 +1,3 @@
-"""Training runs from recipes. Each of the folders recipe, output, loop, run and verbs imports only
-from earlier folders in this list.
+"""Training runs from recipes. The folders recipe, output, loop, run and verbs form layers in this
+order: each folder imports only from folders before it.
 """

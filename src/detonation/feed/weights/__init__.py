@@ -1,3 +1,3 @@
-"""Publishes the weights of any training as files (bases and differences) that any number of readers
-follow.
+"""Publishes the weights of any training as files: bases (all weights) and differences between
+steps. Any number of readers can follow these files.
 """

@@ -1,12 +1,13 @@
-"""Exact differences of weights: bit patterns are compared as integers, and their changes are
-compressed.
+"""Exact differences between the weights of two steps: bit patterns are compared as integers, and
+the changes are compressed.
 
-A pattern has 16 bits. A wider element has several patterns; a one-byte element is widened to one
-pattern. A difference consists of the gaps between changed positions and the deltas at these
-positions, in byte planes that zlib compresses. The low bytes of gaps follow a geometric
-distribution, for which a Huffman code is close to the entropy. Almost all deltas are +1 or -1, one
-bit each. Planes that are almost all 0 compress to runs. So one format serves 0.01 % and 100 % of
-changed weights.
+A pattern has 16 bits. An element of more than two bytes has several patterns; an element of one
+byte is widened to one pattern. A difference stores two lists of numbers: the gaps between changed
+positions, and the deltas at these positions. Each list is split into byte planes, and zlib
+compresses each plane. The low bytes of the gaps follow a geometric distribution, for which a
+Huffman code is close to the entropy. Almost all deltas are +1 or -1, and need one bit each. A plane
+that is almost all 0 compresses to a few runs. So one format is small both for 0.01 % and for 100 %
+of changed weights.
 """
 
 import zlib
@@ -19,14 +20,16 @@ from torch import Tensor
 from detonation.core.flat.tensors import octets
 
 CHUNK = 1 << 22
-"""Number of patterns compared at a time, a multiple of 4. Their differences fit into a cache."""
+"""Number of patterns that are compared at a time, a multiple of 4. The differences of so many
+patterns fit into a cache.
+"""
 MOST_PLANES = {"gaps": 5, "deltas": 2}
-"""Largest number of bytes of a number of each kind."""
+"""Largest number of byte planes of gaps and of deltas."""
 
 
 def patterns_of(tensor: Tensor) -> Tensor:
-    """The bit patterns of `tensor`: a view if it is contiguous and has more than one byte per
-    element, else a copy.
+    """Returns the bit patterns of `tensor`. The result is a view if `tensor` is contiguous and its
+    elements have more than one byte, and otherwise a copy.
 
     Shapes: any -> `[patterns]` int16.
 
@@ -41,8 +44,8 @@ def patterns_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
-    """Inverse of `patterns_of`, with the dtype and shape of `like`; a view of `patterns` if
-    elements have more than one byte.
+    """Inverse of `patterns_of`, with the dtype and shape of `like`. The result is a view of
+    `patterns` if the elements have more than one byte.
     """
     # [patterns] int16 -> the shape of `like`
     bits = patterns
@@ -52,15 +55,15 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Index of each tensor's first pattern in the concatenation of all tensors. The key "" has the
-    total number of patterns.
+    """Returns the index of each tensor's first pattern in the concatenation of all tensors. The key
+    "" holds the total number of patterns.
     """
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
 
 
 def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions at which two rows of patterns differ, and the differences modulo 2**16.
+    """Returns the positions at which two rows of patterns differ, and the differences modulo 2**16.
 
     Shapes: `[patterns]` int16, `[patterns]` int16 -> `[changed]` int64 in rising order, `[changed]`
     int16.
@@ -82,7 +85,9 @@ def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _changes_in(new: Tensor, old: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds changed words of four patterns first, because most patterns have not changed."""
+    """Finds the changed patterns. First finds changed words of four patterns, because most patterns
+    have not changed.
+    """
     torch.sub(new, old, out=buffer[: len(new)])
     buffer[len(new) :] = 0
     words = buffer.view(torch.int64)
@@ -103,7 +108,8 @@ def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
 
 
 def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
-    """Byte planes of a difference, by name; empty if nothing changed.
+    """Returns the compressed byte planes of a difference, by name. The result is empty if no
+    pattern has changed.
 
     Shapes: `[changed]` int64 in rising order, `[changed]` int16 -> `[bytes]` uint8 each, on the
     host.
@@ -129,8 +135,8 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
 def decode_difference(
     planes: Mapping[str, Tensor], count: int, patterns: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions and deltas of a difference with `count` changes among `patterns` patterns. The
-    planes may come from an untrusted source.
+    """Returns the positions and deltas of a difference with `count` changes among `patterns`
+    patterns. The planes may come from an untrusted source.
 
     Raises `ValueError` if the planes do not hold `count` positions below `patterns`.
 
@@ -146,7 +152,9 @@ def decode_difference(
 
 
 def _planes(numbers: Tensor) -> list[Tensor]:
-    """The bytes of nonnegative numbers, lowest first, as many as the largest number needs."""
+    """Returns byte planes of nonnegative numbers, the lowest bytes first. There are as many planes
+    as the largest number has bytes.
+    """
     count = max(1, -(-int(numbers.max()).bit_length() // 8))
     octets = numbers.view(torch.uint8).view(len(numbers), -1)
     planes = octets[:, :count].t().contiguous()
@@ -154,7 +162,8 @@ def _planes(numbers: Tensor) -> list[Tensor]:
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # runs and a Huffman code only: searching for repetitions takes 4 times as long and finds none
+    # Use only runs and a Huffman code: a search for repetitions takes 4 times as long and finds no
+    # repetitions.
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8
@@ -173,7 +182,9 @@ def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
 
 
 def _expanded(plane: Tensor, count: int) -> Tensor:
-    """Decompresses a plane of `count` bytes. Refuses a larger plane before allocating memory."""
+    """Decompresses a plane that must have `count` bytes. Refuses a larger plane before it needs
+    more memory.
+    """
     coder = zlib.decompressobj()
     try:
         content = coder.decompress(octets(plane), count + 1)

@@ -1,4 +1,6 @@
-"""Files of a weight feed, in a directory or in a folder of any file system that fsspec supports."""
+"""Files of a weight feed, in a local directory or in a folder of any file system that fsspec
+supports.
+"""
 
 import contextlib
 import hashlib
@@ -18,9 +20,9 @@ from detonation.whole_files import reading, write_whole
 
 
 class Folder(Protocol):
-    """A folder of files, which are found by name.
+    """A folder whose files are found by name.
 
-    Writes must be atomic for readers. All methods raise `OSError`.
+    Readers must see each file complete or not at all. All methods raise `OSError` on failure.
     """
 
     def names(self) -> list[str]: ...
@@ -33,7 +35,7 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """A local directory, which other machines may mount."""
+    """A local directory, which other machines may also mount."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +85,7 @@ class RemoteFolder:
         self._system, self._path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
 
     def names(self) -> list[str]:
-        # the folder does not exist before the first file is written
+        # the folder does not exist before its first file is written
         with _os_errors(), contextlib.suppress(FileNotFoundError):
             return [
                 str(path).rpartition("/")[2]
@@ -108,8 +110,8 @@ class RemoteFolder:
 
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
-    """Turns every error of a protocol's library into an `OSError`, after which training
-    continues.
+    """Turns every error of a protocol's library into an `OSError`, because training continues after
+    an `OSError`.
     """
     try:
         yield
@@ -120,7 +122,7 @@ def _os_errors() -> Iterator[None]:
 
 
 def folder_at(target: "Path | str | Folder") -> Folder:
-    """Folder at a path, or at a URL with "://". A folder is returned unchanged."""
+    """Returns the folder at a path, or at a URL with "://". Returns a folder unchanged."""
     if isinstance(target, str) and "://" in target:
         return RemoteFolder(target)
     if isinstance(target, str | Path):
@@ -131,14 +133,15 @@ def folder_at(target: "Path | str | Folder") -> Folder:
 BASE = "base"
 DIFFERENCE = "difference"
 END = "end"
-"""Kinds of files: all weights at a step; the change since the previous step; the end of training.
+"""Kinds of files: a base (all weights at a step), a difference (the change since the previous
+published step), and the end of training.
 """
 _NAME = re.compile(r"(\d{6})-(\d{12})-([0-9a-f]{16})\.(base|difference|end)\.safetensors")
 
 
 @dataclass(frozen=True, order=True)
 class WeightFile:
-    """Name of a file. Files sort by run and step."""
+    """Name of a file of a weight feed. Files sort by run and step."""
 
     run: int
     step: int
@@ -155,16 +158,17 @@ class WeightFile:
 
     @classmethod
     def known(cls, names: Iterable[str]) -> list[Self]:
-        """The weight files among `names`, sorted. Other names are ignored."""
+        """Returns the weight files among `names`, sorted. Ignores names of other files."""
         found = filter(None, map(_NAME.fullmatch, names))
         return sorted(cls(int(m[1]), int(m[2]), m[4], m[3]) for m in found)
 
 
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Inverse of `shard_content`; the tensors are views of `content`.
+    """Inverse of `shard_content`: returns the description and the tensors, which are views of
+    `content`.
 
-    Raises `CorruptCheckpoint` if the content does not match the checksum in the name, or is no such
-    file.
+    Raises `CorruptCheckpoint` if the content does not match the checksum in the file's name, or if
+    it is no file of a weight feed.
     """
     if _checksum([memoryview(content)]) != file.checksum:
         raise CorruptCheckpoint(f"{file.name} is damaged: its checksum differs")
@@ -190,7 +194,8 @@ def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], 
 
 def _part(content: bytearray, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> Tensor:
     count = torch.Size(shape).numel()
-    if start % dtype.itemsize:  # misaligned if the header's length is not a multiple of 8
+    # the data is misaligned if the header's length is not a multiple of 8
+    if start % dtype.itemsize:
         return torch.frombuffer(content[start : start + count * dtype.itemsize], dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=start)
 

@@ -1,4 +1,6 @@
-"""Weight feed: any training loop calls it after a step, and readers get the exact weights."""
+"""The weight feed: any training loop calls it after a step, and readers get the exact weights of
+that step.
+"""
 
 import logging
 import secrets
@@ -35,11 +37,11 @@ _log = logging.getLogger("detonation.feed")
 
 
 class WeightFeed(AbstractContextManager["WeightFeed"]):
-    """Publishes the weights of a model as files: bases, and exact differences between them. See
-    `Feed.of_weights`.
+    """Publishes the weights of a model as files: bases (all weights), and exact differences between
+    steps. See `Feed.of_weights`.
 
-    step: the last published step; -1 if no step was published. bytes_written: bytes in all files.
-    trouble: the reason why the last call did not write a file; "" if it wrote all files.
+    step: the last published step; -1 if no step was published. bytes_written: bytes of all written
+    files. trouble: the reason why the last call did not write a file; "" if it wrote all files.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             self._run = max((file.run for file in _begun(self._folder.names())), default=0)
         self._like: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}  # the bit patterns that readers already have
-        # the checksum of the last difference, or the random name of the first base
+        # the checksum of the last difference, or a random name if there is only the first base
         self._state = ""
         self._since = self._since_bytes = self._base_bytes = 0
         self.step = -1
@@ -76,12 +78,13 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
     @torch.no_grad()
     def publish(self, step: int) -> int:
-        """Writes the changes since the last call, after `step` steps; returns the bytes written.
+        """Writes the changes since the last call, after `step` steps; returns the number of bytes
+        that it wrote.
 
-        Each rank of a sharded model calls it, because the shards are gathered. If writing fails,
-        for example on a full disk, training continues: this call logs a warning, sets `trouble` and
-        returns 0, and the next call publishes all changes. If `step` is not above the last step,
-        training returned to an earlier state, and readers get a base.
+        Each rank of a sharded model must call it, because the shards are gathered. If writing
+        fails, for example on a full disk, training continues: this call logs a warning, sets
+        `trouble` and returns 0, and the next call publishes all changes. If `step` is not above the
+        last published step, training returned to an earlier state, and readers get a new base.
 
         Raises `ValueError` if `step` is negative, or if safetensors lacks the type of a tensor,
         such as complex128.
@@ -107,9 +110,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return self.bytes_written - before
 
     def close(self, ended: bool = True) -> None:
-        """Announces to readers that training has ended, if `ended`. Without `ended` it does
-        nothing.
-        """
+        """Announces to readers that training has ended. If `ended` is False, it does nothing."""
         if ended and self._folder is not None and self.step >= 0:
             try:
                 self._write(self._folder, self._run, END, self.step, {}, {})
@@ -121,8 +122,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self.close(ended=error is None)
 
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Dtypes and shapes of the published tensors (on the meta device), in file order: wide
-        dtypes first.
+        """Returns the published tensors by name, on the meta device: their dtypes and shapes
+        without values. Their order is the order in the files: wide dtypes first.
         """
         kinds = {}
         for name, tensor in tensors.items():
@@ -139,14 +140,17 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _begin(
         self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder
     ) -> None:
-        """Begins a run with a base. If this fails, the next call tries again."""
+        """Begins a new run of files with a base. If the base cannot be written, the next call of
+        `publish` tries again.
+        """
         self._like = {}
         self._held = {}
         held = {
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
         }
-        # another process may start the same run now: readers reject its differences by their name
+        # Another process may start a run of the same number now. This random name lets readers
+        # reject the differences of that process.
         state = secrets.token_hex(8)
         base = {name: tensor_of(held[name], like[name]) for name in like}
         self._write_base(folder, self._run + 1, step, state, base)
@@ -157,7 +161,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self._held = held
 
     def _go_on(self, tensors: Mapping[str, Tensor], step: int, folder: Folder) -> None:
-        """Writes a difference, and a base if one is due."""
+        """Writes a difference, and after it a new base if enough differences have accumulated."""
         begin = starts(self._like)
         found = {}
         for name, kind in self._like.items():
@@ -169,7 +173,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         file, size = self._write(
             folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about
         )
-        # set after a successful write: otherwise the next difference includes these changes
+        # Change these fields only after a successful write, so that after a failure the next
+        # difference includes these changes.
         for name, (changed, moved) in found.items():
             move(self._held[name], changed, moved)
         self.step = step
@@ -209,8 +214,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return file, size
 
     def _remove_old(self, folder: Folder, run: int) -> None:
-        """Removes the files before the second newest base of this run. So a reader of the older
-        base has time to finish.
+        """Removes the files before the second newest base of this run. The second newest base
+        stays, so that a reader of that base has time to finish.
         """
         try:
             names = folder.names()
@@ -226,7 +231,9 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
 
 def _begun(names: Iterable[str]) -> list[WeightFile]:
-    """The weight files among `names`, including incomplete files of a killed trainer."""
+    """Returns the weight files among `names`, including incomplete files that a killed trainer
+    left.
+    """
     return WeightFile.known(name.removesuffix(".part") for name in names)
 
 
@@ -235,7 +242,7 @@ def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole `tensor`, converted to `dtype`. Collective if it is sharded.
+    """Returns the whole `tensor`, converted to `dtype`. Collective if `tensor` is sharded.
 
     Shards are converted before they are gathered.
     """

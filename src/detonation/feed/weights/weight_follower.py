@@ -1,4 +1,4 @@
-"""Reader of a weight feed: sets the weights of a model from files, bit for bit."""
+"""Reader of a weight feed: sets the weights of a model from the files of the feed, bit for bit."""
 
 import hashlib
 import math
@@ -26,17 +26,17 @@ from detonation.feed.weights.differences import (
 from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, WeightFile, read_content
 
 POLL_S = 0.1
-"""Seconds between two polls of a folder."""
+"""Seconds between two looks for new files in the folder."""
 
 
 @dataclass(frozen=True)
 class WeightPatch:
-    """New values of one tensor, with the fields of vLLM's `CheckpointWeightPatch`.
+    """New values of some elements of one tensor, with the fields of vLLM's `CheckpointWeightPatch`.
 
-    Three of these fields are also fields of its `SparseWeightPatch`.
+    Three of these fields also exist in vLLM's `SparseWeightPatch`.
 
-    name: the tensor's name in the model. indices: `[changed]` int64 in rising order, into the
-    flattened tensor. values: `[changed]`.
+    name: the tensor's name in the model. indices: `[changed]` int64 in rising order, the positions
+    in the flattened tensor. values: `[changed]`, the new values at these positions.
     """
 
     name: str
@@ -49,12 +49,12 @@ class WeightPatch:
 class WeightFollower(AbstractContextManager["WeightFollower"]):
     """Keeps the weights of a training in a model of this process, from the files of a `WeightFeed`.
 
-    `follow` creates it. Only `update` and `patches` change the model, and only after checking a
-    complete file.
+    `follow` creates it. Only `update` and `patches` change the model, and only after they have
+    checked a complete file.
 
-    model: the argument of `follow`. step: the step of training; -1 before the first base. joins:
-    number of bases loaded. trouble: the reason why a file could not be used; "" if all files could
-    be used.
+    model: the argument of `follow`. step: the step of training; -1 before the first base (a file
+    with all weights). joins: number of loaded bases. trouble: the reason why a file could not be
+    used; "" if all files could be used.
     """
 
     def __init__(self, model: nn.Module, folder: Folder) -> None:
@@ -65,7 +65,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             raise ValueError(
                 "the model is sharded: the files of a weight feed are followed in a whole model"
             )
-        self._order: list[str] = []  # of the files
+        self._order: list[str] = []  # names of the tensors in the order of the files
         self._run = -1
         self._state = ""
         self._damaged: set[WeightFile] = set()
@@ -87,14 +87,18 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) of the parameters: `detonation.fingerprint` of a replica of one shard."""
+        """sha256 (hex) of the parameters. It equals `detonation.fingerprint` on a replica of one
+        shard at the same step.
+        """
         return hashlib.sha256(bytes.fromhex(digest(self.model.parameters()))).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
-        """Applies the published steps; returns `step`. See `Follower.update` for the arguments.
+        """Applies the published steps to the model; returns `step`. See `Follower.update` for the
+        arguments.
 
-        If training returned to an earlier step, the model also returns to it. If a file is missing
-        or damaged, the model keeps its weights until the next base, and `trouble` gives the reason.
+        If training returned to an earlier step, the model also returns to that step. If a file is
+        missing or damaged, the model keeps its weights until the next base (a file with all
+        weights), and `trouble` gives the reason.
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.
@@ -126,13 +130,14 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             raise LostFeed(f"training has ended after {self.step} steps, before {to}")
 
     def patches(self, to: int | None = None, wait_s: float | None = None) -> list[WeightPatch]:
-        """Applies steps like `update`, and returns their changes, for a server with its own
-        weights.
+        """Applies steps as `update` does, and returns the changed values, for a server that keeps
+        its own copy of the weights.
 
-        After a base, the patches contain all values that differ from the model's previous values. A
-        server that has the weights of `model` before the first call has the same weights after each
-        call, unless a call raised an error or `update` was called in between. `follow(wait=True)`
-        already changes `model`.
+        After a base (a file with all weights), the patches contain all values that differ from the
+        model's previous values. If a server has the weights of `model` before the first call, it
+        has the same weights as `model` after each call. This fails if a call raised an error, or if
+        `update` was called between two calls. `follow(wait=True)` already changes `model`, so copy
+        the weights to the server after it.
 
         Example:
             >>> import tempfile
@@ -162,13 +167,13 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         ]
 
     def close(self) -> None:
-        """Stops following. The model keeps its weights, and there is nothing to release."""
+        """Stops following training. The model keeps its weights. There is nothing to release."""
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _files(self) -> list[WeightFile]:
-        """The files of the feed; empty while the folder cannot be read."""
+        """Returns the files of the feed; empty while the folder cannot be read."""
         try:
             return WeightFile.known(self._folder.names())
         except OSError as error:  # a mounted folder may be unavailable for a while
@@ -176,7 +181,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             return []
 
     def _is_end(self, files: Sequence[WeightFile]) -> bool:
-        """True if `files` end at the step of the model."""
+        """True if `files` say that training has ended at the step of the model."""
         at = (self._run, self.step)
         return (
             any(each.kind == END and (each.run, each.step) == at for each in files)
@@ -184,7 +189,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         )
 
     def _advance(self, files: Sequence[WeightFile], to: int | None) -> bool:
-        """Applies the steps of `files` up to `to`; returns True if `step` or the run changed."""
+        """Applies the steps in `files` up to step `to`; returns True if the step or the run of the
+        model changed.
+        """
         before = self._run, self.step
         usable = [file for file in files if to is None or file.step <= to]
         run = max([self._run, *(file.run for file in usable if file.kind == BASE)])
@@ -199,8 +206,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         return (self._run, self.step) != before
 
     def _later(self, files: Sequence[WeightFile], run: int) -> list[WeightFile]:
-        """Files of `run` that are newer than the model. If the model belongs to another run, all
-        files of `run`.
+        """Returns the files of `run` that are newer than the model. If the model belongs to another
+        run, returns all files of `run`.
         """
         found = [each for each in files if each.run == run]
         if run != self._run:
@@ -225,7 +232,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             self._damaged.add(file)
             self.trouble = str(error)
             return False
-        except OSError as error:  # the feed removed the file, because this reader is too far behind
+        except OSError as error:
+            # the feed has removed the file, because this reader is too far behind
             self.trouble = f"{file.name} cannot be read: {error}"
             return False
         return True
@@ -247,7 +255,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
                     f" {own.dtype} {tuple(own.shape)}"
                 )
-        # after an interruption in this loop, only the next base restores the weights
+        # If an error interrupts this loop, the model has a mixture of weights until the next base.
+        # Step -1 says so.
         self._run = self.step = -1
         for name, new in tensors.items():
             own = self._tensors[name]
@@ -265,7 +274,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def _take_difference(
         self, file: WeightFile, about: Mapping[str, Any], planes: Mapping[str, Tensor]
     ) -> None:
-        """Applies one step. Raises `CorruptCheckpoint` if the file contradicts itself."""
+        """Applies one difference to the model. Raises `CorruptCheckpoint` if the file contradicts
+        itself.
+        """
         begins = starts({name: self._tensors[name] for name in self._order})
         count = about.get("count")
         if type(count) is not int:
@@ -286,7 +297,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self._state = file.checksum
 
     def _note(self, name: str, positions: Tensor) -> None:
-        """Records for `patches` which elements have the patterns at `positions`."""
+        """Records for `patches` that the elements with the patterns at `positions` have changed."""
         if self._touched is not None and len(positions):
             tensor = self._tensors[name]
             elements = positions.to(tensor.device) // max(1, tensor.element_size() // 2)

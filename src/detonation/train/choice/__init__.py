@@ -1,3 +1,3 @@
-"""The scheme of a run: requested as "auto", chosen from the measured link, and adapted to the
-link.
+"""The scheme of a run with `name = "auto"`: requested in the recipe, chosen from the measured link,
+and adapted when the link changes.
 """

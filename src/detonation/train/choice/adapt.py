@@ -1,6 +1,6 @@
-"""The adapter: changes the setting of a run's scheme when the link becomes faster or slower.
+"""The adapter: changes an argument of the run's scheme when the link becomes faster or slower.
 
-The exchanges of the run measure the link.
+The adapter measures the link through the exchanges of the run itself.
 """
 
 import statistics
@@ -21,26 +21,30 @@ from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Table
 
 FACTOR = 2.0
-"""The adapter ignores changes of the link by less than this factor."""
+"""If the speed of the link changes by less than this factor, the adapter ignores the change."""
 STEPS = 20
-"""Least number of steps between agreements on the measurements, rounded up to whole rounds."""
+"""Smallest number of steps from one comparison of measurements to the next, rounded up to whole
+rounds.
+"""
 CERTAIN_S = 5e-4
 CERTAIN = 0.2
-"""A difference in waiting is noise if it is below `CERTAIN_S` plus this fraction of the budget."""
+"""A difference between two waiting times is noise if it is below `CERTAIN_S` plus `CERTAIN` times
+the budget in seconds.
+"""
 _FURTHEST = 64.0
 _MOVED: dict[str, Sequence[int | float]] = {
     "every": (5, 10, 20, 50, 100, 200, 500),
     "topk": (1, 2, 4, 8, 16, 32, 64, 128),
     "rate": tuple(1 / 2**n for n in range(1, 8)),
 }
-"""Arguments that the adapter changes, with their possible values; it changes the first one that a
-scheme has.
+"""Arguments of schemes that the adapter changes, with their possible values. If a scheme has
+several of these arguments, the adapter changes only the first one.
 """
 
 
 @dataclass(frozen=True)
 class Followed:
-    """State of an adapter, which checkpoints contain.
+    """State of an adapter; checkpoints contain this state.
 
     Args:
         budget: Part of a step that the run may spend waiting for the network.
@@ -59,7 +63,7 @@ class Followed:
     later: float = 1.0
 
     def table(self) -> Table:
-        """Converts the state to plain values."""
+        """Returns this state as plain values that JSON can hold."""
         lines = {
             name: [line.latency_s, line.rate_bits_per_s]
             for name, line in self.network.operations.items()
@@ -76,7 +80,9 @@ class Followed:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
-        """Reads a `table()` for a world of this shape. Raises `ValueError` if it is damaged."""
+        """Reads the state from the result of `table()`, for a run with these replicas and shards.
+        Raises `ValueError` if `table` is damaged.
+        """
         try:
             operations = {
                 name: Operation(latency, rate, 0.0)
@@ -96,12 +102,13 @@ class Followed:
 
 
 class Adapter:
-    """Changes a setting of a session's scheme so that waiting stays within a budget.
+    """Changes an argument of a session's scheme so that the waiting time stays within a budget.
 
-    It measures how long ranks wait in the run's own exchanges. Reports of losses are tiny, so the
-    wait for them measures the latency. The planner predicts the wait for a message at any rate, so
-    a measured wait gives the rate. The adapter uses the shortest wait of all replicas, because the
-    slowest replica waits only for the link.
+    It measures how long ranks wait in the exchanges of the run. Reports of losses are tiny, so the
+    wait for these reports shows the latency. The planner predicts the wait for a message at any
+    rate, so a measured wait shows the rate. The adapter uses the shortest wait of all replicas,
+    because the slowest replica waits only for the link, and the other replicas also wait for that
+    replica.
     """
 
     def __init__(self, session: Session, followed: Followed) -> None:
@@ -120,9 +127,10 @@ class Adapter:
         session.waits.shown = True
 
     def after(self, record: Record) -> list[str]:
-        """Adds the waits of one step, and adapts to a changed link; returns the lines to print.
+        """Records the waits of one step, and adapts the scheme if the link has changed. Returns the
+        lines to print.
 
-        Collective at certain steps, which are the same on all ranks.
+        Collective at certain steps, which are the same steps on all ranks.
         """
         self._waits.append(record.waited_s)
         self._reports.append(record.agreeing_s or 0.0)
@@ -145,9 +153,10 @@ class Adapter:
     def _decide(
         self, waits: Sequence[float], reports: Sequence[float]
     ) -> tuple[float, float, Table] | None:
-        """Factors of rate and latency, and the new arguments of the scheme.
+        """Returns the factors by which rate and latency of the link have changed, and new arguments
+        for the scheme.
 
-        None if the link is unchanged.
+        Returns None if the link is unchanged.
         """
         now = _present(self._session)
         followed = self.followed
@@ -157,7 +166,9 @@ class Adapter:
         network = followed.network.faster(followed.times, followed.later)
 
         def expected(times: float, later: float) -> tuple[float, float]:
-            """Seconds of waiting for a message, and for a report of a loss."""
+            """Returns the predicted seconds of waiting for a message, and for a report of a
+            loss.
+            """
             link = network.faster(times, later)
             return cost(now, self._work, link).exposed_s, report_s(now, self._work, link)
 
@@ -165,13 +176,13 @@ class Adapter:
         later = 1 / followed.later
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
-        # If the waits fit the initial link better, the link has recovered.
-        # `_factors` may instead find a speed between the initial and the current speed.
+        # If the measured waits fit the link at the start of the run better than the current link,
+        # the link has recovered. `_factors` alone may instead find a speed between these two.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)
         if not returned:
-            # a latency below the noise cannot be measured
+            # If the predicted latency is below the noise, the waits cannot show the latency.
             shows_latency = network.seconds("all-gather", 0) > certain
             times, later = _factors(waited, reported, expected, certain, shows_latency)
         if times == later == 1.0:
@@ -183,15 +194,15 @@ class Adapter:
         return times, later, dict(chosen.arguments)
 
     def _least(self, seconds: Sequence[float]) -> float:
-        """The shortest wait of all replicas. The wait of a replica is the longest wait of its
-        shards.
+        """Returns the shortest wait of all replicas. The wait of a replica is the longest wait of
+        its shards.
         """
         shards = self._session.config.mesh.shards
         return max(min(seconds[shard::shards]) for shard in range(shards))
 
     def _settings(self) -> list[Scheme]:
-        """Schemes to which the run can change: the first scheme, the current scheme, and the first
-        scheme with other values of one argument.
+        """Returns the schemes to which the run can change: the scheme at the start, the current
+        scheme, and the scheme at the start with other values of one argument.
         """
         now = _present(self._session)
         found = {spelled(scheme): scheme for scheme in (self._first, now)}
@@ -199,14 +210,16 @@ class Adapter:
             for value in _MOVED[key]:
                 try:
                     other = scheme(now.name, {**self._first.arguments, key: value})
-                except ValueError:  # skip values outside the scheme's range
+                except ValueError:  # skip values that the scheme does not accept
                     continue
                 if self._collectives(other) == self._collectives(now):
                     found.setdefault(spelled(other), other)
         return list(found.values())
 
     def _collectives(self, scheme: Scheme) -> list[str]:
-        """The collective of each shard. Changing the collective would lose server residuals."""
+        """Returns the collective that each shard would use with `scheme`. A change of the
+        collective would lose the owners' residuals (the part of an aggregate that was not sent).
+        """
         replicas = self._session.config.mesh.replicas
         return [
             collective_for(scheme, scheme.codec.layout(shapes), replicas)
@@ -237,29 +250,32 @@ def _factors(
     certain: float,
     shows_latency: bool,
 ) -> tuple[float, float]:
-    """Factors of rate and latency that explain the waits. They are 1 unless a factor is above
-    `FACTOR`.
+    """Returns the factors of rate and latency that explain the measured waits. A factor that is too
+    small to react to (see `FACTOR`) becomes 1.
     """
     later = 1.0
     if shows_latency:
         later = 1 / _large(explained(reported, lambda x: expected(1.0, 1 / x)[1], certain))
     times = explained(waited, lambda x: expected(x, later)[0], certain)
-    # backward may hide the reports, so test whether latency explains the wait
+    # The time of backward may hide the wait for reports. So also test whether latency alone
+    # explains the wait for messages.
     if times == later == 1.0:
         later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
     return _large(times), _large(later)
 
 
 def _large(factor: float) -> float:
-    """Returns `factor`, or 1 if the factor is too close to 1 to react."""
+    """Returns `factor`; returns 1 if the factor is so close to 1 that the adapter does not
+    react.
+    """
     if 1 / FACTOR < factor < FACTOR:
         return 1.0
     return factor
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
-    """The factor of the rate that explains a wait, as close to 1 as possible; 1 if no factor
-    explains it.
+    """Returns the factor of the rate that explains a measured wait, as close to 1 as possible; 1 if
+    no factor explains the wait.
 
     Args:
         waited_s: Measured wait.
@@ -289,14 +305,16 @@ def _present(session: Session) -> Scheme:
 
 
 def _typical(waits: Sequence[float], every: int) -> float:
-    """Seconds waited per step in the median round."""
+    """Returns the seconds that a rank waited per step in the median round."""
     starts = range(0, len(waits) - every + 1, every)
     rounds = [sum(waits[start : start + every]) for start in starts]
     return statistics.median(rounds) / every
 
 
 def set_message_timeouts(session: Session) -> None:
-    """Sets the timeouts of this rank from its largest message at the lowest rate."""
+    """Sets the timeouts of this rank so that its largest message can arrive at the lowest rate of
+    the link.
+    """
     config = session.config
     _, scheme = session.optimizer.levels[0]
     layouts = [replicator.channel.layout for replicator in session.optimizer.build()]

@@ -1,4 +1,4 @@
-"""Scheme auto in a recipe: its candidates, and the goal that ranks them."""
+"""A recipe with scheme "auto": the candidate schemes, and the goal by which they are ranked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Auto:
-    """Arguments of scheme "auto" in a recipe.
+    """The arguments of scheme "auto" in a recipe.
 
     Args:
         budget: Part of a step, between 0 and 1, that full synchronisation or the adapted setting
@@ -42,8 +42,8 @@ class Auto:
 
     @classmethod
     def of(cls, config: Config) -> "Auto | None":
-        """The arguments in `config`; None for another scheme. Raises `ValueError` for bad
-        arguments.
+        """Returns the arguments of scheme "auto" in `config`; None if `config` names another
+        scheme. Raises `ValueError` if an argument is not valid.
         """
         names = [level.scheme.name for level in config.levels]
         if AUTO not in names:
@@ -68,10 +68,10 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe under every scheme, each with several settings, which include the recipe's
-        own.
+        """Returns the recipe under every scheme, with several settings of each scheme. The settings
+        in the recipe itself are among them.
 
-        Omits `none` if the recipe requires equal replicas.
+        Omits the scheme `none` if the recipe requires equal replicas.
         """
         found: dict[str, Config] = {}
         full = self.layers.under("full", {})
@@ -84,19 +84,19 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # the error is in the recipe, not in an argument
+                    if not arguments:  # without arguments the error is in the recipe itself
                         raise
         return found
 
     def under(self, scheme: Mapping[str, Any]) -> Config:
-        """The recipe with the scheme of this table."""
+        """Returns the checked recipe with the scheme that this table describes."""
         arguments = {key: value for key, value in scheme.items() if key != "name"}
         return check_config(self.layers.under(scheme["name"], arguments))
 
     def check(self) -> Config:
-        """The recipe with full synchronisation.
+        """Returns the recipe with full synchronisation.
 
-        Raises `ValueError` for anything that would fail with one of the schemes.
+        Raises `ValueError` if the recipe would fail with any of the candidate schemes.
         """
         for config in self.candidates().values():
             check_levels(config.levels)
@@ -105,7 +105,9 @@ class Asked:
 
 
 def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
-    """The candidate schemes, each with the optimizer that the recipe sets for it."""
+    """Returns the candidate schemes, each with the optimizer that the recipe sets for this
+    scheme.
+    """
     found = {}
     for name, config in candidates.items():
         optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
@@ -114,7 +116,9 @@ def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
 
 
 def goal_of(config: Config, work: Work) -> Goal:
-    """The goal of a recipe, for which losses are estimated."""
+    """Returns what a recipe trains: replicas, model size, steps and task. The planner estimates
+    losses for this goal.
+    """
     return Goal(
         config.mesh.replicas,
         sum(work.sizes.values()),
@@ -124,14 +128,16 @@ def goal_of(config: Config, work: Work) -> Goal:
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
-    """Arguments of `chosen` that differ from the arguments that the recipe sets for this scheme."""
+    """Returns the arguments of `chosen` whose values differ from those that the recipe sets for
+    this scheme.
+    """
     own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
     return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 
 
 def standing(layers: Layers) -> Config:
-    """The configuration, in which full synchronisation replaces a scheme that has not been
-    chosen.
+    """Returns the configuration of the recipe. If its scheme is "auto" and no scheme has been
+    chosen yet, the result uses full synchronisation.
     """
     config = layers.config()
     if Auto.of(config) is None:
@@ -140,10 +146,10 @@ def standing(layers: Layers) -> Config:
 
 
 def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
-    """The configuration that the run in `path` chose at an earlier start; None if rank 0 cannot
-    read it. Collective.
+    """Returns the configuration that the run in `path` chose at an earlier start; None if rank 0
+    cannot read this configuration. Collective.
 
-    The other ranks need not see the directory.
+    Only rank 0 needs to see the directory `path`.
     """
     scheme = directory.config_in(path).get("scheme")
     if not isinstance(scheme, dict) or "name" not in scheme:

@@ -51,7 +51,7 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
     candidates = asked.candidates()
     device = everyone.device
     config = asked.check()
-    # This session only measures: the run builds another session with its own weights.
+    # This session only measures, and the run later builds another session with its own weights.
     session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
     measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
     network = Network.of_axis(measured, session.config.mesh.shards)
@@ -84,11 +84,12 @@ def _search(
     network: Network,
     work: Work,
 ) -> tuple[Option, list[Option], Work]:
-    """Returns the choice, all options, and the work with the measured optimizer steps.
+    """Returns the chosen option, all options, and the work with the measured optimizer steps.
 
-    A scheme's step is measured only if the scheme would be chosen, because the duration of this
-    step changes its share of waiting. Steps without an exchange are equal for all settings of a
-    scheme, so the fastest measurement is used for all settings.
+    The optimizer step of a scheme is measured only if the scheme would be chosen. After a
+    measurement the choice is made again, because the time of the step changes the share of the time
+    that ranks wait. A step without an exchange takes the same time under all settings of a scheme,
+    so the shortest measurement is used for all settings.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -96,11 +97,12 @@ def _search(
     while True:
         work = replace(work, steps=dict(steps))
         found = options(pairs.values(), work, network, goal, budget)
-        name = everyone.send_to_all(spelled(found[0].cost.scheme))[0]  # the first rank decides
+        # all ranks use the choice of the first rank
+        name = everyone.send_to_all(spelled(found[0].cost.scheme))[0]
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             text = json.dumps(to_table(candidates[name]), sort_keys=True)
-            # require_same raises `Mismatch` on all ranks
+            # if the choices differ, `require_same` raises `Mismatch` on all ranks
             everyone.require_same({"chosen": text}, {})
             return best, found, work
         step = optimizer_step(session, everyone, candidates[name])
@@ -114,8 +116,8 @@ def _search(
 def _share_local_time(
     steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
 ) -> None:
-    """Sets the time of a step without an exchange to the minimum over all settings of one
-    scheme.
+    """Sets the time of a step without an exchange to the shortest measured time under any setting
+    of the same scheme.
     """
 
     def kind(name: str) -> tuple[str, object]:
@@ -131,9 +133,10 @@ def _share_local_time(
 def adapter_of(
     session: Session, asked: Asked | None, chosen: Chosen | None, loaded: Loaded | None
 ) -> tuple[Adapter | None, list[str]]:
-    """Adapter of a run with `scheme.adapt`, and the lines to print.
+    """Returns the adapter of a run with `scheme.adapt`, and the lines to print.
 
-    Its state is loaded from a checkpoint, or comes from the measurements of the choice.
+    The adapter's state comes from the checkpoint, or in a new run from the measurements for the
+    choice of the scheme.
     """
     if asked is None or not asked.auto.adapt:
         return None, []
@@ -153,9 +156,11 @@ def adapter_of(
 def chosen_config(
     asked: Asked, begun: Path | None, everyone: Everyone, axis: SurvivingCommunicator | None
 ) -> tuple[Config, Chosen | None]:
-    """The configuration of the run, and the choice of its scheme if it is made now. Collective.
+    """Returns the configuration of the run. If the scheme is chosen now, also returns this choice.
+    Collective.
 
-    begun: directory of a run that has begun. Such a run keeps the scheme stored in its directory.
+    begun: directory of a run that began earlier. Such a run keeps the scheme that its directory
+    names.
     """
     if begun is not None:
         before = again(asked, begun, everyone)

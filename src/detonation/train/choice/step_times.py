@@ -1,4 +1,6 @@
-"""Times of a session on this machine: forward and backward, and the step of an optimizer."""
+"""Measures the time of a training step on this machine: forward and backward, and the optimizer's
+step.
+"""
 
 import logging
 import statistics
@@ -23,7 +25,8 @@ _REPEATS = 5
 
 
 def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float]:
-    """Median seconds of forward and backward of a step, and their spread (IQR / median).
+    """Returns the median seconds of forward and backward of a step, and their spread (interquartile
+    range / median).
 
     Collective.
     """
@@ -33,11 +36,11 @@ def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float
 
 
 def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step | None:
-    """Seconds of the optimizer step of `config` on the model of `session`, over a loopback
-    communicator.
+    """Returns the seconds of the optimizer step of `config` on the model of `session`, over a
+    loopback communicator.
 
-    Collective. None if the optimizer refuses the scheme, for example because it sends more than
-    full synchronisation.
+    Collective. Returns None if the optimizer refuses the scheme, for example because the scheme
+    sends more than full synchronisation.
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
@@ -47,7 +50,8 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     def of_others(record: logging.LogRecord) -> bool:
         return record.thread != mine
 
-    log.addFilter(of_others)  # hides warnings about the loss, because this optimizer does not train
+    # hides warnings about the loss: this optimizer only measures and does not train
+    log.addFilter(of_others)
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
         optimizer = replicate(
@@ -64,7 +68,8 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
             optimizer.step_count = step
             optimizer.step()
 
-        return min(_times(again, everyone))  # disturbances can only lengthen a step
+        # other work on the machine can only lengthen a step, so use the shortest
+        return min(_times(again, everyone))
 
     last = scheme.round.every - 1
     exchange_s = at(last)
@@ -75,8 +80,8 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
 
 
 def _times(function: Callable[[], object], everyone: Everyone) -> list[float]:
-    """Seconds of each of several calls of `function`. Ranks start together, and the slowest rank's
-    time counts.
+    """Returns the seconds of each of several calls of `function`. All ranks start a call together,
+    and the time of the slowest rank is used.
     """
     times = []
     for _ in range(_REPEATS):

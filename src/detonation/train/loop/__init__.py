@@ -1,1 +1,1 @@
-"""Training loop of one rank: session, steps, validation, checkpoints and the final summary."""
+"""The training loop of one rank: its session, steps, validation, checkpoints and final summary."""

@@ -1,4 +1,6 @@
-"""Checkpoints of a run: the library's checkpoints, extended by the recipe and by counts."""
+"""Checkpoints of a run: checkpoints of the library that also contain the recipe and the counts of
+faults.
+"""
 
 import json
 import logging
@@ -22,21 +24,21 @@ from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
 _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
-"""Settings that `compare_settings` does not report, because another line reports the change or only
-a new run reads the setting.
+"""Settings that `compare_settings` does not report. For some of them another line reports the
+change; the others are read only by a new run.
 """
 
 _MARKED = 3
-"""Number of examples of which a checkpoint has a hash."""
+"""Number of training examples whose hash a checkpoint contains."""
 
-# the run prints these messages itself
+# The run prints the messages of this logger itself.
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
 def save_async(
     session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
 ) -> None:
-    """Starts saving. Collective.
+    """Starts to save a checkpoint, and returns before it is complete. Collective.
 
     Args:
         before: Faults counted before this start; the checkpoint holds the sums.
@@ -49,10 +51,12 @@ def save_async(
         "followed": followed,
         "data": mark_of_data(session.data, _MARKED),
     }
-    divided = session.world_size == session.world.parts  # each rank reads one part of the stream
+    # True if each rank reads exactly one part of the stream
+    divided = session.world_size == session.world.parts
     if divided and isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
-        # Without positions, a resumed run rereads the stream up to the checkpoint's step.
+        # Without saved positions, a resumed run reads the stream again up to the step of the
+        # checkpoint.
         with suppress(PeerLost):
             positions = session.world.texts().gather(json.dumps(position))
             extra["positions"] = [json.loads(text) for text in positions]
@@ -60,22 +64,24 @@ def save_async(
 
 
 def as_json(extra: Table) -> Table:
-    """The value of `extra` after reading it back from JSON: tuples become lists."""
+    """Returns `extra` as it is after writing it to JSON and reading it back: tuples become
+    lists.
+    """
     return dict(json.loads(json.dumps(extra)))
 
 
 def save_now(
     session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
 ) -> Path:
-    """Saves, and waits until the checkpoint is complete. Raises `Unwritable` on all ranks if a rank
-    cannot write.
+    """Saves a checkpoint, and waits until it is complete. Raises `Unwritable` on all ranks if one
+    rank cannot write.
     """
     save_async(session, checkpoints, before, followed)
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
         if isinstance(error.__cause__, PeerLost):
-            session.optimizer.synchronize()  # synchronize removes the lost replica
+            session.optimizer.synchronize()  # `synchronize` removes the lost replica from the run
             return save_now(session, checkpoints, before, followed)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]
@@ -87,7 +93,8 @@ def save_now(
 def resume(
     session: Session, directory: Path, may_start: bool = False, most: int | None = None
 ) -> tuple[Loaded | None, list[str]]:
-    """Loads the newest complete checkpoint in `directory`; returns it with the lines to print.
+    """Loads the newest complete checkpoint in `directory`. Returns this checkpoint and the lines to
+    print.
 
     Args:
         may_start: Start from the beginning if no checkpoint exists, instead of raising.
@@ -116,7 +123,7 @@ def resume(
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):
         if len(positions) == session.world_size:
             session.data.train.go_to(session.rank, session.world_size, positions[session.rank])
-        else:  # another number of ranks divides the stream in another way
+        else:  # a different number of ranks divides the stream differently
             changed.append(
                 "the stream is read again up to this step, because other ranks divide it"
             )
@@ -124,7 +131,9 @@ def resume(
 
 
 def _restore_setting(session: Session, setting: object) -> None:
-    """Reconfigures the optimizer to the saved `setting`, which an adaptive run may have changed."""
+    """Sets the scheme's arguments to the saved ones (`setting`), because an adapter may have
+    changed them during the run.
+    """
     _, outermost = session.optimizer.levels[-1]
     if not isinstance(setting, dict) or setting == outermost.arguments:
         return
@@ -136,7 +145,8 @@ def _restore_setting(session: Session, setting: object) -> None:
 
 
 def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:
-    """Lists the settings that differ from the settings saved in `path`, in at most one line.
+    """Returns at most one line, which lists the settings that differ from the settings saved in
+    `path`.
 
     Raises `ValueError` if the model, data, scheme, seed or optimizer differs.
 
@@ -156,7 +166,7 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     before = dict(settings_of(saved))
     after = dict(settings_of(here))
     changes = []
-    for key, was in before.items():  # older versions did not save every setting
+    for key, was in before.items():  # checkpoints of older versions do not contain every setting
         now = after.get(key)
         if was != now and key not in _ANNOUNCED:
             changes.append(f"{key} is {now}, was {was}")
@@ -166,7 +176,9 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
 
 
 def _other_batch(saved: Table, here: Table) -> list[str]:
-    """Says in at most one line that a step has another number of examples than it had."""
+    """Returns a line if the number of examples in a step differs from the number at the checkpoint;
+    otherwise returns no line.
+    """
     was, now = _examples_of_step(saved), _examples_of_step(here)
     if was is None or was == now:
         return []
@@ -174,7 +186,9 @@ def _other_batch(saved: Table, here: Table) -> list[str]:
 
 
 def _examples_of_step(settings: Table) -> int | None:
-    """None if an older version did not save all settings."""
+    """Returns the number of examples in a step; None if an older version did not save all settings
+    that determine this number.
+    """
     found = dict(settings_of(settings))
     keys = ("mesh.replicas", "mesh.shards", "train.batch_size", "train.accumulate")
     factors = [factor for key in keys if isinstance(factor := found.get(key), int)]
@@ -184,10 +198,11 @@ def _examples_of_step(settings: Table) -> int | None:
 
 
 def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
-    """Raises `ValueError` if the options of the saved optimizer differ, except lr.
+    """Raises `ValueError` if the options of the saved optimizer differ from those of this run,
+    except lr.
 
-    A checkpoint restores the options; only lr follows the schedule of this run. If the run has
-    another optimizer, its options are not compared.
+    A checkpoint restores the options, so a changed option would have no effect; only lr follows the
+    schedule of this run. If this run has another optimizer, its options are not compared.
     """
     if was.get("name") != now["name"]:
         return
@@ -198,7 +213,9 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
 
 
 def _other_data(saved: object, data: Data) -> list[str]:
-    """A line if the data differ from the data of the checkpoint."""
+    """Returns a line if the training data differ from the data of the checkpoint; otherwise returns
+    no line.
+    """
     now = mark_of_data(data, _MARKED)
     if saved is None or saved == now:
         return []

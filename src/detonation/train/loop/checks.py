@@ -1,5 +1,5 @@
-"""Checks of a recipe before its first process starts: its parts are built, and must fit
-together.
+"""Checks of a recipe before its first process starts. They build all parts of the recipe, and check
+that the parts fit together.
 """
 
 import functools
@@ -38,9 +38,10 @@ from detonation.train.recipe.tables import REPLICATE
 
 
 def check_config(config: Config) -> Config:
-    """`config` with its scheme's defaults, and with the model sizes that follow from the data.
+    """Returns `config` with the defaults of its scheme, and with the model sizes that follow from
+    the data.
 
-    It needs no processes and writes nothing.
+    Needs no other processes, and writes no files.
 
     Raises:
         ValueError: Whatever would fail later: names, arguments, ranges, missing data, sizes that do
@@ -64,7 +65,7 @@ def check_config(config: Config) -> Config:
 
 
 def _checked_data(config: Config) -> Data:
-    """Loads the data. Raises `ValueError` if validation or the model cannot use them."""
+    """Loads the data. Raises `ValueError` if validation or the model cannot use these data."""
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
         raise ValueError(
@@ -99,7 +100,7 @@ def _checked_model(model: Choice, loaded: Data) -> nn.Module:
 
 
 def _require_one_batch(config: Config, loaded: Data) -> None:
-    """Raises `ValueError` if there are fewer examples than one batch of all ranks."""
+    """Raises `ValueError` if the data have fewer examples than one batch of all ranks together."""
     if isinstance(loaded.train, Streamed):
         return
     needed = config.train.batch_size * sum(config.mesh.sizes)
@@ -128,7 +129,9 @@ def check_translates(model: Any, data: Data) -> None:
 
 
 def _with_steps(config: Config, loaded: Data) -> TrainConfig:
-    """The table [train] with its epochs converted to steps; unchanged if it sets steps."""
+    """Returns the table [train] with its epochs converted to steps. If the table sets steps,
+    returns it unchanged.
+    """
     train = config.train
     if train.steps:
         return train
@@ -140,9 +143,10 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
 
 
 def check_sizes(config: Config) -> None:
-    """Raises `LargerThanDense` if a level would send more than full synchronisation.
+    """Raises `LargerThanDense` if a level of replication would send more bytes than full
+    synchronisation.
 
-    The first step would raise the same error.
+    Without this check, the first step would raise the same error.
     """
     shards = shard_shapes(config)
     for level in config.levels:
@@ -154,8 +158,8 @@ def check_sizes(config: Config) -> None:
 
 
 def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
-    """Shapes of the trained parameters on each rank of a node; allocates no memory for the
-    model.
+    """Returns the shapes of the trained parameters on each rank of a node. Allocates no memory for
+    the model.
     """
     with torch.device("meta"):
         model = build_model(config.model.name, config.model.arguments)
@@ -163,7 +167,7 @@ def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
 
 
 def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the trained parameters on one shard, by name."""
+    """Returns the shapes of the trained parameters on one shard, by name."""
     shapes = {}
     for name, parameter in model.named_parameters():
         remedy = "(1,) or larger: FSDP2 shards no scalar"
@@ -174,7 +178,9 @@ def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[i
 
 
 def misfits(config: Config) -> list[str]:
-    """Settings of `config` that conflict: one line each, with the remedy."""
+    """Returns the settings of `config` that conflict: one line for each conflict, with its
+    remedy.
+    """
     steps = config.train.steps
     warmup = config.schedule.warmup
     optimizer = config.optimizer
@@ -209,21 +215,22 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Stores only the inputs of each layer for backward, which recomputes all other values.
+    """Makes each layer keep only its inputs for backward. Backward computes all other values of the
+    layer again.
 
     Changes the model in place, and keeps all names. Call it after `compile_layers` and before
-    `shard`, whose hooks gather a layer's weights for both computations. Raises `ValueError` if the
-    model has no layers.
+    `shard`, because the hooks of `shard` must gather a layer's weights for both computations.
+    Raises `ValueError` if the model has no layers.
     """
     for layer in _some_layers(model, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def compile_layers(model: nn.Module, backend: str) -> None:
-    """Compiles each layer separately; layers of equal shape compile once.
+    """Compiles each layer of the model separately; layers of equal shape are compiled once.
 
     Changes the model in place, and keeps all names. The hooks of `shard` stay outside the compiled
-    code. Raises `ValueError` if the model has no layers, or torch has no such backend.
+    code. Raises `ValueError` if the model has no layers, or if torch does not know `backend`.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
@@ -244,7 +251,7 @@ def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
 
 
 def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
-    """`levels` with the defaults of their schemes.
+    """Returns `levels` with the default arguments of their schemes.
 
     Raises `ValueError` for a wrong name, argument or order, and for a scheme that does not support
     `balance`.
@@ -269,12 +276,14 @@ def scheme_of(level: LevelConfig) -> Scheme:
 
 
 def check_types(key: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
-    """Raises `ValueError` if an argument contradicts a plain annotation of `function`."""
+    """Raises `ValueError` if an argument has a type that the annotation of `function` does not
+    allow. Checks only plain annotations.
+    """
     if inspect.isclass(function):
         function = function.__init__
     try:
         hints = get_type_hints(function)
-    except NameError:  # only a type checker can resolve these annotations
+    except NameError:  # the annotations use names that only a type checker knows
         return
     for name, value in arguments.items():
         if allowed := plain_types(value, hints.get(name)):
@@ -282,12 +291,12 @@ def check_types(key: str, function: Callable[..., object], arguments: Mapping[st
 
 
 def load_data(chosen: Choice) -> Data:
-    """The data set, loaded once per process and shared with forked processes."""
+    """Returns the data set. It is loaded once per process, and forked processes share it."""
     return _load_data(chosen.name, json.dumps(chosen.arguments, sort_keys=True))
 
 
 _MARKED = 64
-"""Number of examples of which a hash is compared between machines."""
+"""Largest number of training examples whose hash is compared between machines."""
 
 
 @functools.cache
@@ -296,8 +305,8 @@ def _load_data(task: str, arguments: str) -> Data:
 
 
 def mark_of_data(data: Data, most: int = _MARKED) -> list[object]:
-    """Number of training examples, and a hash of at most `most` of them. For a stream, both are
-    computed from its held-out examples.
+    """Returns the number of training examples, and a hash of at most `most` examples. For a stream,
+    both values come from its held-out examples.
     """
     examples = data.train
     if isinstance(examples, Streamed):
@@ -309,8 +318,8 @@ def mark_of_data(data: Data, most: int = _MARKED) -> list[object]:
 
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
-    """Arguments of the model with the sizes of the data. The model's vocabulary may be larger than
-    the data's.
+    """Returns the arguments of the model with the sizes that the data need. Only the vocabulary of
+    the model may be larger than the data need.
     """
     parameters = inspect.signature(model_function(model.name)).parameters
     needed: dict[str, Any] = {"task": loaded.kind, **loaded.model}

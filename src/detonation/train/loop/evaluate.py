@@ -1,4 +1,4 @@
-"""Validation: loss, accuracy and BLEU on the same held-out examples in every run of a recipe."""
+"""Validation: loss, accuracy and BLEU. Every run of a recipe uses the same held-out examples."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -15,19 +15,20 @@ from detonation.train.loop.session import Session
 
 @torch.no_grad()
 def validate(session: Session) -> dict[str, float]:
-    """Mean `val_loss` over all predictions and, for classes, `val_accuracy`.
+    """Returns `val_loss`, the mean loss of all predictions, and for classes also `val_accuracy`.
 
-    Collective: ranks share the batches.
+    Collective: ranks divide the batches among them.
     """
     train = session.config.train
     session.model.eval()
-    # loss, predictions, correct predictions (NaN without classes)
+    # sums of the loss, the predictions, and the correct predictions (NaN without classes)
     sums = torch.zeros(3, dtype=torch.float64, device=session.device)
     most = train.validation_batches * train.batch_size
     held_out = list(batches(session.data.validation, train.batch_size, most))
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
-        # A rank without a batch repeats an uncounted batch, because FSDP gathers in forward.
+        # FSDP gathers weights in each forward, so a rank without a batch must run forward, too. It
+        # repeats a batch whose result is not counted.
         index = i * session.world_size + session.rank
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):
@@ -50,10 +51,10 @@ def validate(session: Session) -> dict[str, float]:
 
 @torch.no_grad()
 def translate(session: Session) -> dict[str, float]:
-    """`val_bleu` of greedy translations of held-out sentences, from 0 to 100.
+    """Returns `val_bleu` of greedy translations of held-out sentences, from 0 to 100.
 
-    Collective: ranks share the sentences. Each generated id needs a forward pass. All ranks run the
-    same number of passes, because FSDP gathers weights in each.
+    Collective: ranks divide the sentences among them. Each generated token needs a forward pass.
+    All ranks run the same number of passes, because FSDP gathers weights in each pass.
     """
     from sacrebleu.metrics.bleu import BLEU
 
@@ -62,12 +63,14 @@ def translate(session: Session) -> dict[str, float]:
     bleu = BLEU()
     assert isinstance(pairs, TranslationPairs)
     session.model.eval()
-    # matching 1- to 4-grams, all 1- to 4-grams, lengths of translations and of references
+    # numbers of matching 1- to 4-grams, of all 1- to 4-grams, and lengths of translations and
+    # references
     counts = torch.zeros(10, dtype=torch.int64, device=session.device)
     wanted = min(train.bleu_sentences, len(pairs))
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
-        indices = [*mine] or [0]  # a rank without sentences translates an uncounted one
+        # a rank without sentences translates one whose result is not counted
+        indices = [*mine] or [0]
         batch = to(pairs[torch.tensor(indices)], session.device)
         ids = greedy(session, batch)
         if mine:
@@ -86,7 +89,9 @@ def translate(session: Session) -> dict[str, float]:
 
 
 def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
-    """Greedy decoding. Returns ids `[B, target_length]`, as many as the labels have."""
+    """Translates a batch by greedy decoding. Returns token ids `[B, target_length]`: as many per
+    sentence as the labels have.
+    """
     model: Any = session.model
     ids = [torch.full_like(batch["labels"][:, 0], model.config.decoder_start_token_id)]
     given: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask")}
@@ -94,7 +99,8 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
         with autocast(session):
             output = model(**given, decoder_input_ids=ids[-1][:, None], use_cache=True)
         ids.append(output.logits[:, -1].argmax(-1))
-        # the next pass reads one id, and reuses the encoder's output with cached keys and values
+        # The next pass reads only the last token, and reuses the encoder's output and the cached
+        # keys and values.
         given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         cached = "past_key_values"
         if hasattr(output, "cache"):  # the attribute's name since transformers 5.24
@@ -104,7 +110,9 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
 
 
 def autocast(session: Session) -> AbstractContextManager[object]:
-    """bf16 autocast if the recipe sets it, except on a CPU: most CPUs are far slower in bf16."""
+    """Returns a context with bf16 autocast if the recipe sets it. On a CPU the context does
+    nothing, because most CPUs are far slower in bf16.
+    """
     if session.config.train.autocast != "bf16" or session.device.type == "cpu":
         return nullcontext()
     return torch.autocast(session.device.type, dtype=torch.bfloat16)

@@ -1,7 +1,8 @@
 """The examples of a step that one rank computes.
 
-A step has as many examples as the ranks of the start compute: each of these *parts* has
-`train.accumulate` batches of `train.batch_size`. The current ranks divide the parts.
+A step consists of *parts*, one for each rank at the start of the run. Each part has
+`train.accumulate` batches of `train.batch_size` examples. If ranks were lost or joined, the current
+ranks divide these parts among them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,17 +15,17 @@ from detonation.train.loop.session import Session
 
 
 def micro_batches_of_step(session: Session) -> Sequence[MicroBatch]:
-    """The share of this rank in the next step."""
+    """Returns the micro-batches that this rank computes in the next step."""
     train = session.config.train
     return session.world.share(train.batch_size * train.accumulate, train.batch_size)
 
 
 def draws(session: Session, step: int) -> Iterator[tuple[dict[str, Tensor], float]]:
-    """Yields the examples of each micro-batch of this rank, and the weight of their mean loss in
-    the mean loss of the whole batch.
+    """Yields the examples of each micro-batch of this rank, with a weight. The weight is the share
+    of the micro-batch's mean loss in the mean loss of its whole batch.
 
-    A batch is drawn whole, so its augmentation does not depend on the ranks that divide it. It is
-    drawn once, because a stream can only be read forwards.
+    A batch is always drawn whole, so that its augmentation does not depend on the ranks that divide
+    it. It is drawn only once, because a stream can only be read forwards.
     """
     drawn = -1
     whole: dict[str, Tensor] = {}
@@ -54,11 +55,11 @@ def _batch(session: Session, step: int, number: int) -> dict[str, Tensor]:
 def _part(
     session: Session, whole: dict[str, Tensor], rows: slice
 ) -> tuple[dict[str, Tensor], float]:
-    """These rows of a batch, and their share of the batch's predictions."""
+    """Returns the examples in `rows` of a batch, and their share of the batch's predictions."""
     if rows == slice(0, session.config.train.batch_size):
         return whole, 1.0
     cut = {name: values[rows] for name, values in whole.items()}
     count = predictions(session.data.kind, cut)
-    if not count:  # the mean over no predictions is not a number
+    if not count:  # without predictions the mean loss would be NaN, so use the batch with weight 0
         return whole, 0.0
     return cut, count / predictions(session.data.kind, whole)

@@ -1,5 +1,5 @@
-"""Training loop of one rank. A step consists of forward, backward, agreement on loss and signals,
-and update.
+"""The training loop of one rank. A step consists of forward, backward, an agreement of all ranks on
+the loss and on signals to stop, and the update.
 """
 
 import math
@@ -26,16 +26,16 @@ from detonation.wire.units import shard_bytes_sent
 class Unsafe(RunError):
     """The optimizer refuses to continue after nonfinite gradients, refused messages or a desync.
 
-    Raised on all ranks.
+    All ranks raise this error.
     """
 
 
 class NonFiniteLoss(RunError):
-    """The loss of a replica is NaN or infinite. Raised on all ranks before the update."""
+    """The loss of a replica is NaN or infinite. All ranks raise this error before the update."""
 
 
 class Stopped(RunError):
-    """A rank received a signal to stop. Raised on all ranks after the same step, `after`."""
+    """A rank received a signal to stop. All ranks raise this error after the same step, `after`."""
 
     def __init__(self, number: int, after: int) -> None:
         self.signal = signal.Signals(number).name
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 def fit(
     session: Session, done: int, until: int, report: Callable[[Record], None], stop: Stop
 ) -> None:
-    """Trains from `done` finished steps to `until`. Collective.
+    """Trains from step `done` up to step `until`. Collective.
 
     After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same
     weights. Every rank calls `report` with the record of each step. When a signal sets `stop`, all
@@ -77,7 +77,7 @@ def fit(
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # a rank's number selects its data
+        session.optimizer.renumber()  # gives this rank its current number, which selects its data
         meter.begin()
         with _safely():
             if rounds:
@@ -101,14 +101,14 @@ def fit(
 
 
 class _Meter:
-    """Measures the seconds and the bytes of each step."""
+    """Measures how many seconds each step takes and how many bytes it sends."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._shard_sent = shard_bytes_sent(session.model)
 
     def begin(self) -> None:
-        """Records the state before a step."""
+        """Records the counters and the time before a step."""
         stats = self._session.optimizer.stats
         self._began = time.perf_counter()
         self._sent_before = stats.bytes_sent_by_level
@@ -117,11 +117,11 @@ class _Meter:
         self._taking = _taking(self._session)
 
     def computed(self) -> None:
-        """Records the time at which gradients are ready and the optimizer's step begins."""
+        """Records the time at which the gradients are ready and the optimizer's step begins."""
         self._computed = time.perf_counter()
 
     def end(self, outcome: Outcome, agreed_late: bool) -> None:
-        """Records the end of a step.
+        """Records the time and the counters at the end of a step.
 
         Args:
             agreed_late: True if ranks agreed after the optimizer's step, as in `UnevenRounds`.
@@ -137,7 +137,9 @@ class _Meter:
         self._session.waits.add(self._seconds, self._waited + outcome.agreeing_s)
 
     def record(self, step: int, outcome: Outcome, held_out: Mapping[str, Any]) -> Record:
-        """Record of the finished step; bytes are sums over the shards of a replica. Collective."""
+        """Returns the record of the finished step. Its bytes are sums over the shards of a replica.
+        Collective.
+        """
         session = self._session
         sent = [
             session.world.over_shards(after - before)
@@ -158,21 +160,26 @@ class _Meter:
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # only real CPU replicas lose this time, because an accelerator computes meanwhile
+            # only real replicas on CPUs lose this time, because an accelerator computes while the
+            # host waits
             record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
             record = replace(record, shard_bytes_sent=self._shard_bytes())
         return record
 
     def _shard_bytes(self) -> int:
-        """Bytes sent between the nodes of a replica since the last record. Collective."""
+        """Returns the bytes that a replica sent between its nodes since the last record.
+        Collective.
+        """
         before = self._shard_sent
         self._shard_sent = shard_bytes_sent(self._session.model)
         return self._session.world.over_shards(self._shard_sent - before)
 
 
 def _held_out(session: Session, steps: int) -> dict[str, Any]:
-    """Metrics on held-out data after `steps` steps; empty if none are due. Collective."""
+    """Returns the metrics on held-out data after `steps` steps; empty if the recipe validates at
+    other steps only. Collective.
+    """
     train = session.config.train
     last = steps == train.steps
     if not last and not (train.validate_every and steps % train.validate_every == 0):
@@ -184,13 +191,15 @@ def _held_out(session: Session, steps: int) -> dict[str, Any]:
 
 
 def backward(session: Session, step: int) -> None:
-    """Computes the gradients of one step's examples, without any exchange."""
+    """Computes the gradients of one step's examples on this rank, without any exchange."""
     for loss in _losses(session, step):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _taking(session: Session) -> int | None:
-    """Number of replicas in the next step; None if it is constant."""
+    """Returns the number of replicas that train in the next step; None if this number is
+    constant.
+    """
     taking = session.optimizer.stats.taking
     if taking is None and isinstance(session.world, ElasticRanks):
         return session.world.size // session.config.mesh.shards
@@ -198,11 +207,12 @@ def _taking(session: Session) -> int | None:
 
 
 class UnevenRounds:
-    """Gradients of rounds in which slower replicas run fewer steps. Ranks agree once per round.
+    """Computes the gradients of rounds in which slower replicas run fewer steps. All ranks exchange
+    their losses and signals once per round.
 
     A replica whose loss is not finite skips the rest of the round. At the end of the round all
-    ranks learn of nonfinite losses and of stop signals. A step reports the mean loss of all ranks
-    in the previous round. In the first round it reports this rank's latest loss.
+    ranks learn of nonfinite losses and of stop signals. The loss that a step reports is the mean of
+    all ranks in the previous round. In the first round it is the latest loss of this rank.
     """
 
     def __init__(self, session: Session, until: int) -> None:
@@ -211,11 +221,11 @@ class UnevenRounds:
         self._every = session.optimizer.levels[0][1].round.every
         self._loss = math.nan
         self._known = False
-        self._losses: list[float] = []  # losses of this rank in this round
-        self._lost_at = 0  # the number of the step with a nonfinite loss
+        self._losses: list[float] = []  # losses of this rank in the current round
+        self._lost_at = 0  # number of the step in which the loss was not finite; 0 if there is none
 
     def ends(self, step: int) -> bool:
-        """True for the last step of a round or of the run."""
+        """True if `step` is the last step of a round or of the run."""
         return (step + 1) % self._every == 0 or step + 1 == self._until
 
     def gradients(self, step: int) -> Outcome:
@@ -233,13 +243,15 @@ class UnevenRounds:
                 self._losses.append(total)
                 if not self._known:
                     self._loss = total
-        elif math.isnan(self._loss):  # the run resumed in the middle of a round
+        elif math.isnan(self._loss):  # no loss is known yet, because the run resumed within a round
             with torch.no_grad():
                 self._loss = sum(float(loss) for loss in _losses(session, step))
         return Outcome(self._loss, asked=0, agreeing_s=0.0)
 
     def agreed(self, stop: Stop) -> Outcome:
-        """Agrees on the outcome of the round. Collective."""
+        """Exchanges losses and signals with all ranks at the end of a round. Returns the outcome of
+        the round. Collective.
+        """
         own = [
             sum(self._losses),
             len(self._losses),
@@ -267,10 +279,11 @@ class UnevenRounds:
 
 
 def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
-    """Computes the gradients of one step, and agrees on their loss. Collective.
+    """Computes the gradients of one step, and exchanges its loss with all ranks. Collective.
 
-    A scheme that sends gradients during backward cannot recall them, so ranks wait for the losses
-    before the first message leaves. With other schemes they wait after backward.
+    If a scheme sends gradients during backward, it cannot take them back. So ranks wait for the
+    losses of all ranks before they send the first message. With other schemes, ranks wait after
+    backward.
     """
     losses: list[torch.Tensor] = []
     passes = len(micro_batches_of_step(session))
@@ -279,7 +292,8 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
         if len(losses) < passes:
             loss.backward()  # type: ignore[no-untyped-call]
     total = torch.stack(losses).sum().float()
-    # [4] fp32: loss, signal, and the last step's seconds of computing and of waiting
+    # `report` is [4] fp32: loss, signal, and the seconds of computing and of waiting in the last
+    # step
     report = total.new_tensor([0.0, stop.number, *session.waits.own])
     report[0] = total
     agreement = _Agreement(session, step, stop, session.world.all_gather(report))
@@ -296,7 +310,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
 
 @dataclass
 class _Agreement:
-    """The agreement of all ranks on the result of one step.
+    """The exchange of losses and signals between all ranks for one step, and its outcome.
 
     Args:
         arriving: Waits for the reports of all ranks, which begin with a loss.
@@ -311,8 +325,9 @@ class _Agreement:
     arrived: list[list[Any]] | None = None
 
     def reports(self) -> list[list[Any]]:
-        """The reports in rank order. Waits for them."""
-        # not a cached property, which would lock out threads of other simulated replicas
+        """Returns the reports of all ranks, in rank order. Waits until the reports have arrived."""
+        # This is no cached property, because its lock would block the threads of other simulated
+        # replicas.
         if self.arrived is None:
             began = time.perf_counter()
             self.arrived = self.arriving()
@@ -321,9 +336,10 @@ class _Agreement:
 
     @property
     def precedes_backward(self) -> bool:
-        """True if ranks must agree before backward. Reasons: backward changes the memory of a shard
-        wire, an elastic run learns of lost replicas from the agreement, or `adapt` measures its
-        latency.
+        """True if ranks must know the losses of all ranks before backward. There are three reasons:
+        backward changes the memory of compressed communication between shards (shard wire), an
+        elastic run finds lost replicas in this exchange, or `adapt` measures the latency of this
+        exchange.
         """
         session = self.session
         is_elastic = isinstance(session.world, ElasticRanks)
@@ -334,7 +350,9 @@ class _Agreement:
         return all(math.isfinite(loss) for loss, *_ in self.reports())
 
     def conclude(self) -> Outcome:
-        """The outcome. Raises `NonFiniteLoss` if the loss of a rank is not finite."""
+        """Returns the outcome of the step. Raises `NonFiniteLoss` if the loss of any rank is not
+        finite.
+        """
         if self.outcome is None:
             session = self.session
             reports = self.reports()
@@ -348,7 +366,8 @@ class _Agreement:
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """Yields the loss of each micro-batch of this rank.
 
-    Their factors make the mean over all ranks equal to the mean over the batches of the step.
+    Each loss is scaled so that the mean over all ranks equals the mean over all batches of the
+    step.
     """
     batches = session.config.train.accumulate * session.world.parts
     _seed_dropout(session, step)
@@ -363,17 +382,21 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
 
 
 def _seed_dropout(session: Session, step: int) -> None:
-    """Makes dropout depend only on seed, step and rank, so that a resumed run repeats it."""
+    """Makes dropout depend only on seed, step and rank, so that a resumed run repeats the same
+    dropout.
+    """
     seed = (session.config.seed * 1_000_003 + step) * session.world_size + session.rank
     if session.device.type == "cpu":
-        # `torch.manual_seed` queues a call, with a stack trace, for each absent accelerator.
+        # For each absent accelerator, `torch.manual_seed` would queue a call with a stack trace.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
 
 
 def _loss_of(output: Any, model: str) -> torch.Tensor:
-    """Loss in a model's output. Raises `ValueError` unless it is a tensor of one number."""
+    """Returns the loss in the output of a model. Raises `ValueError` unless the loss is a tensor of
+    one number.
+    """
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
@@ -388,7 +411,9 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
 
 
 def _mean_loss(session: Session, step: int, reports: list[list[float]]) -> float:
-    """Mean loss over all ranks. Raises `NonFiniteLoss` if the loss of a rank is not finite."""
+    """Returns the mean loss over all ranks. Raises `NonFiniteLoss` if the loss of a rank is not
+    finite.
+    """
     for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
             where = rank_in_words(rank, session.world.sizes)
@@ -398,7 +423,8 @@ def _mean_loss(session: Session, step: int, reports: list[list[float]]) -> float
 
 @contextmanager
 def _safely() -> Iterator[None]:
-    """Raises `Unsafe` if the optimizer refuses to continue, in backward or in its step.
+    """Raises `Unsafe` if the optimizer refuses to continue in the `with` block, in backward or in
+    its step.
 
     All ranks raise the same error.
     """

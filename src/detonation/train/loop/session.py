@@ -1,4 +1,4 @@
-"""Session of one rank: model, optimizer and data, built from the configuration.
+"""The session of one rank: model, optimizer and data, which are built from the configuration.
 
 All ranks build these parts in the same order.
 """
@@ -52,13 +52,14 @@ class Session:
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
     """Builds the session of this rank. Collective.
 
-    Raises `ValueError` if replicas or sizes disagree.
+    Raises `ValueError` if the settings of replicas or the sizes of the mesh disagree.
 
     Args:
         axis: Replaces the outermost axis, such as `surviving_axis` in an elastic run.
     """
     replicas = config.mesh.replicas
-    if config.mesh.elastic:  # each replica of the outermost level has its own process group
+    # each replica of the outermost level has its own process group, so count only inside it
+    if config.mesh.elastic:
         replicas = config.nodes_inside
     nodes = config.mesh.nodes or config.mesh.shards
     slow = config.mesh.slow_backend or None
@@ -80,8 +81,8 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
 def replicated_run(
     config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]
 ) -> Replicated:
-    """The optimizer `base`, replicated along the axis of each level. Only its first step is
-    collective.
+    """Returns the optimizer `base`, replicated along the axis of each level. Only the first step of
+    the result is collective.
     """
     schemes = map(scheme_of, config.levels)
     levels = list(zip(joined, schemes, strict=True))
@@ -99,8 +100,8 @@ def replicated_run(
 
 
 def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
-    """The axis between replicas that may be lost; `mesh` contains the ranks of this replica.
-    Collective.
+    """Creates the axis between replicas that may be lost during the run. `mesh` contains only the
+    ranks of this replica. Collective.
     """
     here = place()
     if here is None:
@@ -117,14 +118,16 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
 
 
 def seeded_model(config: Config) -> nn.Module:
-    """The model of `config` with its initial weights; [train] configures how its layers run."""
+    """Builds the model of `config` with its initial weights. The table [train] says how its layers
+    run (compiled, or with recomputed activations).
+    """
     torch.manual_seed(config.seed)
     return _with_layers(build_model(config.model.name, config.model.arguments), config.train)
 
 
 def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[Axis]:
-    """The axis of each level, innermost first. An emulated link slows down the outermost axis.
-    Collective.
+    """Returns the axis of each level of replication, the innermost level first. An emulated link
+    slows down only the outermost axis. Collective.
 
     Args:
         mesh: Mesh of all levels; without the outermost level if `between` is given.
@@ -155,8 +158,8 @@ def safety(config: Config) -> Safety:
 
 
 def slowed(axis: DeviceMesh, link: str) -> Axis:
-    """The communicator `axis`, limited to the speed of `link`; unlimited if `link` is "".
-    Collective.
+    """Returns a communicator along `axis` that is limited to the speed of `link`. If `link` is "",
+    returns `axis` unchanged. Collective.
     """
     if link:
         return ThrottledCommunicator(axis, LinkSpeed.parse(link))
@@ -164,7 +167,7 @@ def slowed(axis: DeviceMesh, link: str) -> Axis:
 
 
 def scheduler(session: Session, done: int) -> LambdaLR:
-    """The schedule of the learning rate after `done` steps."""
+    """Returns the schedule of the learning rate, continued after `done` steps."""
     for group in session.optimizer.param_groups:
         group["initial_lr"] = session.config.optimizer.lr * group.get(optimizers.RATIO, 1.0)
     factor = optimizers.lr_factor(session.config.schedule, session.config.train.steps)

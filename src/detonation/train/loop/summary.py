@@ -1,4 +1,6 @@
-"""The summary of a finished run, as in `summary.json`, and its faults counted over all starts."""
+"""The summary of a finished run, as in `summary.json`, and the counts of its faults over all
+starts.
+"""
 
 import math
 import statistics
@@ -37,7 +39,9 @@ NOTHING = Counts()
 
 
 def saved_counts(extra: Mapping[str, Any]) -> Counts:
-    """Counts in a checkpoint's `extra`; ignores values that are not integers."""
+    """Returns the counts of faults in a checkpoint's `extra`. Ignores values that are not
+    integers.
+    """
     skipped = extra.get("skipped")
     if not isinstance(skipped, dict):
         skipped = {}
@@ -48,8 +52,8 @@ def saved_counts(extra: Mapping[str, Any]) -> Counts:
 
 
 def counted(session: Session, before: Counts) -> Counts:
-    """Sums the counts of this start and the counts `before` it. The result is equal on all ranks.
-    Collective.
+    """Returns the counts of faults since this start plus the counts `before` it. All ranks get the
+    same result. Collective.
     """
     names = [name for name, _ in session.model.named_parameters()]
     skipped = session.optimizer.stats.skipped_by_parameter
@@ -58,9 +62,11 @@ def counted(session: Session, before: Counts) -> Counts:
     mine = torch.tensor([*counts, refused], device=session.device)
     gathered = torch.tensor(session.world.all_gather(mine)())
     replicas = torch.split_with_sizes(gathered, session.world.sizes)
-    if len({*session.world.sizes}) > 1:  # replicas of other sizes shard parameters differently
+    # replicas of different sizes shard the parameters differently
+    if len({*session.world.sizes}) > 1:
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # the maximum over replicas, because only an owner sees these faults
+    # Use the maximum over replicas, because only the owner of a row (the replica that aggregates
+    # it) sees these faults.
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     now = Counter(dict(zip(names, here, strict=True)))
     together = Counter(before.skipped) + now
@@ -70,17 +76,19 @@ def counted(session: Session, before: Counts) -> Counts:
 def summarise(
     session: Session, records: Sequence[Record], before: Counts = NOTHING
 ) -> dict[str, Any]:
-    """Results of the run, equal on all ranks. Collective. `records` holds the record of each step.
+    """Returns the results of the run; all ranks get the same results. Collective. `records` holds
+    the record of each step.
 
-    - `train_loss`: mean of the last 20 steps.
+    - `train_loss`: mean loss of the last 20 steps.
     - `seconds`: time spent in steps, without validation.
-    - `bytes_sent_per_step`: bytes that one replica sends, the sum over its shards, mean over steps.
+    - `bytes_sent_per_step`: bytes that one replica sends, summed over its shards, as a mean over
+    steps.
     - `shard_bytes_per_step`: bytes that one replica sends between its nodes.
-    - `peak_memory`: the most that a rank used.
+    - `peak_memory`: the largest memory that any rank used.
     - `waits`: `Waits.table` of the steps since the last start.
-    - `local_steps`: local steps per replica, as agreed last.
-    - `adapted_to`: last scheme of a run that adapts to its link.
-    - `replicas_apart`: largest relative distance between replicas that may differ slightly.
+    - `local_steps`: number of local steps of each replica in a round, as last agreed.
+    - `adapted_to`: the last scheme of a run that adapts to its link.
+    - `replicas_apart`: largest relative distance between replicas, if replicas may differ slightly.
     """
     config = session.config
     last = records[-1]
@@ -141,9 +149,9 @@ def summarise(
 
 
 def _apart(session: Session) -> dict[str, float]:
-    """Largest distance between replicas, relative to a tensor's norm. Collective.
+    """Returns the largest distance between replicas, relative to the norm of a tensor. Collective.
 
-    Empty if replicas must be equal, or if the distance is not finite.
+    The result is empty if replicas must be equal, or if the distance is not finite.
     """
     gate = session.optimizer.closeness
     if not isinstance(gate, Closeness):
@@ -156,8 +164,8 @@ def _apart(session: Session) -> dict[str, float]:
 
 
 def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
-    """Precisions between the nodes of a replica, and the bytes per step that the replica sends
-    between them.
+    """Describes the compressed communication between the nodes of a replica: its precisions, and
+    the bytes that the replica sends between its nodes per step.
     """
     wire = session.config.mesh.shard_wire
     if wire is None:
@@ -168,7 +176,9 @@ def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def portion(session: Session) -> Portion:
-    """Data of one replica in one step: tokens of text, or examples."""
+    """Returns the amount of data that one replica processes in one step: tokens of text, or
+    examples.
+    """
     examples = _examples(session)
     data = session.data
     replicas = session.config.mesh.replicas
@@ -183,7 +193,9 @@ def portion(session: Session) -> Portion:
 
 
 def _examples(session: Session) -> int:
-    """Examples of one replica in one step; the mean if replicas have different sizes."""
+    """Returns the number of examples of one replica in one step. If replicas have different sizes,
+    this is the mean.
+    """
     train = session.config.train
     sizes = session.config.mesh.sizes
     return train.batch_size * train.accumulate * sum(sizes) // len(sizes)
@@ -193,9 +205,9 @@ def _examples(session: Session) -> int:
 class FullSync:
     """Bytes that one replica sends over an axis in a step of full synchronisation.
 
-    bytes: bytes in the current world. weights: bytes of one replica in fp32; None if the number of
-    replicas is constant. replicas: number of replicas in steps whose record has none; `members` of
-    them form one replica on the axis.
+    bytes: the bytes with the current number of replicas. weights: size of one replica in fp32, in
+    bytes; None if the number of replicas is constant. replicas: number of replicas in each step
+    whose record does not name a number; `members` of them form one replica on the axis.
     """
 
     bytes: int
@@ -204,7 +216,8 @@ class FullSync:
     members: int = 1
 
     def per_step(self, records: Sequence[Record]) -> int:
-        """Mean bytes over these steps. Each step counts with the replicas that ran it.
+        """Returns the mean bytes per step over the steps in `records`. For each step, uses the
+        number of replicas that ran it.
 
         >>> steps = [Record(1, 2.0, 0.1, 0.5, 0, taking=taking) for taking in (2, 2, 2, 1)]
         >>> FullSync(0).per_step(steps), FullSync(0, weights=4000).per_step(steps)
@@ -223,10 +236,13 @@ class FullSync:
 
 
 def full_sync_by_level(session: Session) -> list[FullSync]:
-    """Full synchronisation over each axis, from the innermost outwards. Collective."""
+    """Returns the bytes of full synchronisation over each axis, the innermost axis first.
+    Collective.
+    """
     dense = [session.world.over_shards(each) for each in session.optimizer.dense_bytes_by_level]
     found = [FullSync(each) for each in dense]
-    # with `balance`, a record counts the replicas that ran its step
+    # with `train.balance`, a record counts the replicas that ran its step, not all replicas that
+    # exchange
     if isinstance(session.world, ElasticRanks) and not session.config.train.balance:
         trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
         numel = sum(local(each).numel() for each in trained)
@@ -237,14 +253,18 @@ def full_sync_by_level(session: Session) -> list[FullSync]:
 
 
 def full_sync_per_step(levels: Sequence[FullSync], records: Sequence[Record]) -> int:
-    """Mean bytes over these steps, of all axes together."""
+    """Returns the mean bytes per step of full synchronisation over the steps in `records`, summed
+    over all axes.
+    """
     return sum(level.per_step(records) for level in levels)
 
 
 def _levels(
     session: Session, records: Sequence[Record], dense: Sequence[FullSync]
 ) -> dict[str, Any]:
-    """Arguments of the scheme. With several levels: arguments and bytes per step of each level."""
+    """Returns the arguments of the scheme. With several levels, returns the arguments and the bytes
+    per step of each level.
+    """
     levels = session.config.levels
     if len(levels) == 1:
         return {"scheme_arguments": dict(levels[0].scheme.arguments)}

@@ -1,4 +1,4 @@
-"""The world of a run as one rank sees it: collectives of the training loop, and waiting times."""
+"""The ranks of a run as one rank sees them: collectives of the training loop, and waiting times."""
 
 import json
 import signal
@@ -25,7 +25,9 @@ from detonation.train.recipe.schema import Config, TrainConfig
 from detonation.train.recipe.tables import settings_of, to_table
 
 Gathered = Callable[[], list[list[Any]]]
-"""Waits for the values of all ranks; returns one list per rank, in rank order."""
+"""A function that waits for the values of all ranks, and returns one list per rank, in rank
+order.
+"""
 
 
 class _Together:
@@ -35,17 +37,17 @@ class _Together:
 
     @property
     def parts(self) -> int:
-        """The ranks whose batches make up a step."""
+        """Number of parts of a step. Each part holds the batches of one rank."""
         return self.size
 
     def share(self, of_part: int, largest: int) -> Sequence[MicroBatch]:
-        """This rank's micro-batches of at most `largest` examples, if each part of a step has
-        `of_part` examples.
+        """Returns the micro-batches of this rank, each with at most `largest` examples, if each
+        part of a step has `of_part` examples.
         """
         return micro_batches(of_part * self.size, largest, self.rank, self.size)
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """The signal that ends the run after this step; 0 if there is none.
+        """Returns the number of the signal that ends the run after this step; 0 if there is none.
 
         Args:
             numbers: Signal that each rank received; 0 for none.
@@ -55,7 +57,7 @@ class _Together:
 
 
 class Ranks(_Together):
-    """Processes of a mesh ("replicate", "shard"). The methods are collective.
+    """The processes of a mesh with the axes "replicate" and "shard". Its methods are collective.
 
     Args:
         sizes: Ranks of each replica.
@@ -70,8 +72,8 @@ class Ranks(_Together):
         self._comm = CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
-            # gloo sends counts in host memory, because a device would first finish its queue.
-            # All ranks create the groups of all replicas.
+            # Counts go over gloo, in host memory, because a device would first finish its queue.
+            # All ranks must create the groups of all replicas.
             ends = [*accumulate(sizes)]
             for size, end in zip(sizes, ends, strict=True):
                 ranks = range(end - size, end)
@@ -80,40 +82,44 @@ class Ranks(_Together):
                     self._hosts = group
 
     def all_gather(self, values: Tensor) -> Gathered:
-        """Gathers `values`, [n], of all ranks. Waits only when the result is called."""
+        """Starts to gather `values`, [n], of all ranks. The call of the result waits for them."""
         self._comm.wait_for_current(values)
         with self._comm.active():
             everyone = values.new_empty(self.size, *values.shape)
             if self._is_gloo:
-                # gloo's all-gather waits once for each other rank, in a ring; this waits once
+                # gloo's all-gather waits once for each other rank, in a ring, but this collective
+                # waits only once
                 copies = values.expand_as(everyone).contiguous()
                 work = dist.all_to_all_single(everyone, copies, async_op=True)
             else:
                 work = dist.all_gather([*everyone.unbind()], values, async_op=True)
             if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
-            work.wait()  # the communication stream waits, not the host
+            work.wait()  # only the communication stream waits here, not the host
             return runtime.Readback(everyone).read
 
     def over_shards(self, count: int) -> int:
-        """Sum of `count` over the shards of this rank's replica."""
+        """Returns the sum of `count` over the shards of this rank's replica."""
         total = torch.tensor(count)
         dist.all_reduce(total, group=self._hosts)
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        """Hash of the first replica's parameters, and True if all replicas are bitwise equal."""
+        """Returns a hash of the first replica's parameters, and True if all replicas are bitwise
+        equal.
+        """
         return fingerprint(model, self._mesh)
 
     def texts(self) -> TextExchange:
-        """The exchange of texts between all ranks."""
+        """Returns an exchange with which all ranks gather texts."""
         return Texts(torch.device(self._mesh.device_type))
 
 
 class ElasticRanks:
-    """Processes of the remaining replicas of an elastic run; each has its own process group.
+    """The processes of all present replicas of an elastic run. Each replica has its own process
+    group.
 
-    A replica of the outermost level may itself contain replicas, one per node.
+    A replica of the outermost level may itself contain several replicas, one per node.
 
     Args:
         train: Settings that say whether the number of examples of a step stays constant.
@@ -129,7 +135,7 @@ class ElasticRanks:
         self._hosts = mesh.get_group("shard")
         self._shards = mesh["shard"].size()
         self._ranks = mesh.size()  # number of ranks of one replica
-        self.losses = axis.losses  # the axis records lost replicas and guests
+        self.losses = axis.losses  # the axis records lost and joining replicas in this list
 
     @property
     def rank(self) -> int:
@@ -141,23 +147,23 @@ class ElasticRanks:
 
     @property
     def members(self) -> Sequence[int]:
-        """The replicas of this step, by their numbers at the start."""
+        """The replicas that take part in this step, by their numbers at the start of the run."""
         return self._axis.layout
 
     @property
     def parts(self) -> int:
-        """The ranks of the start or, without a constant batch, the current ranks; see
-        `_Together.parts`.
+        """Number of parts of a step. It is the number of ranks at the start of the run if the batch
+        stays constant, and otherwise the current number of ranks. See `_Together.parts`.
         """
         return self._parts or self.size
 
     def share(self, of_part: int, largest: int) -> Sequence[MicroBatch]:
-        """Implements `_Together.share`."""
+        """Returns the micro-batches of this rank; see `_Together.share`."""
         return self._axis.share(of_part * self.parts, largest)
 
     def share_of(self, replica: int, members: Sequence[int], of_part: int) -> range:
-        """Examples of `replica` in a step of `members`, by their numbers at the start; none for
-        other replicas.
+        """Returns the examples of `replica` in a step of the replicas `members`; empty if `replica`
+        is not one of them. Replicas have their numbers from the start of the run.
         """
         if replica not in members:
             return range(0)
@@ -171,7 +177,7 @@ class ElasticRanks:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of ranks of the nodes that took part in the last finished collective."""
+        """The number of ranks of each node that took part in the last finished collective."""
         present = self._axis.size() - len(self._axis.absent)
         return [self._shards] * (present * self._ranks // self._shards)
 
@@ -205,8 +211,8 @@ class ElasticRanks:
         return self._axis.texts()
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """Like `Ranks.stopped_by`, except that SIGTERM and SIGHUP end only the replicas that
-        received them, if enough replicas remain.
+        """Returns the signal that ends the run, as `Ranks.stopped_by` does, with one exception. If
+        enough replicas remain, SIGTERM and SIGHUP end only the replicas that received them.
         """
         of_replicas = torch.tensor(numbers).view(-1, self._ranks)
         terminated = (of_replicas == signal.SIGTERM) | (of_replicas == signal.SIGHUP)
@@ -214,20 +220,20 @@ class ElasticRanks:
         others = {*numbers} - {0, signal.SIGTERM, signal.SIGHUP}
         if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
-        # A signal to all replicas may reach some replicas one step earlier.
-        # So a replica leaves one step after it has seen its own signal.
+        # A signal to all replicas may reach some replicas one step earlier than others. So a
+        # replica leaves one step after it has seen its own signal, when every signal is known.
         if mine and self._asked:
             self._axis.depart()
         self._asked = mine > 0
         return 0
 
     def close(self) -> None:
-        """Leaves together with the other replicas."""
+        """Leaves the run together with the other replicas."""
         self._axis.close()
 
 
 class Alone(_Together):
-    """Simulated replicas with one shard each, connected by a communicator."""
+    """Simulated replicas with one shard each; a communicator connects them."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.rank = communicator.replica
@@ -251,11 +257,11 @@ class Alone(_Together):
 
 
 World = Ranks | ElasticRanks | Alone
-"""All ranks of a run."""
+"""All ranks of a run: real, elastic or simulated."""
 
 
 def rank_in_words(rank: int, sizes: Sequence[int]) -> str:
-    """Describes a rank, given the ranks of each replica.
+    """Describes a rank by its replica and shard. `sizes` holds the number of ranks of each replica.
 
     >>> rank_in_words(2, [1, 2])
     'replica 1 (shard 1)'
@@ -272,13 +278,17 @@ def _arrived(work: dist.Work, everyone: Tensor) -> list[list[Any]]:
 
 
 def settings_of_run(membership: Membership) -> dict[str, Any]:
-    """Settings of the first replica of an elastic run. Waits for that replica."""
+    """Returns the settings of the first replica of an elastic run. Waits until that replica has
+    published them.
+    """
     found: dict[str, Any] = json.loads(membership.store.get(f"text/{_SETTINGS}"))
     return found
 
 
 def require_same_settings(membership: Membership, config: Config) -> None:
-    """Raises `ValueError` if this replica of an elastic run has other settings than the first."""
+    """Raises `ValueError` if the settings of this replica of an elastic run differ from those of
+    the first replica.
+    """
     own = _alike(config)
     first = json.loads(membership.first_text(_SETTINGS, json.dumps(own)))
     for key in _differing(first, own):
@@ -289,10 +299,11 @@ def require_same_settings(membership: Membership, config: Config) -> None:
 
 
 def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str, Any]) -> None:
-    """Raises `ValueError` on all ranks if a rank has other settings or flags than rank 0.
+    """Raises `ValueError` on all ranks if the settings or flags of a rank differ from those of rank
+    0.
 
-    Collective. A rank with other flags would skip a collective for which the others wait. flags:
-    flags of the command line, by name.
+    Collective. With other flags, a rank could skip a collective for which the other ranks wait.
+    flags: flags of the command line, by name.
     """
     gathered = texts.gather(json.dumps({**_alike(config), **flags}))
     first, *others = map(json.loads, gathered)
@@ -305,12 +316,13 @@ def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str
 
 
 def _alike(config: Config) -> dict[str, Any]:
-    """The settings that must be equal on all replicas, after a round trip through JSON, and a mark
-    of the data: machines may have different files under one name.
+    """Returns the settings that must be equal on all replicas, as they are after a round trip
+    through JSON. Also returns a count and a hash of the data, because machines may have different
+    files under one name.
     """
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
     alike = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
-    if ":" not in config.data.name:  # a user's function may read other examples on each rank
+    if ":" not in config.data.name:  # a user's function may read different examples on each rank
         alike[_DATA] = mark_of_data(load_data(config.data))
     return alike
 
@@ -338,10 +350,10 @@ _OWN = {
 class Waits:
     """Seconds that replicas waited for each other, summed since the start; equal on all ranks.
 
-    Ranks report their busy and waiting seconds in the message that carries their losses. Between
-    two reports the slowest replica is the replica that was busy longest. Each other replica waited
-    for it at most for the difference of their busy seconds; the rest of its waiting is network
-    time. The sums start again when the number of replicas changes.
+    Each rank reports its busy and its waiting seconds in the message that carries its loss. Between
+    two reports, the slowest replica is the replica that was busy longest. Each other replica waited
+    for the slowest replica at most for the difference of their busy seconds. The rest of its
+    waiting is network time. The sums start again at 0 when the number of replicas changes.
 
     >>> waits = Waits()
     >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])
@@ -351,7 +363,9 @@ class Waits:
     """
 
     shown = False
-    """True if ranks wait for reports before backward, so that the wait shows the latency."""
+    """True if ranks wait for the reports of losses before backward, so that this wait shows the
+    latency.
+    """
 
     def __init__(self) -> None:
         self.own = (0.0, 0.0)
@@ -360,11 +374,13 @@ class Waits:
         self._waited = torch.zeros(0, 1, dtype=torch.float64)
 
     def add(self, seconds: float, waited: float) -> None:
-        """Adds a step of this rank that took `seconds`, of which the rank waited for `waited`."""
+        """Adds a step of this rank that took `seconds` in total, of which this rank waited `waited`
+        seconds.
+        """
         self.own = (self.own[0] + seconds - waited, self.own[1] + waited)
 
     def meet(self, reports: Sequence[Sequence[float]], sizes: list[int]) -> None:
-        """Adds the reports of all ranks, and resets `own`.
+        """Adds the busy and waiting seconds that all ranks reported, and resets `own`.
 
         Args:
             reports: `own` of each rank, in rank order.
@@ -375,7 +391,7 @@ class Waits:
             [sum(column) / size for column in zip(*islice(ranks, size), strict=True)]
             for size in sizes
         ]
-        busy, waited = torch.tensor(means, dtype=torch.float64).unbind(1)  # [replicas]
+        busy, waited = torch.tensor(means, dtype=torch.float64).unbind(1)  # both [replicas]
         if len(busy) != len(self._waited):
             self._waited = self._waited.new_zeros(len(busy), len(busy) + 1)
             self._lasted = 0.0
@@ -387,13 +403,13 @@ class Waits:
         self._lasted += float((busy + waited).mean())
 
     def table(self, most: int = 1_000_000) -> dict[str, Any]:
-        """Sums by name. The table is empty before the first report, and for one replica or more
-        than `most`.
+        """Returns the sums by name. The table is empty before the first report, for one replica,
+        and for more than `most` replicas.
 
-        - `seconds[i][j]`: replica i waited for replica j.
-        - `network_s[i]`: replica i waited for the network.
-        - `slowest`: number of the replica for which the others waited longest.
-        - `lasted_s`: duration of the steps, mean over replicas.
+        - `seconds[i][j]`: seconds that replica i waited for replica j.
+        - `network_s[i]`: seconds that replica i waited for the network.
+        - `slowest`: number of the replica for which other replicas waited longest.
+        - `lasted_s`: duration of all steps in seconds, as a mean over replicas.
         """
         seconds = self._waited[:, :-1]
         network = self._waited[:, -1].tolist()

@@ -1,1 +1,1 @@
-"""Output of a run: its directory, `metrics.jsonl`, trackers, and the terminal."""
+"""The output of a run: its directory, `metrics.jsonl`, trackers, and lines on the terminal."""

@@ -1,4 +1,6 @@
-"""The run directory: its lock, atomic writes of its files, and a description of the environment."""
+"""The run directory: its lock, atomic writes of its files, and a description of the software and
+the machine.
+"""
 
 import errno
 import fcntl
@@ -28,7 +30,9 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Versions of Python and important packages, platform, processors, threads and GPUs."""
+    """Returns the versions of Python and of important packages, the platform, the processors, the
+    threads and the GPUs.
+    """
     import torch
 
     return {
@@ -44,7 +48,9 @@ def environment() -> dict[str, Any]:
 
 
 def environment_lines(found: dict[str, Any]) -> list[str]:
-    """Lines that describe the environment in a bug report."""
+    """Returns lines that describe the environment (the result of `environment`) for a bug
+    report.
+    """
     flat = {**found, **found["packages"]}
     del flat["packages"]
     flat["gpus"] = ", ".join(found["gpus"]) or "none"
@@ -55,9 +61,10 @@ _SINGLY = " rounded singly"
 
 
 def bits_of_steps() -> dict[str, str]:
-    """Hashes of three steps of each optimizer on fixed numbers, by name of the optimizer.
+    """Returns hashes of the weights after three steps of each optimizer on fixed numbers, by name
+    of the optimizer.
 
-    Replicas on machines with equal hashes stay bitwise equal.
+    If these hashes are equal on two machines, replicas on these machines stay bitwise equal.
     """
     import torch
 
@@ -87,7 +94,8 @@ def bits_of_steps() -> dict[str, str]:
 
 
 def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """Lists how the environments of two machines differ, and how the machines can train together.
+    """Returns lines that say how the environments of two machines differ, and whether the machines
+    can train together.
 
     Each environment holds the result of `bits_of_steps` under "steps".
     """
@@ -152,13 +160,13 @@ _PROBE_BYTES = 65536
 
 
 class InUse(ValueError):
-    """Another process writes to the run directory."""
+    """Another process already writes to the run directory."""
 
 
 def log_starts(path: Path) -> list[int]:
-    """Steps at which the files of the run's log begin, read from their names.
+    """Returns the steps at which the files of the run's update log begin, read from their names.
 
-    A new file begins with each checkpoint.
+    A new file begins after each checkpoint.
     """
     files = (path / UPDATES).glob("*-*.updates")
     steps = [file.stem.rpartition("-")[2] for file in files]
@@ -168,7 +176,8 @@ def log_starts(path: Path) -> list[int]:
 def check_free(
     path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None
 ) -> None:
-    """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`.
+    """Raises `ValueError` unless a new run can start in `path`, or unless an old run can continue
+    there with `resume`.
 
     Changes nothing.
 
@@ -181,7 +190,8 @@ def check_free(
     entries = []
     if path.is_dir():
         entries = [entry.name for entry in path.iterdir()]
-    # checked after listing, because the process that created these entries holds its lock by then
+    # Check the lock after listing the entries: the process that created these entries has locked
+    # the directory before.
     _require_unlocked(path)
     held = [
         name
@@ -203,7 +213,7 @@ def check_free(
 
 
 def _require_directory(path: Path) -> None:
-    """Raises `ValueError` if `path` is a file, a link without a target, or no possible name."""
+    """Raises `ValueError` if `path` is a file, a link without a target, or an impossible name."""
     try:
         path.exists()
     except OSError as error:
@@ -232,7 +242,9 @@ def _require_unlocked(path: Path) -> None:
 
 
 def _require_unfinished(path: Path, resume: bool, train: TrainConfig | None) -> None:
-    """Raises `ValueError` if the run in `path` is finished, unless `train` asks for more steps."""
+    """Raises `ValueError` if the run in `path` is finished, unless it resumes and `train` asks for
+    more steps.
+    """
     finished = steps_finished(path)
     if not (path / SUMMARY).exists() or (resume and train and train.steps > finished):
         return
@@ -245,7 +257,9 @@ def _require_unfinished(path: Path, resume: bool, train: TrainConfig | None) -> 
 
 
 def _require_own_run(path: Path, resume: bool, saved: bool) -> None:
-    """Raises `ValueError` unless `resume` continues the run whose files are in `path`."""
+    """Raises `ValueError` unless the files in `path` belong to a run, and `resume` asks to continue
+    this run.
+    """
     ours = saved or (path / CONFIG).exists()
     if resume and ours:
         return
@@ -258,7 +272,9 @@ def _require_own_run(path: Path, resume: bool, saved: bool) -> None:
 
 
 def steps_finished(path: Path) -> int:
-    """Number of steps of the finished run in `path`; 0 if its summary does not contain it."""
+    """Returns the number of steps of the finished run in `path`; 0 if its summary does not contain
+    this number.
+    """
     try:
         return _integer(read_json(path / SUMMARY)["steps"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -266,8 +282,8 @@ def steps_finished(path: Path) -> int:
 
 
 def steps_of_epochs(path: Path, epochs: float) -> int:
-    """Number of steps in `epochs` epochs when the run in `path` began; 0 if this number was not
-    saved.
+    """Returns the number of steps in `epochs` epochs, as computed when the run in `path` began; 0
+    if this number was not saved.
     """
     train = config_in(path).get("train")
     if not isinstance(train, dict) or train.get("epochs") != epochs:
@@ -276,15 +292,16 @@ def steps_of_epochs(path: Path, epochs: float) -> int:
 
 
 def _integer(value: object) -> int:
-    """Returns `value` if it is an integer, else 0."""
+    """Returns `value` if it is an integer, and 0 otherwise."""
     if type(value) is int:
         return value
     return 0
 
 
 def config_in(path: Path) -> dict[str, Any]:
-    """Configuration with which the run in `path` last started, as a table; {} if it cannot be
-    read."""
+    """Returns the configuration with which the run in `path` last started, as a table; {} if the
+    configuration cannot be read.
+    """
     try:
         return parse_toml(read_text(path / CONFIG))
     except (OSError, ValueError):
@@ -292,8 +309,8 @@ def config_in(path: Path) -> dict[str, Any]:
 
 
 def fresh_directory(name: str) -> Path:
-    """Creates a new directory in `runs`. Runs that start at the same time get different
-    directories.
+    """Creates a new directory in `runs`. If several runs start at the same time, each gets its own
+    directory.
     """
     now = time.time()
     name = name.replace(":", ".")
@@ -309,9 +326,11 @@ def fresh_directory(name: str) -> Path:
 
 
 class RunDirectory:
-    """Directory of a run. Creates it and holds its lock until `close` or the end of the process.
+    """The directory of a run. It is created and locked; the lock is held until `close` or the end
+    of the process.
 
-    Raises `InUse` if another process holds the lock, and `Unwritable`.
+    Raises `InUse` if another process holds the lock, and `Unwritable` if the directory cannot be
+    written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -336,7 +355,9 @@ class RunDirectory:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raises `ValueError` if a folder in which a run writes and removes files is a link."""
+    """Raises `ValueError` if one of the folders in which a run writes and removes files is a
+    link.
+    """
     for folder in (path / CHECKPOINTS, path / UPDATES):
         if folder.is_symlink():
             raise ValueError(
@@ -346,7 +367,9 @@ def _refuse_links(path: Path) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Creates `path`; raises `Unwritable` if no file can be written there or the disk is full."""
+    """Creates the directory `path`. Raises `Unwritable` if no file can be written there, for
+    example because the disk is full.
+    """
     probe = path / f"{PROBE}{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -358,7 +381,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically."""
+    """Writes `text` to the file `path` atomically: readers see the old or the new text."""
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -366,16 +389,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to `path` as indented JSON, atomically."""
+    """Writes `value` to the file `path` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class Unwritable(RunError):
-    """A file of the run cannot be written: the disk is full, or permission is missing."""
+    """A file of the run cannot be written, because the disk is full or permission is missing."""
 
 
 def unwritable(path: Path, error: Exception) -> Unwritable:
-    """Error for a file that cannot be written, in one line with the remedy."""
+    """Returns an error for a file that cannot be written. Its message is one line with the
+    remedy.
+    """
     remedy = f"{remedy_of(error)}; what was written before is whole"
     return Unwritable(
         f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})"
@@ -383,7 +408,7 @@ def unwritable(path: Path, error: Exception) -> Unwritable:
 
 
 def remedy_of(error: Exception) -> str:
-    """The remedy, as text, for a system error that prevents writing a file."""
+    """Returns the remedy for a system error that prevents writing a file, as text."""
     number = getattr(error, "errno", None)
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
@@ -401,7 +426,9 @@ def remedy_of(error: Exception) -> str:
 
 
 def begin_run(path: Path, config: dict[str, Any], plan: Any = None) -> None:
-    """Writes the files of a start, and removes the summary of an earlier start."""
+    """Writes the files that each start of a run writes, and removes the summary of an earlier
+    start.
+    """
     write_text(path / CONFIG, tomli_w.dumps(config))
     write_json(path / ENVIRONMENT, environment())
     (path / SUMMARY).unlink(missing_ok=True)
@@ -416,14 +443,14 @@ def _take(file: IO[str], path: Path) -> None:
     except BlockingIOError as error:
         file.seek(0)
         who = "another process"
-        # the process may be writing this file now
+        # the process that holds the lock may be writing this file now
         with suppress(ValueError, LookupError, TypeError):
             owner = json.loads(file.read())
             who = f"process {owner['pid']} since {owner['since']}"
         raise InUse(
             f"run directory {path} is in use by {who}: wait for it, or choose another --out"
         ) from error
-    except OSError as error:  # the file system has no locks
+    except OSError as error:  # this file system has no locks
         _log.warning(
             "%s cannot be locked (%s): let no other process write into it", path, error.strerror
         )

@@ -1,4 +1,6 @@
-"""Measurements of a run: one record per step in `metrics.jsonl`, and log lines."""
+"""Measurements of a run: one record per step in `metrics.jsonl`, and the lines about steps on the
+terminal.
+"""
 
 import contextlib
 import errno
@@ -16,7 +18,7 @@ from detonation.whole_files import MOST_RECORDS, opened, parse_json, read_text
 
 @dataclass(frozen=True)
 class Record:
-    """Measured values of one step.
+    """The measured values of one step.
 
     Args:
         step: Number of the step, from 1.
@@ -58,7 +60,7 @@ class Record:
     waits: dict[str, Any] | None = None
 
     def values(self) -> dict[str, Any]:
-        """Measured values by name, without `levels` if there is only one."""
+        """Returns the measured values by name. Leaves out `levels` if there is only one level."""
         found = {key: value for key, value in asdict(self).items() if value is not None}
         if len(self.levels) < 2:
             del found["levels"]
@@ -76,7 +78,9 @@ _NUMBERS_IF_MEASURED = (
 
 
 class MetricsFile:
-    """A file of records that holds only complete lines. It starts with the records `kept`."""
+    """A file of records that holds only complete lines. A new file begins with the records
+    `kept`.
+    """
 
     def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
         self.path = path
@@ -89,8 +93,8 @@ class MetricsFile:
         self._waiting = b""
 
     def write(self, record: Record) -> None:
-        """Appends one line. On a full disk the line waits for the next call, and the run
-        continues.
+        """Appends one line for `record`. If the disk is full, the line waits for the next call of
+        `write`, and the run continues.
         """
         self._waiting += record.line().encode()
         with contextlib.suppress(OSError):
@@ -98,11 +102,13 @@ class MetricsFile:
 
     @property
     def removed(self) -> bool:
-        """True if the file, or its directory, was removed."""
+        """True if the file or its directory was removed while the run writes it."""
         return not os.fstat(self._file.fileno()).st_nlink
 
     def close(self) -> None:
-        """Closes the file. Raises `Unwritable` if lines still wait, or the file was removed."""
+        """Closes the file. Raises `Unwritable` if lines could not be written, or if the file was
+        removed.
+        """
         try:
             self._append()
             if self.removed:
@@ -113,8 +119,8 @@ class MetricsFile:
             self._file.close()
 
     def _append(self) -> None:
-        """Appends all waiting lines or none: after an error it removes the part that it has
-        written.
+        """Appends all waiting lines or none of them. After an error it removes the part that it has
+        already written.
         """
         written = 0
         try:
@@ -128,21 +134,21 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Records of a metrics file, without its damaged lines."""
+    """Returns the records of a metrics file, without its damaged lines."""
     return parse_metrics(read_text(path, errors="replace", most=MOST_RECORDS))[0]
 
 
 def parse_metrics(text: str) -> tuple[list[Record], int]:
-    """Records in the text of a metrics file, and the number of damaged lines.
+    """Returns the records in the text of a metrics file, and the number of damaged lines.
 
-    A power loss may damage lines.
+    A power loss may have damaged lines.
     """
     found = [_record(line) for line in text.split("\n") if line]
     return [record for record in found if record is not None], found.count(None)
 
 
 def _record(line: str) -> Record | None:
-    """Record of a line; None if the line is damaged."""
+    """Returns the record that a line holds; None if the line is damaged."""
     try:
         record = Record(**parse_json(line))
     except (ValueError, TypeError):
@@ -153,7 +159,7 @@ def _record(line: str) -> Record | None:
 
 
 def _others_fit(record: Record) -> bool:
-    """True if optional values have their types."""
+    """True if the optional values of the record have the right types."""
     numbers = [getattr(record, name) for name in _NUMBERS_IF_MEASURED]
     if not all(value is None or _is_number(value) for value in numbers):
         return False
@@ -163,14 +169,16 @@ def _others_fit(record: Record) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """True for floats, and for integers of 64 bits."""
+    """True if `value` is a float, or an integer of at most 64 bits."""
     if isinstance(value, int):
         return abs(value) < 1 << 63
     return isinstance(value, float)
 
 
 def reduction(sent: float, full: float) -> float | None:
-    """Bytes of full synchronisation divided by the bytes sent; None if no bytes were sent."""
+    """Returns the bytes of full synchronisation divided by the bytes that were sent; None if no
+    bytes were sent.
+    """
     if sent:
         return full / sent
     return None
@@ -191,7 +199,8 @@ class Portion:
     constant: bool = False
 
     def times(self, records: Sequence[Record]) -> int:
-        """Number of portions that all replicas processed in these steps.
+        """Returns the number of portions that all replicas together processed in the steps of
+        `records`.
 
         >>> steps = [Record(1, 2.0, 0.1, 0.5, 0), Record(2, 2.0, 0.1, 0.5, 0, taking=2)]
         >>> Portion(4096, "tokens", replicas=3).times(steps)
@@ -203,7 +212,7 @@ class Portion:
         return sum(default if record.taking is None else record.taking for record in records)
 
     def per_second(self, records: Sequence[Record]) -> str:
-        """Throughput of all replicas together in these steps.
+        """Returns the throughput of all replicas together in the steps of `records`, as text.
 
         >>> steps = [Record(1, 2.0, 0.1, seconds=0.5, bytes_sent=0)]
         >>> Portion(4096, "tokens").per_second(steps), Portion(4, "images").per_second(steps)
@@ -216,8 +225,8 @@ class Portion:
 
 
 def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Portion) -> str:
-    """A log line about the steps since the last line: last loss and lr, mean bytes and mean
-    time.
+    """Returns a line about the steps in `records`, the steps since the last printed line: the last
+    loss and lr, the mean bytes and the mean time.
     """
     last = records[-1]
     count = len(records)

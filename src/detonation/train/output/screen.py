@@ -1,5 +1,5 @@
-"""The terminal output of a run: plain lines, and on a terminal a progress bar with steps, time
-left, loss and waiting.
+"""The terminal output of a run: plain lines, and on a terminal also a progress bar with steps, time
+left, loss and the share of waiting.
 """
 
 import os
@@ -20,7 +20,9 @@ _ERASE = b"\r\x1b[J"
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Prints lines to stdout, or to stderr with `to_stderr`. All ranks except 0 are `silent`."""
+    """Prints lines to stdout, or to stderr with `to_stderr`. On all ranks except rank 0 it is
+    `silent`.
+    """
 
     def __init__(self, silent: bool, to_stderr: bool) -> None:
         self._console = _console(to_stderr)
@@ -30,11 +32,13 @@ class Screen(AbstractContextManager["Screen"]):
         self._seconds = self._waited = 0.0
 
     def speak(self) -> None:
-        """Starts to print, because the rank that printed before was lost."""
+        """Begins to print, because the rank that printed before this one was lost."""
         self._silent = False
 
     def start(self, done: int, total: int) -> None:
-        """Shows a bar of `total` steps, of which earlier starts ran `done`."""
+        """Shows a progress bar of `total` steps. Earlier starts of the run have finished `done` of
+        them.
+        """
         if self._silent or not _can_live(self._console):
             return
         cropped = Column(no_wrap=True, overflow="crop")
@@ -44,8 +48,8 @@ class Screen(AbstractContextManager["Screen"]):
             TimeRemainingColumn(compact=True, table_column=cropped),
             TextColumn("left{task.fields[latest]}", style="cyan", table_column=cropped),
         )
-        # A forked process would lack rich's refresh thread.
-        # The speed is the mean over all steps.
+        # The bar does not refresh itself, because a forked process would lack rich's refresh
+        # thread. The speed is the mean over all steps.
         self._bar = Progress(
             *columns,
             console=self._console,
@@ -74,10 +78,10 @@ class Screen(AbstractContextManager["Screen"]):
             self._drawn = time.monotonic()
 
     def line(self, text: str) -> None:
-        """Prints one line, above the bar if there is one. Escapes unprintable characters.
+        """Prints one line, above the progress bar if there is one. Escapes unprintable characters.
 
-        If the output is closed, as after `| head`, or its disk is full, the run continues without
-        lines.
+        If the output is closed (for example by `| head`) or its disk is full, the run continues
+        without lines.
         """
         if self._silent:
             return
@@ -87,7 +91,9 @@ class Screen(AbstractContextManager["Screen"]):
             discard(self._console.file)
 
     def wipe(self) -> None:
-        """Clears the bar from any thread of a process that is about to end."""
+        """Clears the progress bar. Any thread of a process that is about to end may call this
+        method.
+        """
         if self._bar is not None:
             os.write(self._console.file.fileno(), _ERASE)
 
@@ -99,7 +105,7 @@ class Screen(AbstractContextManager["Screen"]):
 
 
 def clear(on_stderr: bool) -> None:
-    """Clears the bar of a process that may have been killed."""
+    """Clears the progress bar that a killed process may have left on the terminal."""
     console = _console(on_stderr)
     if _can_live(console):
         console.file.write(_ERASE.decode())
@@ -113,5 +119,6 @@ def _console(to_stderr: bool) -> PlainConsole:
 
 
 def _can_live(console: PlainConsole) -> bool:
-    # With FORCE_COLOR, which many CI systems set, rich treats a pipe as a terminal.
+    # With FORCE_COLOR, which many CI systems set, rich treats a pipe as a terminal, so check the
+    # file, too.
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal

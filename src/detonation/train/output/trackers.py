@@ -1,5 +1,5 @@
 """Trackers of a run behind one protocol: TensorBoard, trackio, Weights & Biases, a web page, and
-your own.
+loggers of the user.
 """
 
 import contextlib
@@ -21,33 +21,35 @@ from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
 
 PORT = 8000
-"""Port of the page of a run, unless its logger is "web:PORT"."""
+"""Port of the web page of a run, unless its logger is "web:PORT"."""
 
 
 class Logger(Protocol):
-    """Receives the record of each step. `MetricsFile` implements it, too."""
+    """Receives the record of each step. `MetricsFile` is also a logger."""
 
     def write(self, record: Record) -> None:
         """Receives the record of one step."""
         ...
 
     def close(self) -> None:
-        """Flushes and closes. No `write` follows."""
+        """Flushes and closes the logger. No call of `write` follows."""
         ...
 
 
 Opener = Callable[[Path, Config, int], Logger]
-"""Opens a logger on rank 0, given the run directory, the configuration, and the number of steps
-that earlier starts logged."""
+"""Opens a logger on rank 0. Its arguments are the run directory, the configuration, and the number
+of steps that earlier starts logged.
+"""
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run directory, for `tensorboard --logdir DIR`."""
+    """Writes event files to `tensorboard/` in the run directory, for `tensorboard --logdir DIR`."""
 
     def __init__(self, path: Path, config: Config, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A repeated step replaces its first values. A killed run loses at most ten seconds.
+        # A step that a resumed run repeats replaces its earlier values. A killed run loses at most
+        # the values of the last ten seconds.
         folder = str(path / "tensorboard")
         repeated = None
         if done:
@@ -63,9 +65,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Run of Weights & Biases in `wandb/` of the run directory, for `wandb sync`.
+    """Writes a run of Weights & Biases to `wandb/` in the run directory, for `wandb sync`.
 
-    Offline, unless WANDB_MODE is set.
+    The run is offline, unless WANDB_MODE is set.
     """
 
     def __init__(self, path: Path, config: Config, done: int) -> None:
@@ -73,7 +75,7 @@ class WeightsAndBiases:
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         os.environ.setdefault("WANDB_MODE", "offline")
-        # otherwise wandb contacts a host even offline
+        # without this setting, wandb contacts a host even offline
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -90,7 +92,9 @@ class WeightsAndBiases:
 
 
 class Trackio(WeightsAndBiases):
-    """Run of trackio in its own folder of projects, for `trackio show --project detonation`."""
+    """Writes a run of trackio to trackio's own folder of projects, for `trackio show --project
+    detonation`.
+    """
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         import trackio
@@ -106,12 +110,14 @@ class Trackio(WeightsAndBiases):
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            # `run.finish()` alone would make trackio finish again at exit, and print
+            # `run.finish()` alone is not enough: trackio would finish again at exit, and print
             trackio.finish()
 
 
 class Web:
-    """A page about the run in `path` at http://127.0.0.1:PORT, which reads the files of the run."""
+    """Serves a page about the run in `path` at http://127.0.0.1:PORT. A process of its own reads
+    the files of the run.
+    """
 
     def __init__(self, path: Path, config: Config, done: int, port: int = PORT) -> None:
         with listener_on(port) as listener:
@@ -127,15 +133,15 @@ class Web:
         self.said = f"watch it at http://127.0.0.1:{port}"
 
     def write(self, record: Record) -> None:
-        """Does nothing: the page reads the metrics file."""
+        """Does nothing, because the page reads the metrics file."""
 
     def close(self) -> None:
-        """Ends the page."""
+        """Ends the process that serves the page."""
         self._process.communicate()
 
 
 def port_of(name: str) -> int | None:
-    """Port of the logger "web" or "web:PORT"; None for another logger.
+    """Returns the port of the logger "web" or "web:PORT"; None for any other logger.
 
     >>> port_of("web"), port_of("web:8080"), port_of("package:web")
     (8000, 8080, None)
@@ -147,7 +153,7 @@ def port_of(name: str) -> int | None:
 
 
 def listener_on(port: int) -> socket.socket:
-    """Opens a socket on loopback; raises `ValueError` if the port is not free."""
+    """Opens a listening socket at 127.0.0.1; raises `ValueError` if the port is not free."""
     if not 0 < port < 1 << 16:
         raise ValueError(f"the port of logger web is {port}, but must be from 1 to 65535")
     try:
@@ -167,13 +173,15 @@ OPENERS: dict[str, Opener] = {
     "wandb": WeightsAndBiases,
     "web": Web,
 }
-"""Openers by name; each except "web" needs the package of that name. Others are named
-"package.module:function".
+"""Functions that open loggers, by name. Each except "web" needs the package of its name. A logger
+of the user is named "package.module:function".
 """
 
 
 class Forgiving:
-    """Wraps a logger. If the logger raises an error, warns once and drops it: the run continues."""
+    """Wraps a logger. If the logger raises an error, warns once and stops using the logger. The run
+    continues.
+    """
 
     def __init__(
         self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]
@@ -186,7 +194,7 @@ class Forgiving:
 
     @property
     def said(self) -> str:
-        """The line that the logger wants printed; "" if it has none."""
+        """The line that the logger wants to print; "" if it has none."""
         return getattr(self._inner, "said", "")
 
     def write(self, record: Record) -> None:
@@ -216,8 +224,9 @@ class Forgiving:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises `ValueError` if a logger does not exist, its package is not installed, or its port is
-    in use."""
+    """Raises `ValueError` if a logger does not exist, if its package is not installed, or if its
+    port is in use.
+    """
     for name in names:
         if (port := port_of(name)) is not None:
             if importlib.util.find_spec("matplotlib") is None:
@@ -254,7 +263,9 @@ def _opener(name: str) -> Opener:
 
 
 def values(record: Record) -> dict[str, float]:
-    """Numbers of a step by name: `loss`, `bytes_sent`, and for several levels `bytes_sent/rack`."""
+    """Returns the numbers of a step by name, for example `loss` and `bytes_sent`. With several
+    levels, each axis has a name such as `bytes_sent/rack`.
+    """
     found: dict[str, float] = {}
     for name, value in record.values().items():
         if name == "levels":
@@ -262,6 +273,6 @@ def values(record: Record) -> dict[str, float]:
         elif name == "waits":
             for i, row in enumerate(value["seconds"]):
                 found |= {f"waited/{i} for {j}": seconds for j, seconds in enumerate(row) if i != j}
-        elif name not in ("step", "setting"):  # a setting is text
+        elif name not in ("step", "setting"):  # a setting is text, not a number
             found[name] = value
     return found

@@ -14,7 +14,9 @@ from detonation.muon.muon import Muon
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
 RATIO = "lr_ratio"
-"""Key of a parameter group for its learning rate divided by the recipe's, if they differ."""
+"""Key of a parameter group for its learning rate divided by the learning rate of the recipe. Only
+groups with a different learning rate have this key.
+"""
 
 REFUSED = {
     "LBFGS": (
@@ -24,11 +26,13 @@ REFUSED = {
     "SparseAdam": "it takes sparse gradients only, and sharded gradients are dense",
     **dict.fromkeys(("Adafactor", "Rprop"), "torch has no step of it for shards"),
 }
-"""Optimizers of torch that are refused, with the reason."""
+"""Optimizers of torch that this library refuses, each with the reason."""
 
 
 def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """Supported optimizers by name: classes of torch.optim, SignSGD, and a Muon for all shapes."""
+    """Returns the supported optimizers by name: classes of torch.optim, SignSGD, and a Muon that
+    accepts parameters of all shapes.
+    """
     classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
         name: value
         for name, value in vars(torch.optim).items()
@@ -41,7 +45,7 @@ def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
 def require_optimizer(name: str) -> None:
     """Raises `ValueError` if an optimizer does not exist or is refused.
 
-    Does not import "package.module:function".
+    Does not import or check a name such as "package.module:function".
     """
     if name in REFUSED:
         raise ValueError(f"optimizer {name} cannot be used: {REFUSED[name]}")
@@ -50,7 +54,7 @@ def require_optimizer(name: str) -> None:
 
 
 def check_optimizer(chosen: OptimizerConfig) -> None:
-    """Raises `ValueError` unless the optimizer `chosen` can be built with its arguments."""
+    """Raises `ValueError` if the optimizer `chosen` cannot be built with its arguments."""
     build_optimizer(chosen, torch.nn.Linear(1, 1, bias=False))
 
 
@@ -59,7 +63,7 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
 
     The name is one of `optimizer_classes`, or "package.module:function" for a class or a function
     that takes parameter groups and `lr`. If the groups have different learning rates, the schedule
-    scales each. Raises `ValueError` for a wrong name or argument.
+    scales each of these rates. Raises `ValueError` for a wrong name or argument.
     """
     arguments = dict(chosen.arguments)
     for key, value in arguments.items():
@@ -86,9 +90,9 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
 
 
 def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """One group of all parameters.
+    """Returns one parameter group with all parameters.
 
-    For Muon a second group holds the embeddings and the output layer, which AdamW updates.
+    For Muon, a second group holds the embeddings and the output layer, because AdamW updates them.
     """
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -104,9 +108,9 @@ def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, A
 
 
 def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
-    """Factor of lr as a function of the step, from 0 to steps - 1.
+    """Returns the factor of the learning rate as a function of the step, from 0 to steps - 1.
 
-    It is never 0 at the first step; "linear" and "cosine" end at `floor`.
+    The factor at the first step is above 0; "linear" and "cosine" end at `floor`.
 
     >>> factor = lr_factor(ScheduleConfig("linear", warmup=2, floor=0.0), 5)
     >>> [round(factor(step), 2) for step in range(5)]

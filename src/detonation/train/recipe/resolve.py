@@ -1,4 +1,6 @@
-"""Combines a recipe file, the launcher's world, `--set` and flags into one configuration."""
+"""Combines a recipe file, the ranks that a launcher started, `--set` and flags into one
+configuration.
+"""
 
 import itertools
 import tomllib
@@ -20,7 +22,7 @@ _R = TypeVar("_R")
 
 
 def shipped_recipes() -> dict[str, Traversable]:
-    """Recipe files of the package, by name.
+    """Returns the recipe files of the package, by name.
 
     >>> "quick-lm" in shipped_recipes()
     True
@@ -32,7 +34,7 @@ def shipped_recipes() -> dict[str, Traversable]:
 
 
 def headline(text: str) -> str:
-    """The comment at the top of a recipe, joined to one line.
+    """Returns the comment at the top of a recipe, joined to one line.
 
     >>> headline("# A small model:\\n# two minutes.\\nseed = 0")
     'A small model: two minutes.'
@@ -46,18 +48,18 @@ _TUNABLE = ("scheme", "optimizer", "schedule", "train")
 
 @dataclass(frozen=True)
 class Layers:
-    """Tables of a recipe, and the tables that override them."""
+    """The tables of a recipe, and the tables of the command line that override them."""
 
     tables: Table
     overrides: Table
 
     def config(self) -> Config:
-        """The configuration. Raises `ValueError` like `resolve`."""
+        """Returns the configuration. Raises `ValueError` for the same reasons as `resolve`."""
         return resolve(self.tables, self.overrides)
 
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
-        """The configuration with another scheme, and with the settings that the recipe tunes for
-        it.
+        """Returns the configuration with another scheme, and with the settings that the recipe
+        tunes for this scheme.
         """
         return resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})
 
@@ -91,7 +93,7 @@ def read_layers(
     levels = replicas_of_levels(tables, overrides)
     if levels is None or "replicas" in over:
         over = fill_mesh(over, place)
-    else:  # the levels of the recipe set the number of replicas
+    else:  # the levels of the recipe already set the number of replicas
         over = fill_mesh({**over, "replicas": levels}, place)
         del over["replicas"]
     return Layers(tables, {**overrides, "mesh": over})
@@ -125,16 +127,19 @@ class Request:
     to_stderr: bool = False
 
     def check(self) -> None:
-        """Raises `ValueError` if flags are out of range or conflict. The other ranks are told."""
+        """Raises `ValueError` if flags are out of range or conflict."""
         if self.stop_after is not None:
             require(self.stop_after >= 1, "--stop-after", self.stop_after, "at least 1")
         if self.resume and self.out is None:
             raise ValueError("--resume needs --out: the run directory to continue")
 
     def layers(self, place: LaunchPosition | None) -> Layers:
-        """The recipe, with the overrides of the launcher and of the command line."""
+        """Returns the recipe, together with the overrides of the launcher and of the command
+        line.
+        """
         mesh = {"replicas": self.replicas, "shards": self.shards}
-        if self.replica is not None or self.join:  # the launcher started one of several replicas
+        # the launcher started only one of several replicas
+        if self.replica is not None or self.join:
             if place is not None and self.shards is None:
                 mesh["shards"] = place.world_size
             place = None
@@ -149,7 +154,7 @@ class Request:
 
 
 def to_plain(request: Any) -> Table:
-    """Converts a request to values that JSON can hold, for a new process."""
+    """Converts a request to values that JSON can hold, so that a new process can receive it."""
     values = {field.name: getattr(request, field.name) for field in fields(request)}
     for name, value in values.items():
         if isinstance(value, Path):
@@ -158,7 +163,7 @@ def to_plain(request: Any) -> Table:
 
 
 def from_plain(kind: type[_R], table: Mapping[str, Any]) -> _R:
-    """Request of this `kind` from the table that `to_plain` returned."""
+    """Restores a request of this `kind` from the table that `to_plain` returned."""
     values = dict(table)
     for name, value in values.items():
         if isinstance(value, list):
@@ -169,8 +174,8 @@ def from_plain(kind: type[_R], table: Mapping[str, Any]) -> _R:
 
 
 def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
-    """`mesh` with the replicas and shards of a launcher: one replica per node, unless `mesh` sets
-    other numbers.
+    """Returns `mesh` with the replicas and shards that a launcher started: one replica per node,
+    unless `mesh` sets other numbers.
 
     Raises `ValueError` unless the launcher started replicas x shards processes.
     """
@@ -212,8 +217,8 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
 
 
 def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
-    """A count in [mesh]; None if the recipe does not set it. Raises `ValueError` unless it is at
-    least 1.
+    """Returns the number `name` in the table [mesh]; None if the recipe does not set this number.
+    Raises `ValueError` unless it is at least 1.
     """
     value = mesh.get(name)
     if value is None:
@@ -223,11 +228,12 @@ def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
 
 
 def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """Configuration of `recipe` with `overrides`, both nested tables.
+    """Returns the configuration of `recipe` with `overrides`; both are nested tables.
 
-    The scheme is determined first. Its table `[tuned.<scheme>]` overrides the rest of the recipe,
-    and `overrides` override both. If a table selects another name, the arguments of the overridden
-    table are dropped. Raises `ValueError` for an invalid key, value or name in [tuned].
+    The name of the scheme is determined first. The table `[tuned.<scheme>]` of this scheme
+    overrides the rest of the recipe, and `overrides` override both. If an overriding table selects
+    another name, the arguments for the old name are dropped. Raises `ValueError` for an invalid key
+    or value, and for an invalid name in [tuned].
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
@@ -245,8 +251,8 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """The table `base` with the keys of `over`. A table in `over` that selects another name
-    replaces the whole table.
+    """Returns the table `base` with the keys of `over`. If a table in `over` selects another name,
+    it replaces the whole table in `base`.
 
     >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"lr": 2}})
     {'optimizer': {'name': 'SGD', 'lr': 2}}
@@ -266,8 +272,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
-    """The tables `levels` with the tables of `over`, by axis. If the scheme changes, only axis and
-    replicas remain.
+    """Returns the tables `levels` with the tables of `over`, by axis. If `over` changes the scheme
+    of a level, only axis and replicas of this level remain.
 
     >>> levels = [{"axis": "rack", "replicas": 2, "name": "full"}]
     >>> merge_levels(levels, {"rack": {"name": "demo", "topk": 1}})
@@ -293,7 +299,9 @@ def _merge_level(level: Any, over: Table) -> Any:
 
 
 def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
-    """Product of the replicas of all levels of `recipe`; None for a recipe with one scheme."""
+    """Returns the product of the replicas of all levels of `recipe`; None if the recipe has only
+    one scheme.
+    """
     if not isinstance(recipe.get("scheme"), list):
         return None
     rest = {key: value for key, value in overrides.items() if key != "mesh"}
@@ -301,16 +309,17 @@ def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 
 def read_recipe(path: Path) -> Table:
-    """Tables of a recipe file, or of a recipe of the package.
+    """Returns the tables of a recipe file, or of a recipe of the package.
 
-    Raises `ValueError` for a file that is missing or not TOML.
+    Raises `ValueError` if the file is missing or is not TOML.
     """
     shipped = {}
     if not path.is_file() and len(path.parts) == 1:
         shipped = shipped_recipes()
     source = shipped.get(path.name, path)
     try:
-        return tomllib.loads(source.read_text(encoding="utf-8-sig"))  # Windows may write a BOM
+        # Windows may write a byte order mark
+        return tomllib.loads(source.read_text(encoding="utf-8-sig"))
     except OSError as error:
         names = ""
         if shipped:
@@ -324,7 +333,8 @@ def read_recipe(path: Path) -> Table:
 
 
 def parse_sets(assignments: Iterable[str]) -> Table:
-    """Nested tables of `a.b=value` assignments. A value is TOML, and a bare word is a string.
+    """Returns the nested tables of `a.b=value` assignments. Each value is TOML; a bare word is a
+    string.
 
     >>> parse_sets(["scheme.topk=4", "scheme.name=demo", "seed=1"])
     {'scheme': {'topk': 4, 'name': 'demo'}, 'seed': 1}
@@ -333,7 +343,8 @@ def parse_sets(assignments: Iterable[str]) -> Table:
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         keys = path.strip().split(".")
-        of_a_level = len(keys) == 3 and keys[0] == "scheme"  # scheme.<axis>.<key>
+        # scheme.<axis>.<key> sets a key of one level
+        of_a_level = len(keys) == 3 and keys[0] == "scheme"
         if not equals or not all(keys) or (len(keys) > 2 and not of_a_level):
             raise ValueError(f"--set takes table.key=value or seed=value, got {assignment!r}")
         if len(keys) >= 2 and keys[0] not in TABLES:
@@ -349,7 +360,9 @@ def parse_sets(assignments: Iterable[str]) -> Table:
 
 
 def require_scheme(kind: str, name: str) -> None:
-    """Raises `ValueError` unless `name` is a registered scheme or "package.module:function"."""
+    """Raises `ValueError` if `name` is neither a registered scheme nor
+    "package.module:function".
+    """
     if ":" not in name and name not in known_schemes():
         raise unknown(kind, name, known_schemes())
 
@@ -383,7 +396,8 @@ Section = Literal["model", "data", "optimizer", "scheme"]
 
 
 def require_trust(trusted: bool, config: Config, where: str, verb: str, *sections: Section) -> None:
-    """Raises `ValueError` if `verb` would run code that `config` names, unless it is `trusted`.
+    """Raises `ValueError` if the command `verb` would run code that `config` names, unless this
+    code is `trusted`.
 
     Args:
         where: Source of `config`, for the message.
@@ -395,8 +409,8 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
         "optimizer": [config.optimizer.name],
         "scheme": [level.scheme.name for level in config.levels],
     }
-    # A model "hf:NAME" runs no code from the hub.
-    # In other sections "hf" is a module's name.
+    # A model "hf:NAME" runs no code from the hub. But in other sections "hf:NAME" names a module of
+    # that name.
     if config.model.name.startswith(HUB_PREFIX):
         named["model"] = []
     code = [name for section in sections for name in named[section] if ":" in name]

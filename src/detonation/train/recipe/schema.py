@@ -1,4 +1,4 @@
-"""Configuration of a run as frozen dataclasses. A recipe is their form in TOML."""
+"""The configuration of a run as frozen dataclasses. A recipe has the same structure in TOML."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,11 +11,15 @@ from detonation.wire.wire import ShardWire
 Table = dict[str, Any]
 
 LOGGERS = ("tensorboard", "trackio", "wandb", "web")
-"""Names in `train.loggers`. "web:PORT" and "package.module:function" are valid, too."""
+"""Allowed names in `train.loggers`. The forms "web:PORT" and "package.module:function" are also
+allowed.
+"""
 
 
 def require(holds: bool, setting: str, value: object, allowed: str) -> None:
-    """Raises `ValueError` with a setting, its value and the allowed values, unless `holds`."""
+    """Raises `ValueError` unless `holds`. The message names the setting, its value and the allowed
+    values.
+    """
     if not holds:
         raise ValueError(f"{setting} is {value!r}, but must be {allowed}")
 
@@ -47,7 +51,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Schedule of lr: rises linearly over `warmup` steps, then falls to `floor` * lr at the end.
+    """Schedule of the learning rate. It rises linearly over `warmup` steps, and falls to `floor` *
+    lr at the end of the run.
 
     Args:
         name: "cosine", "linear", "step" (falls at the `milestones` only) or "constant".
@@ -176,7 +181,9 @@ class TrainConfig:
 
     @property
     def keeps_batch(self) -> bool:
-        """True if a step of an elastic run has a constant number of examples."""
+        """True if a step of an elastic run keeps its number of examples when replicas are lost or
+        join.
+        """
         return self.constant_batch and not self.balance
 
 
@@ -186,8 +193,9 @@ def _require_one_of(setting: str, value: str, first: str, second: str) -> None:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The numbers of replicas and shards: `replicas` copies of the model, usually nodes, each of
-    `shards` parts, usually accelerators.
+    """The numbers of replicas and shards. `replicas` is the number of copies of the model; a copy
+    usually lies on one node. `shards` is the number of parts of each copy; a part usually lies on
+    one accelerator.
 
     Args:
         replicas: Copies of the model.
@@ -255,16 +263,19 @@ class MeshConfig:
         conflict = self.elastic or bool(self.link) or self.shard_nodes > 1
         require(not conflict, "mesh.nodes", nodes, "left out with elastic, link or shard_nodes")
         object.__setattr__(self, "replicas", len(nodes))
-        object.__setattr__(self, "shards", min(nodes))  # a rank of the smallest node sends the most
+        # the rank of the smallest node sends the most, so its number of shards is used
+        object.__setattr__(self, "shards", min(nodes))
 
     @property
     def sizes(self) -> list[int]:
-        """Number of ranks of each replica."""
+        """The number of ranks of each replica."""
         return [*self.nodes] or [self.shards] * self.replicas
 
     @property
     def shard_wire(self) -> ShardWire | None:
-        """Compression between the nodes of one replica; None if each replica is on one node."""
+        """The compressed communication between the nodes of one replica; None if each replica is on
+        one node.
+        """
         if self.shard_nodes == 1:
             return None
         return ShardWire(self.shard_weights, self.shard_gradients, self.shard_nodes, link=self.link)
@@ -283,7 +294,8 @@ def described_mesh(mesh: MeshConfig) -> str:
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """Limits after which a rank counts as lost: after `silence_s` without a heartbeat.
+    """Limits after which a rank counts as lost: when it has sent no heartbeat for `silence_s`
+    seconds.
 
     Args:
         silence_s: Seconds, at least 1; the time of the largest message is added.
@@ -301,7 +313,7 @@ class PeersConfig:
 
 @dataclass(frozen=True)
 class LevelConfig:
-    """One tier of the network, and the scheme between its replicas.
+    """One tier of the network, and the scheme with which the replicas of this tier exchange.
 
     Args:
         axis: Name of the tier, such as "rack".
@@ -315,10 +327,10 @@ class LevelConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One run, fully resolved.
+    """The configuration of one run, with all defaults filled in.
 
-    `levels` lists the tiers of the network, the innermost first; `mesh.replicas` is the product of
-    their replicas.
+    `levels` lists the tiers of the network, the innermost tier first. `mesh.replicas` is the
+    product of the replicas of all tiers.
     """
 
     model: Choice
@@ -353,15 +365,17 @@ class Config:
 
     @property
     def scheme(self) -> Choice:
-        """Scheme of the outermost level, whose links are the slowest."""
+        """The scheme of the outermost level, because its links are the slowest."""
         return self.levels[-1].scheme
 
     @property
     def nodes_inside(self) -> int:
-        """Nodes of each replica of the outermost level; an elastic run loses them together."""
+        """Number of nodes in each replica of the outermost level. An elastic run loses all these
+        nodes together.
+        """
         return self.mesh.replicas // self.levels[-1].replicas
 
     @property
     def schemes(self) -> str:
-        """Names of the schemes, innermost level first: `full+demo+diloco`."""
+        """Names of the schemes, the innermost level first, such as `full+demo+diloco`."""
         return "+".join(level.scheme.name for level in self.levels)

@@ -24,10 +24,12 @@ from detonation.train.recipe.schema import (
 _T = TypeVar("_T")
 
 CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "name"}
-"""The key that selects the kind in a table; all other keys are arguments of that kind."""
+"""For each of these tables, the key that selects the kind. All other keys of the table are
+arguments of that kind.
+"""
 
 REPLICATE = "replicate"
-"""Axis of the level in a recipe with one level."""
+"""Name of the axis in a recipe with only one level."""
 
 _PLAIN: dict[str, type] = {
     "schedule": ScheduleConfig,
@@ -39,7 +41,7 @@ TABLES = (*CHOSEN_BY, *_PLAIN)
 
 
 def from_table(table: Mapping[str, Any]) -> Config:
-    """The configuration that the tables of a recipe describe.
+    """Returns the configuration that the tables of a recipe describe.
 
     Raises:
         ValueError: A key is unknown or missing, or a value has a wrong type or is out of range.
@@ -67,7 +69,7 @@ def from_table(table: Mapping[str, Any]) -> Config:
 
 
 def to_table(config: Config) -> Table:
-    """Tables of `config`: `from_table(to_table(config)) == config`."""
+    """Returns the tables of `config`: `from_table(to_table(config)) == config`."""
     table: Table = {"seed": config.seed}
     for key, chooser in CHOSEN_BY.items():
         table[key] = _spelled(chooser, getattr(config, key))
@@ -96,8 +98,8 @@ def settings_of(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _require_kept(setting: str, value: object) -> None:
-    """Raises `ValueError` for values that the files of a run cannot represent: dates and invalid
-    UTF-8.
+    """Raises `ValueError` if a value is a date or invalid UTF-8, because the files of a run cannot
+    represent such a value.
     """
 
     def refuse(date: object) -> NoReturn:
@@ -116,8 +118,8 @@ def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:
 
 
 def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, ...]:
-    """Levels of a recipe. `[scheme]` is one level over all replicas of the mesh; each `[[scheme]]`
-    is a level with its own `replicas`.
+    """Returns the levels of a recipe. A table `[scheme]` is one level over all replicas of the
+    mesh. Each table `[[scheme]]` is one level with its own `replicas`.
 
     Args:
         spelled: Value of the key `scheme`.
@@ -162,7 +164,7 @@ def _choice(key: str, table: Mapping[str, Any]) -> Choice:
 def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     arguments = dict(table.get("optimizer", {}))
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
-    require_optimizer(name)  # report a wrong optimizer name before a missing lr
+    require_optimizer(name)  # report a wrong optimizer name before a missing learning rate
     lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
     return OptimizerConfig(name, lr, arguments)
 
@@ -195,7 +197,9 @@ _LISTS: dict[Any, tuple[tuple[type, ...], str]] = {
     tuple[int, ...]: ((int,), "a list of whole numbers"),
     tuple[float, ...]: ((int, float), "a list of numbers"),
 }
-"""For each type of list: the allowed types of its items, and words for an error."""
+"""For each type of a list: the allowed types of its items, and the words that name these types in
+an error.
+"""
 
 
 def _typed(kind: Any, setting: str, value: Any) -> Any:

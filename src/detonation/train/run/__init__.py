@@ -1,1 +1,1 @@
-"""One run: its checks, its processes, and the work of each rank up to the summary."""
+"""One run: its checks, its processes, and the work of each rank from the start to the summary."""

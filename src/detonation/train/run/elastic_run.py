@@ -1,4 +1,6 @@
-"""Elastic runs: checks at the start, replicas that join, and replicas that are lost."""
+"""Elastic runs: checks at the start, replicas that join during training, and replicas that are
+lost.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -19,14 +21,15 @@ from detonation.train.run.recorder import Recorder
 
 
 class SetUpError(ValueError):
-    """This replica cannot start."""
+    """This replica of an elastic run cannot start."""
 
 
 class SetUp:
-    """Set-up of this replica of an elastic run. Only a failure during set-up ends all replicas.
+    """The set-up of this replica of an elastic run. If it fails, it tells the failure to all
+    replicas, and the run ends. After the set-up, a failure ends only this replica.
 
     The other replicas read the failure in the store of their axis. Before that store exists, they
-    read it at the meeting address; see `refusal`.
+    read it at the address at which replicas meet; see `refusal`.
     """
 
     def __init__(self, task_meet: str, replica: int | None) -> None:
@@ -36,7 +39,7 @@ class SetUp:
         self._done = False
 
     def met(self, axis: SurvivingCommunicator) -> None:
-        """Records that all replicas have met on `axis`."""
+        """Records that all replicas of the run have met on `axis`."""
         self._start = axis.host.membership.start
         self._start.begin()
 
@@ -48,10 +51,10 @@ class SetUp:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Context manager that reports failures of this replica to the others until `done`, and
-        raises `SetUpError`.
+        """Context manager that reports failures of this replica to the other replicas until `done`
+        is called. Raises `SetUpError` for a failure.
 
-        Failures caused by other replicas pass through unchanged, and so does a `ValueError`.
+        Failures that other replicas caused pass through unchanged, and so does a `ValueError`.
         """
         try:
             yield
@@ -72,14 +75,16 @@ class SetUp:
 
 
 class Losses:
-    """Lost replicas of an elastic run: log them, count them, re-elect the writer."""
+    """Handles lost replicas of an elastic run: reports them, counts them, and lets the first
+    remaining replica write the run directory.
+    """
 
     def __init__(self, session: Session, set_up: SetUp) -> None:
         self._session = session
         self._told = 0
         self.set_up = set_up
         self._world: ElasticRanks | None = None
-        self._members: Sequence[int] = ()  # the members at the last reported step
+        self._members: Sequence[int] = ()  # the replicas that took part in the last reported step
         self._latest: list[str] = []
         if isinstance(session.world, ElasticRanks):
             self._world = session.world
@@ -87,28 +92,29 @@ class Losses:
         self._losses: list[Table] = []
 
     def news(self, path: Path, recorder: Recorder) -> list[str]:
-        """Lines about the losses since the last call.
+        """Returns lines about the replicas that were lost or have joined since the last call.
 
-        The first remaining replica takes over the run directory.
+        If the replica that wrote the run directory is lost, the first remaining replica writes it
+        from now on.
         """
         if self._world is None:
             return []
         took_over = recorder.take_over()
         if took_over:
-            # a lost replica may hang while it holds the lock
+            # a lost replica may hang while it still holds the lock of the run directory
             with contextlib.suppress(directory.InUse):
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
         self._told = len(self._world.losses)
         lines = [line for change in new for line in self._lines(change)]
         self._members = self._world.members
-        if took_over:  # this rank printed nothing when the first rank was lost
+        if took_over:  # this rank printed no lines when the first rank was lost
             lines = lines or self._latest
         self._latest = lines or self._latest
         return lines
 
     def came_in(self, step: int) -> str:
-        """Describes the entry of this replica, a newcomer, after `step`."""
+        """Describes how this new replica joined the run after `step`."""
         assert self._world is not None
         own = self._session.optimizer.coordinates
         number = self._world.members[own.replica]
@@ -147,10 +153,10 @@ class Losses:
         yield line
 
     def _share(self, replica: int) -> range:
-        """Examples of a lost replica in its last step."""
+        """Returns the examples of a lost replica in its last step."""
         assert self._world is not None
         members = self._world.members
-        if replica not in members:  # the other replicas adopted the loss before this report
+        if replica not in members:  # the loss already took effect before this report
             members = self._members
         train = self._session.config.train
         return self._world.share_of(replica, members, train.batch_size * train.accumulate)
@@ -164,7 +170,9 @@ class Losses:
         }
 
     def close(self, has_left: bool) -> None:
-        """Leaves together with the remaining replicas, unless this replica `has_left` earlier."""
+        """Leaves the run together with the remaining replicas. Does nothing on the axis if this
+        replica `has_left` earlier.
+        """
         if self._world is not None and not has_left:
             self._world.close()
         if self._lock is not None:

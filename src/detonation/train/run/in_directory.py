@@ -1,4 +1,6 @@
-"""A run in its directory: saved state is restored, and training continues from it."""
+"""Trains a run in its directory: restores the saved state, and continues training from this
+state.
+"""
 
 import contextlib
 import secrets
@@ -37,7 +39,9 @@ def train_in_directory(
     stop: Stop,
     losses: Losses,
 ) -> Table:
-    """Restores the state in the run directory and trains; returns the result of `train_on_rank`."""
+    """Restores the state in the run directory, and trains from it. Returns the result of
+    `train_on_rank`.
+    """
     screen = Screen(session.rank != 0, task.request.to_stderr)
     held = run_directory(session, task.request, task.resume, task.may_start)
     with held as (path, volumes), screen:
@@ -64,7 +68,7 @@ def train_in_directory(
         kept, damage = kept_records(session, path / directory.METRICS, done, volumes)
         if task.resume and session.config.train.log_updates and session.rank == 0:
             damage += checked_log(path, saved_step)[1]
-        # this is the first write, so a refused run leaves the directory unchanged
+        # This is the first write to the directory, so a refused run leaves the directory unchanged.
         if volumes.leads(session.rank):
             plan = None
             if chosen is not None and session.rank == 0:
@@ -80,8 +84,8 @@ def train_in_directory(
 
 
 def _say_replica(session: Session, task: RunTask, path: Path, done: int) -> None:
-    """Prints the first step of a replica that has its own terminal, because only replica 0 prints
-    its steps.
+    """Prints at which step this replica begins to train, if the replica has its own terminal. Only
+    replica 0 prints its steps, so this terminal would show nothing.
     """
     own = session.optimizer.coordinates
     if task.request.replica is None or own.replica == 0 or dist.get_rank() != 0:
@@ -93,7 +97,7 @@ def _say_replica(session: Session, task: RunTask, path: Path, done: int) -> None
 
 
 def _require_steps(steps: int, done: int) -> None:
-    """Raises `ValueError` if the run has trained more than `train.steps` steps."""
+    """Raises `ValueError` if the run has already trained more than `train.steps` steps."""
     if done > steps:
         raise ValueError(
             f"train.steps is {steps}, but {done} steps have been taken: give more --steps"
@@ -101,9 +105,11 @@ def _require_steps(steps: int, done: int) -> None:
 
 
 def _name_of_run(session: Session) -> str:
-    """Random name for the feeds of this start, equal on all ranks; "" if no rank publishes.
+    """Returns a random name for the feeds of this start, equal on all ranks; "" if no rank
+    publishes weights.
 
-    In an elastic run a single replica may publish, so all join the broadcast.
+    In an elastic run perhaps only one replica publishes weights, so all ranks take part in the
+    broadcast.
     """
     if session.config.train.publish or session.config.mesh.elastic:
         return session.world.texts().broadcast(secrets.token_hex(8))
@@ -111,7 +117,8 @@ def _name_of_run(session: Session) -> str:
 
 
 def train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp) -> Table:
-    """Trains after joining other replicas, which write the run directory.
+    """Trains after this replica has joined a run. The replicas that it has joined write the run
+    directory.
 
     Returns the result of `train_on_rank`.
     """

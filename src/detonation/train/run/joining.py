@@ -1,5 +1,5 @@
 """Functions with which a replica finds the other replicas of an elastic run, and joins a run that
-trains.
+already trains.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from detonation.train.recipe.schema import Config
 
 
 def meeting_of(request: Request) -> str:
-    """The address at which the replicas of `request` meet; "" if the request has none.
+    """Returns the address at which the replicas of `request` meet; "" if the request has none.
 
-    Other settings of the request may be invalid.
+    Works even if other settings of the request are invalid.
     """
     for each in reversed(request.overrides):
         key, _, value = each.partition("=")
@@ -72,8 +72,9 @@ def check_place(
 
 
 def _check_addresses(request: Request, meet: str) -> None:
-    """Raises `ValueError` if an address of a store is wrong, or this command would have to host
-    several."""
+    """Raises `ValueError` if the address of a store is wrong, or if this command would have to host
+    several stores.
+    """
     for flag, addresses in (("--meet", meet), ("--join", request.join)):
         if addresses:
             require_known_host(flag, addresses)
@@ -85,7 +86,9 @@ def _check_addresses(request: Request, meet: str) -> None:
 
 
 def check_feed(address: str) -> None:
-    """Raises `ValueError` if a feed at `address` lacks a port, or the token of its followers."""
+    """Raises `ValueError` if `address` has no port, or if there is no token for the followers of
+    the feed.
+    """
     host_and_port(address)
     read_token()
 
@@ -93,12 +96,12 @@ def check_feed(address: str) -> None:
 def joined_session(
     config: Config, asked: Asked | None, device: torch.device, address: str, out: Path
 ) -> Session:
-    """Session of a replica that joins a run through the store at `address`. Collective.
+    """Builds the session of a replica that joins a run through the store at `address`. Collective.
 
-    Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are
-    copied from the run.
+    If the recipe has scheme "auto", the replica uses the scheme that the run has chosen. It
+    receives weights, optimizer state and `step_count` from the run.
     """
-    read_token()  # check everything local before contacting the other replicas
+    read_token()  # check everything on this machine before contacting other replicas
     directory.require_writable(out)
     store = meeting_store(address)
     mesh = init_mesh(1, config.mesh.shards, device.type)
@@ -111,7 +114,7 @@ def joined_session(
         min_replicas=config.mesh.min_replicas,
         silence_s=config.peers.silence_s,
     )
-    # ask for the settings first, because the run may still be choosing its scheme
+    # First ask the run for its settings, because the run may still be choosing its scheme.
     if asked is not None:
         settings = settings_of_run(guest.membership)
         scheme = {
@@ -136,9 +139,10 @@ def joined_session(
 def elastic_axis_of(
     config: Config, device: torch.device
 ) -> tuple[SurvivingCommunicator | None, list[DeviceMesh]]:
-    """Axis between the replicas of an elastic run, and the axes inside a replica. Collective.
+    """Creates the axis between the replicas of an elastic run, and the axes inside a replica.
+    Collective.
 
-    Other runs get None and an empty list.
+    For a run that is not elastic, returns None and an empty list.
     """
     if not config.mesh.elastic:
         return None, []
@@ -152,7 +156,8 @@ _WAIT_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class RunTask:
-    """A run whose input is read and checked. Forked ranks inherit it in memory.
+    """A run whose recipe and flags are read and checked. Forked ranks inherit this object in
+    memory.
 
     Args:
         request: Command of the user; without `out` the run creates a new directory in `runs`.

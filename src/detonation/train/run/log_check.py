@@ -1,4 +1,6 @@
-"""Compares the log of a run with its metrics and checkpoints, for `verify` and `--resume`."""
+"""Compares the update log of a run with its metrics and checkpoints, for `verify` and
+`--resume`.
+"""
 
 from pathlib import Path
 
@@ -6,11 +8,14 @@ from detonation.log.continuity import LogFile, log_faults, log_files
 from detonation.train.output import directory, metrics
 
 _MOST_SHARDS = 1 << 12
-"""Largest number of shards; a configuration from elsewhere may contain any number."""
+"""Largest number of shards that is believed, because a configuration from another source may
+contain any number.
+"""
 
 
 def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
-    """Files of the log in the directory `run`, and its faults as text.
+    """Returns the files of the update log in the run directory `run`, and the faults of this log as
+    text.
 
     Args:
         saved: Step of the newest complete checkpoint; 0 without one.
@@ -33,7 +38,9 @@ def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
 
 
 def _measured(path: Path) -> tuple[int, list[str]]:
-    """The last step in a metrics file (0 if none), and the reason if it cannot be read."""
+    """Returns the last step in a metrics file (0 if there is none). If the file cannot be read,
+    also returns the reason.
+    """
     try:
         records = metrics.read_metrics(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Records of a run: one record per step, the update log, and the feed of weights."""
+"""Records of a run: one record per step, the update log, and the feed that publishes weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +27,12 @@ from detonation.train.recipe.schema import described_mesh
 from detonation.train.recipe.tables import to_table
 
 _MOST_REPLICAS = 16
-"""Above this number of replicas, lines of the metrics file omit the table of waits."""
+"""With more replicas than this, lines of the metrics file omit the table of waiting times."""
 
 
 class Recorder:
-    """Stores the record of each step. Rank 0 writes the records, and prints one every `log_every`.
+    """Stores the record of each step. Rank 0 writes all records, and prints a line every
+    `log_every` steps.
 
     Args:
         done: Steps of earlier starts.
@@ -68,7 +69,7 @@ class Recorder:
         screen.start(done, self._train.steps)
 
     def _open(self, done: int) -> None:
-        """Opens the metrics file and the trackers, after `done` steps."""
+        """Opens the metrics file and the trackers, after `done` finished steps."""
         self._metrics = metrics.MetricsFile(self._path / directory.METRICS, self.records)
 
         def warn(line: str) -> None:
@@ -79,9 +80,9 @@ class Recorder:
         self.show([logger.said for logger in opened if logger.said])
 
     def take_over(self) -> bool:
-        """Starts writing if this rank has become rank 0. Returns True if it starts now.
+        """Begins to write if this rank has become rank 0. Returns True if it begins in this call.
 
-        On a full disk it warns, and tries again at later steps.
+        If the disk is full, it warns, and tries again at later steps.
         """
         if self._session.rank or self._loggers:
             return False
@@ -91,7 +92,7 @@ class Recorder:
         done = self._done
         if self.records:
             done = self.records[-1].step
-        self._screen.speak()  # speak before opening trackers, because they print lines
+        self._screen.speak()  # begin to print first, because trackers print lines when they open
         try:
             self._open(done)
         except directory.Unwritable as error:
@@ -105,7 +106,7 @@ class Recorder:
         return True
 
     def _earlier(self) -> list[metrics.Record]:
-        """Records in the run directory of steps before this replica joined."""
+        """Returns the records in the run directory whose steps came before this replica joined."""
         file = self._path / directory.METRICS
         if not file.exists():
             return []
@@ -142,7 +143,9 @@ class Recorder:
         self.warn([line])
 
     def _measured(self) -> dict[str, Any]:
-        """Measurements for printed steps only, because the host may have to wait for the device."""
+        """Returns measurements that only printed steps have, because for these measurements the
+        host may have to wait for the device.
+        """
         norm = self._session.optimizer.stats.grad_norm
         return {
             "memory": peak_memory(self._session.device),
@@ -151,7 +154,7 @@ class Recorder:
         }
 
     def warn(self, lines: Sequence[str]) -> None:
-        """Prints faults that do not stop the run."""
+        """Prints warnings about faults that do not stop the run."""
         for line in lines:
             self._screen.line(f"warning: {line}; training goes on")
 
@@ -160,10 +163,12 @@ class Recorder:
             self._screen.line(line)
 
     def close(self) -> None:
-        """Closes the metrics file and the loggers. Raises `Unwritable` if records are not saved."""
+        """Closes the metrics file and the loggers. Raises `Unwritable` if some records could not be
+        saved.
+        """
         if self._unopened:
             self._open(self._done)
-        # close the metrics file last, because it raises on a full disk
+        # close the metrics file last, because its `close` raises an error on a full disk
         for logger in reversed(self._loggers):
             logger.close()
 
@@ -182,10 +187,10 @@ def _title(session: Session, path: Path) -> str:
 
 
 class Recording:
-    """Writes the update log and publishes the weights, if the configuration requests it.
+    """Writes the update log and publishes the weights, if the configuration asks for this.
 
-    Each rank of the first replica has a feed named `run`. If that replica is lost, the next replica
-    publishes.
+    Each rank of the first replica has a feed named `run`. If the first replica is lost, the next
+    replica publishes the weights.
     """
 
     def __init__(self, session: Session, path: Path, run: str) -> None:
@@ -208,7 +213,9 @@ class Recording:
             self._door = Admission(session.model, session.optimizer)
 
     def after_step(self) -> list[str]:
-        """Lets a waiting guest join, and publishes if the publisher was lost; returns warnings."""
+        """Lets a waiting replica join. If the publishing replica was lost, begins to publish the
+        weights. Returns warnings.
+        """
         if self._door is not None:
             self._door.after_step()
         publish = self._session.config.train.publish
@@ -227,15 +234,15 @@ class Recording:
         return []
 
     def saved(self, step: int) -> None:
-        """Starts a new log file at the checkpoint of `step`.
+        """Begins a new file of the update log at the checkpoint of `step`.
 
-        Removes the log files that older complete checkpoints no longer need.
+        Removes the older files that no complete checkpoint needs any more.
         """
         steps = map(retention.step_of, retention.saved_checkpoints(self._checkpoints))
         self.log.rotate(max((before for before in steps if before < step), default=0))
 
     def close(self, ended: bool) -> None:
-        """Closes the feed; `ended` if training is complete."""
+        """Closes the feed. `ended` is True if training is complete."""
         if self._feed is not None:
             self._feed.close(ended=ended)
 

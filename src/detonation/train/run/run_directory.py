@@ -25,10 +25,11 @@ from detonation.whole_files import MOST_RECORDS, read_text
 def run_directory(
     session: Session, request: Request, resume: bool, may_start: bool
 ) -> Iterator[tuple[Path, Volumes]]:
-    """Locks the run's directory on this node; yields its path and the ranks that share it.
+    """Locks the run directory on this node. Yields the path of the directory, and the ranks that
+    share it.
 
     Without a shared file system each node has its own directory, either of the same name or from
-    its own --out. One rank of each node creates and locks it.
+    its own --out. One rank of each node creates and locks this directory.
     """
     texts = session.world.texts()
     path = request.out or Path()
@@ -52,9 +53,9 @@ def run_directory(
 
 
 def _surveyed(path: Path, texts: TextExchange) -> Volumes:
-    """Finds the ranks that share the directory. Collective.
+    """Finds the ranks that share the run directory. Collective.
 
-    Raises `Unwritable` if a rank cannot write into it.
+    Raises `Unwritable` if a rank cannot write into the directory.
     """
     try:
         return survey(path, texts)
@@ -67,9 +68,11 @@ def _surveyed(path: Path, texts: TextExchange) -> Volumes:
 
 
 def _hold_on_node(held: contextlib.ExitStack, path: Path, resume: bool) -> str:
-    """Creates and locks the directory of a node without rank 0; returns an error message or ""."""
+    """Creates and locks the run directory on a node without rank 0. Returns an error message, or ""
+    if there is no error.
+    """
     try:
-        # may_start: the checkpoints may be on another node
+        # `may_start` is True, because the checkpoints may be on another node
         directory.check_free(path, resume, may_start=True)
         held.enter_context(contextlib.closing(directory.RunDirectory(path)))
     except ValueError as error:
@@ -78,8 +81,9 @@ def _hold_on_node(held: contextlib.ExitStack, path: Path, resume: bool) -> str:
 
 
 def require_earlier(path: Path, done: int) -> None:
-    """Raises `ValueError` if `path` has a checkpoint after step `done`, at which this replica has
-    joined: of two runs in one directory, `--resume` would continue the wrong one.
+    """Raises `ValueError` if `path` has a checkpoint of a step after `done`, the step at which this
+    replica has joined. Such a checkpoint belongs to another run, which `--resume` would then
+    continue.
     """
     later = [one for one in saved_checkpoints(path / directory.CHECKPOINTS) if step_of(one) > done]
     if later:
@@ -92,9 +96,10 @@ def require_earlier(path: Path, done: int) -> None:
 def kept_records(
     session: Session, file: Path, done: int, volumes: Volumes
 ) -> tuple[list[metrics.Record], list[str]]:
-    """Records of the first `done` steps, on all ranks, and warnings about lost records. Collective.
+    """Returns the records of the first `done` steps on all ranks, and warnings about lost records.
+    Collective.
 
-    Raises `ValueError` if no step is left to train and the records give no summary.
+    Raises `ValueError` if no step is left to train and the records are too few for a summary.
     """
     if not done:
         return [], []
@@ -103,7 +108,8 @@ def kept_records(
     if reads:
         text = read_text(file, errors="replace", most=MOST_RECORDS)
     if volumes.shared:
-        session.world.texts().gather("")  # all ranks have read before rank 0 writes
+        # makes rank 0 write only after all ranks have read the file
+        session.world.texts().gather("")
     else:
         text = session.world.texts().broadcast(text)
     found, damaged = metrics.parse_metrics(text)
@@ -126,9 +132,10 @@ def kept_records(
 
 
 def earlier_state(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
-    """True if the run resumes and any rank sees a checkpoint, and the first steps of log files.
+    """Returns True if the run resumes and any rank sees a checkpoint. Also returns the steps after
+    which the files of the update log begin.
 
-    Collective. A log file begins after the listed step.
+    Collective.
     """
     out = task.request.out
     if not task.resume or out is None:
@@ -141,9 +148,10 @@ def earlier_state(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
 
 
 def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -> list[str]:
-    """Repeats the logged steps after the checkpoint or the start; returns the lines to print.
+    """Repeats the logged steps that follow the loaded checkpoint, or the start of the run. Returns
+    the lines to print.
 
-    Collective. It never repeats the last step of the run, so that training ends in the same way.
+    Collective. It never repeats the last step of the run, so that training ends in the usual way.
 
     Args:
         log: Steps after which the log files begin.
@@ -179,7 +187,7 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
 def resumed_state(
     session: Session, task: RunTask, path: Path, log: list[int]
 ) -> tuple[Loaded | None, list[str]]:
-    """Loads the newest checkpoint if the run resumes, and repeats the logged steps after it.
+    """Loads the newest checkpoint if the run resumes, and repeats the logged steps that follow it.
 
     Returns the checkpoint, if there is one, and the lines to print. Collective.
     """

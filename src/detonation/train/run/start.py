@@ -1,4 +1,6 @@
-"""Start of a run: checks everything that needs no processes, then starts the processes."""
+"""The start of a run: checks everything that needs no processes, and after this starts the
+processes.
+"""
 
 import json
 import os
@@ -28,7 +30,7 @@ _W = TypeVar("_W")
 
 
 def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
-    """Trains in the processes of a launcher, or starts its own; returns the summary.
+    """Trains in the processes of a launcher, or starts its own processes; returns the summary.
 
     Args:
         fail: Prints an error and returns the exit code. Used if another rank is lost while the main
@@ -50,7 +52,9 @@ def _run(
     place: LaunchPosition | None,
     set_up: SetUp,
 ) -> Table:
-    """Implements `run_training`. Calls `set_up.done` once the ranks report failures themselves."""
+    """Implements `run_training`. Calls `set_up.done` as soon as the ranks report failures on their
+    own.
+    """
     if place is None:
         _require_out(request)
         compute_with_one_thread()
@@ -61,7 +65,8 @@ def _run(
         return run_task(task, set_up)
 
     def on_this_rank() -> Table:
-        # rank 0 decides for all: nodes may restart separately, without a shared file system
+        # Rank 0 decides for all ranks whether the run resumes. Nodes may restart separately and
+        # without a shared file system, so their own findings may differ.
         said: list[Any] = []
         if place.rank == 0:
             said = [
@@ -98,7 +103,9 @@ def _require_out(request: Request) -> None:
 
 
 def _flags(request: Request, config: Config) -> dict[str, Any]:
-    """Flags, by name, that must be equal on all ranks of a launcher in addition to the recipe."""
+    """Returns the flags, by name, that must be equal on all ranks of a launcher, in addition to the
+    recipe.
+    """
     return {
         "--resume": request.resume,
         "--stop-after": request.stop_after,
@@ -111,10 +118,10 @@ def _flags(request: Request, config: Config) -> dict[str, Any]:
 
 
 def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
-    """Number of steps computed from epochs when a resumed run first started; unchanged if the
-    number of ranks changes.
+    """Returns the number of steps that a resumed run computed from its epochs when it first
+    started. This number stays the same if the number of ranks changes.
 
-    0 for a new run, and if the recipe sets steps.
+    Returns 0 for a new run, and if the recipe sets steps.
     """
     if request.out is None or not (request.resume or restarted(os.environ)):
         return 0
@@ -131,8 +138,8 @@ def _with_steps(request: Request, steps: int) -> Request:
 
 
 def compute_with_one_thread() -> None:
-    """Limits this process to one thread before forks: a child has no other threads, and would wait
-    for them.
+    """Limits this process to one thread before it forks. A child process has no copies of other
+    threads, and would wait for them forever.
     """
     torch.set_num_threads(1)
 
@@ -140,7 +147,7 @@ def compute_with_one_thread() -> None:
 def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     """Reads the recipe, and checks everything that needs neither processes nor the run directory.
 
-    Raises `ValueError` for bad input.
+    Raises `ValueError` if the recipe or the flags are not valid.
     """
     layers = request.layers(place)
     config = layers.config()
@@ -168,18 +175,18 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
 
 
 def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
-    """Trains on this machine; returns the summary. Calls `set_up.done` before the ranks start.
+    """Trains on this machine; returns the summary. Calls `set_up.done` before it starts the ranks.
 
     Raises `ValueError` if the run cannot start in its directory, and `WorldError` if a rank fails.
     """
     if not task.request.replica and not task.request.join:
         _check_directory(task)
     use_interface(os.environ, task.request.interface)
-    # loopback for these ranks; an elastic axis chooses its own interface
+    # These ranks only need loopback; an elastic axis chooses its own interface.
     keep_to_loopback(os.environ)
     try:
         mesh = task.config.mesh
-        # only one replica runs on this machine
+        # only one replica runs on this machine in this case
         if task.request.replica is not None or task.request.join:
             mesh = replace(
                 mesh, replicas=task.config.nodes_inside, elastic=False, min_replicas=1, meet=""
@@ -194,7 +201,9 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
 
 
 def train_afresh(request: Table, may_start: bool) -> Table:
-    """Trains in a spawned rank, which shares no memory with its parent and reads the recipe."""
+    """Trains in a spawned rank. Such a rank shares no memory with its parent, so it reads the
+    recipe again.
+    """
     task = make_task(from_plain(Request, request), None)
     return train_on_rank(replace(task, may_start=may_start))
 
@@ -207,7 +216,7 @@ def on_ranks(
     mesh: MeshConfig,
     nodes_inside: int = 1,
 ) -> list[Any]:
-    """Runs all ranks of `mesh` on this machine; returns the result of each.
+    """Runs all ranks of `mesh` on this machine. Returns the result of each rank.
 
     Args:
         work: Called with `task` on ranks without a GPU, which are forks of this process.
@@ -224,7 +233,9 @@ def on_ranks(
 
 
 def is_first() -> bool:
-    """True in the process that prints the result: rank 0 of a launcher, or the ranks' parent."""
+    """True in the process that prints the result: rank 0 of a launcher, or the parent process of
+    all ranks.
+    """
     place = launch_position(os.environ)
     return place is None or place.rank == 0
 
@@ -235,7 +246,9 @@ def _check_directory(task: RunTask) -> None:
 
 
 def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
-    """Summary of a run that finished before its launcher restarted it; None for other runs."""
+    """Returns the summary of a run that finished before its launcher restarted it; None for any
+    other run.
+    """
     if request.out is None or not restarted(os.environ):
         return None
     summary = request.out / directory.SUMMARY
@@ -247,7 +260,9 @@ def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
 
 
 def restarted(env: Mapping[str, str]) -> bool:
-    """True if torchrun or SLURM has restarted the job. Both count restarts in the environment."""
+    """True if torchrun or SLURM has restarted the job. Both launchers count restarts in an
+    environment variable.
+    """
     return _count(env, "TORCHELASTIC_RESTART_COUNT") > 0 or _count(env, "SLURM_RESTART_COUNT") > 0
 
 

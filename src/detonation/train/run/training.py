@@ -1,4 +1,4 @@
-"""Trains from the first step of a start to the summary, with records and checkpoints."""
+"""Trains from the first step of this start to the summary, and writes records and checkpoints."""
 
 import dataclasses
 from pathlib import Path
@@ -29,7 +29,7 @@ def train_until_end(
     adapter: Adapter | None,
     losses: Losses,
 ) -> Table:
-    """Trains to the end or to `stop_after`; returns the result of `train_on_rank`.
+    """Trains to the end of the run or to step `stop_after`; returns the result of `train_on_rank`.
 
     Args:
         run: Name of the feeds.
@@ -73,7 +73,7 @@ def train_until_end(
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
-    except ReplicaLeft:  # only this replica leaves: the other replicas save and continue
+    except ReplicaLeft:  # only this replica leaves the run: the other replicas save and continue
         return {
             "stopped_after": session.optimizer.step_count,
             "stopped_by": "SIGTERM",

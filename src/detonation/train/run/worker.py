@@ -27,11 +27,12 @@ from detonation.train.run.run_directory import earlier_state
 
 
 def train_on_rank(task: RunTask) -> Table:
-    """Runs `task` on this rank; returns the summary and, as `directory`, the path of the run.
+    """Trains the run `task` on this rank. Returns the summary and, as `directory`, the path of the
+    run.
 
-    A run that `stop_after` or a signal ended has no summary. Then the result holds only
-    `stopped_after`, `stopped_by` (name of the signal), `directory`, and `left` if the other
-    replicas continue.
+    A run that ended through `stop_after` or a signal has no summary. In this case the result holds
+    only `stopped_after`, `stopped_by` (the name of the signal), `directory`, and `left` if the
+    other replicas continue.
     """
     set_up = SetUp(task.config.mesh.meet, task.request.replica)
     with stoppable() as stop, set_up.watched():
@@ -60,17 +61,18 @@ def train_on_rank(task: RunTask) -> Table:
         session = start_session(config, device, axis)
         losses = Losses(session, set_up)
         begin = ""
-        # load weights before `set_up`, which copies them as the anchor of a round
+        # Load weights before `set_up`, because `set_up` copies them as the anchor of a round.
         if config.train.init_from and not saved:
             begin = load_weights(Path(config.train.init_from), session.model)
-        # compare the replicas' schemes and check sizes before writing anything
+        # compare the schemes of the replicas and check sizes before any file is written
         session.optimizer.set_up()
         set_group_timeouts(GROUP_TIMEOUT_S)  # a node may read its checkpoint from a slow disk
         result = None
         while result is None:
             try:
                 result = train_in_directory(session, task, chosen, begin, log, stop, losses)
-            # a replica was lost before the first step: the others reread directory and checkpoint
+            # A replica was lost before the first step, so the remaining replicas read the directory
+            # and the checkpoint again.
             except PeerLost:
                 session.optimizer.synchronize()
         losses.close("left" in result)
@@ -78,16 +80,16 @@ def train_on_rank(task: RunTask) -> Table:
 
 
 def _join(task: RunTask, address: str, device: torch.device, stop: Stop, set_up: SetUp) -> Table:
-    """Joins the run at `address` and trains with it."""
+    """Joins the run at `address` as a new replica, and trains with the other replicas."""
     out = task.request.out or Path()
-    with stop.at_once():  # a signal ends the wait for an answer
+    with stop.at_once():  # a signal ends the wait for an answer of the run
         session = joined_session(task.config, task.asked, device, address, out)
     _say_interfaces(task, session.world.listening)
     return train_with_others(task, session, stop, set_up)
 
 
 def _say_interfaces(task: RunTask, listening: str) -> None:
-    """Prints the interfaces on which ranks listen for other machines."""
+    """Prints the network interfaces on which ranks listen for other machines."""
     screen = Screen(dist.get_rank() != 0, task.request.to_stderr)
     for line in filter(None, (interface_line(), listening)):
         screen.line(line)

@@ -1,1 +1,3 @@
-"""Verbs other than `train`: compare, simulate, probe, plan, export and follow, one file each."""
+"""The commands other than `train`: compare, simulate, probe, plan, export and follow, one file
+each.
+"""

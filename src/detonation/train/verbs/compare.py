@@ -1,4 +1,6 @@
-"""`detonation compare`: one recipe with several schemes or settings, one run after another."""
+"""`detonation compare`: trains one recipe with several schemes or settings, one run after
+another.
+"""
 
 import itertools
 import os
@@ -26,15 +28,15 @@ from detonation.train.run.start import compute_with_one_thread, make_task, run_t
 from detonation.whole_files import read_text
 
 _COMMA = re.compile(r",(?![^\[{]*[\]}])")
-"""A comma between values, but not inside a list or a table."""
+"""Matches a comma between two values, but not a comma inside a list or a table."""
 
 
 def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]) -> list[Table]:
-    """Trains a recipe with each scheme and each combination of settings; returns the summaries.
+    """Trains a recipe with each scheme and each combination of settings. Returns the summaries.
 
     Each run has its own directory in `request.out`, named after its scheme and settings. Finished
-    runs are kept, and stopped runs continue. A failed run has no summary: its entry has
-    `directory`, `scheme`, `optimizer`, `error` and `diverged`.
+    runs are kept, and stopped runs continue. A failed run has no summary. Its entry has
+    `directory`, `scheme`, `optimizer`, `error` and `diverged` instead.
 
     Args:
         request: The recipe and its overrides.
@@ -91,8 +93,8 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
 
 
 def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Overrides of each run, by the run's name. There is a run for each scheme with each
-    combination of values.
+    """Returns the overrides of each run, by the run's name. There is one run for each scheme and
+    each combination of values.
 
     >>> runs_of(["demo"], ["optimizer.lr=1e-3,2e-3"])["demo,optimizer.lr=2e-3"]
     ('scheme.name=demo', 'optimizer.lr=2e-3')
@@ -120,7 +122,9 @@ def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple
 def _one_after_another(
     tasks: Sequence[RunTask], finished: Sequence[Table | None], screen: Screen
 ) -> list[Table]:
-    """Runs the unfinished tasks, printing a line before each; returns the summaries of all."""
+    """Runs the unfinished tasks, and prints a line before each of them. Returns the summaries of
+    all tasks.
+    """
     summaries: list[Table] = []
     for number, (task, summary) in enumerate(zip(tasks, finished, strict=True), start=1):
         if summary is None:
@@ -130,9 +134,9 @@ def _one_after_another(
 
 
 def _run(task: RunTask) -> Table:
-    """The summary of a run, or its error.
+    """Trains one run. Returns its summary, or an entry with its error.
 
-    Raises `StopRequested` if a signal ended it, to stop all runs.
+    Raises `StopRequested` if a signal ended the run, because the signal must stop all runs.
     """
     try:
         summary = run_task(task)
@@ -161,7 +165,7 @@ def _directory(task: RunTask) -> Path:
 
 
 def _is_of(task: RunTask) -> bool:
-    """True if the directory holds a run with the same configuration."""
+    """True if the directory of `task` holds a run with the same configuration."""
     try:
         saved = read_text(_directory(task) / directory.CONFIG)
         return saved == tomli_w.dumps(to_table(task.config))
@@ -170,7 +174,9 @@ def _is_of(task: RunTask) -> bool:
 
 
 def _finished(task: RunTask) -> Table | None:
-    """Summary of a finished run with the same configuration; None if there is none."""
+    """Returns the summary of a finished run with the same configuration; None if there is no such
+    run.
+    """
     if not _is_of(task):
         return None
     path = _directory(task)
@@ -181,7 +187,8 @@ def _finished(task: RunTask) -> Table | None:
 
 
 def _continued(task: RunTask) -> RunTask:
-    """The `task`, set to resume if a run with the same configuration was stopped.
+    """Returns `task`, set to resume if its directory holds a stopped run with the same
+    configuration.
 
     Raises `ValueError` if the directory holds anything else.
     """

@@ -1,4 +1,6 @@
-"""`detonation export`: writes the model of a checkpoint for transformers, or as a state dict."""
+"""`detonation export`: writes the model of a checkpoint as a model of transformers, or as a state
+dict.
+"""
 
 import os
 from collections.abc import Sequence
@@ -20,17 +22,18 @@ from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import from_table
 
 _MODEL = "model."
-"""Prefix of weights in a checkpoint."""
+"""Prefix of the names of weights in a checkpoint."""
 
 
 @torch.no_grad()
 def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, Any]:
     """Writes the model of the newest complete checkpoint of a run, for `from_pretrained`.
 
-    It also writes the tokenizer. A model that is not from transformers becomes a state dict, for
-    `safetensors.torch.load_model`. So does the model of a user's own loop, because its checkpoint
-    does not name the model. In the middle of a round, it writes the mean of the replicas whose
-    files are on this node.
+    It also writes the tokenizer. If the model is not from transformers, it writes a state dict for
+    `safetensors.torch.load_model` instead. It also writes a state dict for the model of a user's
+    own training loop, because the checkpoint of such a loop does not name its model. If the
+    checkpoint is from the middle of a round, it writes the mean of the replicas whose files are on
+    this node.
 
     Args:
         directory: Directory of the run.
@@ -57,7 +60,8 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         numel, for_transformers = _write_model(config, source, out)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
-        file.chmod(0o666 & ~mask)  # the library may have written through a private temporary file
+        # the library may have written a private temporary file, so set the usual permissions
+        file.chmod(0o666 & ~mask)
     mean = {}
     if not manifest.alike and len(here) != manifest.replicas:
         mean = {"replicas": f"{len(here)} of {manifest.replicas}"}
@@ -73,8 +77,8 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
 
 
 def _config(manifest: Manifest) -> Config | None:
-    """Recipe in a checkpoint; None for a checkpoint of a user's own loop, whose values may have any
-    name.
+    """Returns the recipe in a checkpoint; None for a checkpoint of a user's own training loop,
+    because its values may have any name.
     """
     extra = manifest.given
     config = extra.get("config")
@@ -84,15 +88,15 @@ def _config(manifest: Manifest) -> Config | None:
 
 
 def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]:
-    """Writes the model and tokenizer of a recipe.
+    """Writes the model and the tokenizer of a recipe.
 
-    Returns the number of parameters, and True for a model of transformers.
+    Returns the number of parameters, and True if the model is from transformers.
     """
     with torch.device("meta"):
         planned = weights(build_model(config.model.name, config.model.arguments))
     parts = {}
     for name, each in planned.items():
-        box = None  # each shard holds a complete buffer
+        box = None  # a buffer is not sharded: each shard holds all of it
         if isinstance(each, torch.nn.Parameter):
             box = Box.of(each)
         parts[name] = source.agreed(f"{_MODEL}{name}", box)
@@ -113,7 +117,7 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
 
 
 def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path) -> int:
-    """Writes all weights in the files of one replica; returns the number of parameters."""
+    """Writes all weights that are in the files of one replica. Returns the number of parameters."""
     boxes: dict[str, Box] = {}
     keys: set[str] = set()
     for file in shards:
@@ -130,7 +134,7 @@ def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path)
             whole = Box(shape, (0,) * len(shape), shape)
             found[name] = source.agreed(key, whole).contiguous()
             numel += found[name].numel()
-        else:  # a buffer
+        else:  # a buffer, which is not sharded
             found[name] = source.agreed(key, None).contiguous()
     out.mkdir(parents=True, exist_ok=True)
     save_file(found, out / EXPORTED)

@@ -1,4 +1,6 @@
-"""`detonation follow`: repeats a run from its updates, read from a live feed or a log."""
+"""`detonation follow`: repeats the steps of a run from its updates, which come from a live feed or
+from an update log.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -61,7 +63,8 @@ class Following:
 
 
 def follow_run(request: Following) -> Table:
-    """Follows until the run ends, or step `to`; returns step, fingerprint and last checkpoint.
+    """Follows a run until it ends, or until step `to`. Returns the step, the fingerprint and the
+    last checkpoint.
 
     Raises `ValueError` for a run that cannot be followed, and `LostFeed` if it ends before `to`.
     """
@@ -92,8 +95,8 @@ def follow_run(request: Following) -> Table:
 
 
 def _about(address: str) -> Table:
-    """The description of the run that `address` publishes; raises `RunError` if it does not
-    answer.
+    """Returns the description of the run that `address` publishes. Raises `RunError` if the run
+    does not answer.
     """
     token = read_token()
     try:

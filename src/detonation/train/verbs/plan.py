@@ -1,4 +1,6 @@
-"""`detonation plan`: ranks schemes for a recipe or a model size, over a measured or given link."""
+"""`detonation plan`: ranks schemes for a recipe or a model size, over a link that is measured or
+given.
+"""
 
 import contextlib
 import math
@@ -19,7 +21,8 @@ from detonation.plan.search import Candidate, advise, options, pairs
 from detonation.train.recipe.schema import require
 
 _ROUNDED = 0.05
-"""Largest relative difference between two parameter counts of one model, because 1.2b is rounded.
+"""Largest relative difference between two parameter counts of the same model. A count such as 1.2b
+is rounded.
 """
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -44,7 +47,7 @@ class Question:
 
 
 def plan(question: Question) -> dict[str, Any]:
-    """Ranks schemes by cost. Returns plain values.
+    """Ranks schemes by what they cost a training run. Returns the result as plain values.
 
     Raises:
         ValueError: The question is incomplete, or a value is out of range.
@@ -73,7 +76,7 @@ def plan(question: Question) -> dict[str, Any]:
 
 
 def _check(question: Question) -> None:
-    """Raises `ValueError` for missing or conflicting fields, or an unknown optimizer."""
+    """Raises `ValueError` if fields are missing or conflict, or if the optimizer is unknown."""
     if (question.recipe is None) == (question.parameters is None):
         raise ValueError("plan needs either a recipe or --parameters")
     if (question.profile is None) == (question.link is None):
@@ -86,7 +89,7 @@ def _check(question: Question) -> None:
 
 
 def _network(question: Question, profile: Profile | None, training: "_Training") -> Network:
-    """The network between replicas, from the profile or from `question.link`."""
+    """Returns the network between replicas, from the profile or from `question.link`."""
     if profile is not None:
         return Network.of_axis(profile.axes["replicate"], profile.shards)
     link = LinkSpeed.parse(question.link or "")
@@ -94,15 +97,15 @@ def _network(question: Question, profile: Profile | None, training: "_Training")
 
 
 def _named_optimizer(best: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer of a candidate, without its learning rate, which must be tuned for each
-    model.
+    """Returns the optimizer of a candidate without its learning rate, because the learning rate
+    must be tuned for each model.
     """
     kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
     return {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
 
 
 def count(text: str) -> int:
-    """Parses a number of parameters.
+    """Returns the number of parameters that `text` names.
 
     >>> count("1.2b"), count("350m"), count("7000"), count("7e9"), count("7,000,000")
     (1200000000, 350000000, 7000, 7000000000, 7000000)
@@ -111,16 +114,16 @@ def count(text: str) -> int:
     found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmb]?)", digits)
     number = 0.0
     if found:
-        with contextlib.suppress(ValueError):  # such as 1.2.3
+        with contextlib.suppress(ValueError):  # for text such as 1.2.3
             number = float(found[1]) * _SUFFIXES[found[2]]
     require(1 <= number < 1e15, "--parameters", text, "a number such as 1.2b, 350m or 7000")
     return round(number)
 
 
 def _same_world(question: Question, profile: Profile) -> None:
-    """Raises `ValueError` if the numbers of replicas or shards differ from the profile.
+    """Raises `ValueError` if the numbers of replicas or shards differ from those in the profile.
 
-    The profile does not say how another number of ranks would share the links.
+    The profile does not show how a different number of ranks would share the links.
     """
     for name in ("replicas", "shards"):
         given = getattr(question, name)
@@ -159,7 +162,7 @@ class _Training:
 
 
 def _of_parameters(question: Question, profile: Profile | None) -> _Training:
-    """Training of a text model whose parameters are one long vector."""
+    """Returns the training of a text model whose parameters are treated as one long vector."""
     replicas, shards = _world(question, profile)
     if replicas is None:
         replicas = 2
@@ -172,14 +175,16 @@ def _of_parameters(question: Question, profile: Profile | None) -> _Training:
 
 
 def _world(question: Question, profile: Profile | None) -> tuple[int | None, int | None]:
-    """Replicas and shards of the profile or, without a profile, of the question."""
+    """Returns the replicas and shards of the profile or, if there is no profile, of the
+    question.
+    """
     if profile is None:
         return question.replicas, question.shards
     return profile.replicas, profile.shards
 
 
 def _of_recipe(question: Question, profile: Profile | None) -> _Training:
-    # only a recipe needs models and FSDP, whose import needs a second
+    # Import here, because only a recipe needs models and FSDP, and their import takes a second.
     from detonation.train.choice.asked import Asked, Auto, settings_in, standing, trained
     from detonation.train.loop.checks import check_config, shard_shapes
     from detonation.train.recipe.resolve import read_layers
@@ -240,7 +245,7 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
 
 
 def _same_model(question: Question, measured: Compute, parameters: int) -> None:
-    """Raises `ValueError` if the profile measured the step of another model."""
+    """Raises `ValueError` if the profile measured the training step of another model."""
     if question.recipe is None:
         same = math.isclose(parameters, measured.parameters, rel_tol=_ROUNDED)
     else:

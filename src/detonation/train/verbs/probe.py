@@ -1,4 +1,6 @@
-"""`detonation probe`: measures the link of each axis, and a training step without the network."""
+"""`detonation probe`: measures the link of each axis, and the time of a training step without the
+network.
+"""
 
 import os
 import sys
@@ -37,8 +39,8 @@ _OFF: Table = {
     "train": {"log_updates": False, "publish": ""},
     "mesh": {"elastic": False, "min_replicas": 1, "meet": ""},
 }
-"""Values for settings that the probe does not measure, and with which scheme `none` would be
-refused.
+"""Values that switch settings off while the probe runs. The probe does not measure these settings,
+and with some of them scheme `none` would be refused.
 """
 
 
@@ -60,8 +62,8 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """The mesh to measure, and the recipe after reading and checking. Forked ranks inherit it in
-    memory.
+    """The mesh to measure, and the recipe after it was read and checked. Forked ranks inherit this
+    object in memory.
     """
 
     mesh: MeshConfig
@@ -71,8 +73,8 @@ class ProbeTask:
 
 
 def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | None:
-    """Measures in the processes of a launcher, or starts its own; returns None on all ranks but the
-    first.
+    """Measures in the processes of a launcher, or in processes that it starts. Returns the profile
+    on the first rank, and None on all other ranks.
 
     See `train.run.start.run_training` for `fail` and errors.
     """
@@ -116,12 +118,14 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
 
 
 def probe_afresh(request: Table) -> Table:
-    """Measures in a spawned rank, which shares no memory with its parent and reads the recipe."""
+    """Measures in a spawned rank. Such a rank shares no memory with its parent, so it reads the
+    recipe again.
+    """
     return probe_on_rank(_prepare(from_plain(ProbeRequest, request), None))
 
 
 def probe_on_rank(task: ProbeTask) -> Table:
-    """Measures on this rank; returns the profile as plain values. Collective."""
+    """Measures on this rank. Returns the profile as plain values. Collective."""
     device = local_device()
     slow = task.mesh.slow_backend or None
     mesh = init_mesh(task.mesh.replicas, task.mesh.shards, device.type, slow_backend=slow)
@@ -144,7 +148,8 @@ def probe_on_rank(task: ProbeTask) -> Table:
 def _compute(session: Session, name: str, layers: Layers) -> Compute:
     everyone = Everyone(session.device)
     median, spread = forward_backward(session, everyone)
-    # each scheme with the recipe's settings for it, without `--set`
+    # measure each scheme with the settings that the recipe has for it, without the changes of
+    # `--set`
     plain = Layers(layers.tables, {**_OFF, "mesh": asdict(session.config.mesh)})
     steps = {}
     for scheme in dict.fromkeys([*known_schemes(), session.config.scheme.name]):

@@ -1,4 +1,6 @@
-"""Repeats a run from its update log, without the data and the other replicas."""
+"""Repeats the steps of a run from its update log, without the training data and without other
+replicas.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,17 +26,18 @@ from detonation.whole_files import parse_toml, read_text
 
 
 def saved_run(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
-    """Saves a checkpoint of one replica with empty memories."""
+    """Saves a checkpoint of one replica. Its memories of unsent values are empty."""
     ((_, scheme),) = optimizer.levels
     extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
     return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, as_json(extra), keep)
 
 
 def replay_run(run: Path, out: Path | None, to: int | None, trust_code: bool) -> Table:
-    """Replays a log in one process per shard; returns step, fingerprint and, with `out`, its path.
+    """Replays the update log of a run, in one process per shard. Returns the step, the fingerprint
+    and, with `out`, the path of the saved checkpoint.
 
-    It begins with the newest checkpoint before `to`, or with the initial weights. Raises
-    `ValueError` for a run without a log, and `DamagedLog` if the log ends before `to`.
+    Replay begins with the newest checkpoint before step `to`, or with the initial weights. Raises
+    `ValueError` if the run has no log, and `DamagedLog` if the log ends before `to`.
     """
     config = _config_of(run)
     require_trust(trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme")
@@ -47,12 +50,15 @@ def replay_run(run: Path, out: Path | None, to: int | None, trust_code: bool) ->
     if out is not None and (run / directory.METRICS).exists():
         records = metrics.read_metrics(run / directory.METRICS)
         kept = [record.line() for record in records if record.step <= found[0]["step"]]
-        directory.write_text(out / directory.METRICS, "".join(kept))  # for --resume
+        # so that `--resume` finds the records of the replayed steps
+        directory.write_text(out / directory.METRICS, "".join(kept))
     return found[0]
 
 
 def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
-    """Replays one shard of the run in the directory `run`, and saves it in `out`. Collective."""
+    """Replays one shard of the run in the directory `run`, and saves the result in `out`.
+    Collective.
+    """
     config = check_config(_config_of(Path(run)))
     axis = LoopbackCommunicator(config.mesh.replicas)
     session = start_session(_alone(config), local_device(), axis)
@@ -80,7 +86,7 @@ def _config_of(run: Path) -> Config:
 
 
 def _alone(config: Config) -> Config:
-    """`config` with one replica, without comparisons between replicas."""
+    """Returns `config` with one replica, and without comparisons between replicas."""
     levels = tuple(replace(level, replicas=1) for level in config.levels)
     train = replace(config.train, verify_every=0, on_desync="stop", log_updates=False)
     mesh = replace(config.mesh, replicas=1, link="", elastic=False, min_replicas=1, meet="")
@@ -88,8 +94,8 @@ def _alone(config: Config) -> Config:
 
 
 def _agreed(session: Session, out: Path) -> Path:
-    """Saves the agreed state of all replicas as a checkpoint of one replica, with empty
-    memories.
+    """Saves the state on which all replicas agree, as a checkpoint of one replica. Its memories of
+    unsent values are empty.
     """
     replayed = session.optimizer
     axes = [LoopbackCommunicator()]

@@ -1,4 +1,4 @@
-"""`detonation simulate`: trains many replicas in one process, with the code of real runs."""
+"""`detonation simulate`: trains many replicas in one process, with the same code as real runs."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -29,7 +29,9 @@ _LEFT_OUT = {
     "mesh": ("elastic", "slow_backend"),
     "train": ("publish", "log_updates", "checkpoint_every", "compile", "checkpoint_activations"),
 }
-"""Settings that a simulation ignores: it has no network, no checkpoints and no compiled layers."""
+"""Settings that a simulation ignores, because it has no network, no checkpoints and no compiled
+layers.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,11 @@ class Simulation:
 
 
 def simulate(request: Simulation) -> Table:
-    """Trains in this process; returns the summary and, as `directory`, the path of the run.
+    """Trains in this process. Returns the summary and, as `directory`, the path of the run.
 
-    The result equals a real run with as many replicas of one shard, bit for bit, unless a network
-    adds more than two numbers in another order. Raises `ValueError` for bad input before it writes
-    anything.
+    The result equals a real run with the same number of replicas of one shard, bit for bit. It may
+    differ if a network adds more than two numbers in a different order. Raises `ValueError` for bad
+    input before it writes any file.
     """
     config = configured(request)
     trackers.check_trackers(config.train.loggers)
@@ -75,7 +77,7 @@ def simulate(request: Simulation) -> Table:
         if communicator.replica == 0:
             show = terminal.line
         session = virtual(config, communicator, show)
-        # compare the replicas' schemes and check sizes before writing anything
+        # compare the schemes of the replicas and check sizes before any file is written
         session.optimizer.set_up()
         if communicator.replica:
             return train_virtual(session, None)
@@ -93,7 +95,7 @@ def simulate(request: Simulation) -> Table:
 
 
 def configured(request: Simulation) -> Config:
-    """The checked configuration, with replicas of one shard, each with its share of
+    """Returns the checked configuration. Each replica has one shard, and its share of
     `total_batch`.
     """
     shards = parse_sets(request.overrides).get("mesh", {}).get("shards", 1)
@@ -118,9 +120,10 @@ def configured(request: Simulation) -> Config:
 
 
 def batch_share(config: Config, total: int) -> Config:
-    """`config` with a `batch_size` that makes `total` examples per step.
+    """Returns `config` with a `batch_size` for which all replicas together have `total` examples
+    per step.
 
-    Validation uses at least as many examples as before.
+    Validation uses at least as many examples as it did before.
     """
     train = config.train
     parts = config.mesh.replicas * config.train.accumulate
@@ -136,7 +139,7 @@ def virtual(
     communicator: SimulatedCommunicator,
     show: Callable[[str], object] | None = None,
 ) -> Session:
-    """Session of one virtual replica, with its own model, memory and data.
+    """Builds the session of one simulated replica, with its own model, memory and data.
 
     Args:
         show: Called with a line about the initial weights.
@@ -154,7 +157,7 @@ def virtual(
 
 
 def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[str, Any]:
-    """Trains one virtual replica to the end; returns the summary. Collective.
+    """Trains one simulated replica to the end of the run. Returns the summary. Collective.
 
     Args:
         recorder: Receives the record of each step.
@@ -162,7 +165,8 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
     records: list[metrics.Record] = []
 
     def report(record: metrics.Record) -> None:
-        # these times mean nothing, because other replicas compute while one waits
+        # These waiting times have no meaning, because other replicas compute in this process while
+        # one replica waits.
         record = replace(record, waited_s=0.0, step_s=0.0)
         if recorder is None:
             records.append(record)
@@ -174,16 +178,16 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
     if recorder is not None:
         records = recorder.records
     summary = summarise(session, records)
-    summary.pop("waits", None)  # meaningless, too
+    summary.pop("waits", None)  # the waiting times have no meaning in a simulation
     return {**summary, "simulated": True}
 
 
 def _share_steps(session: Session) -> None:
     """Shares the first replica's weights with all replicas, if the scheme exchanges at each step.
 
-    The first replica then decodes and steps for all replicas. Each replica would compute the same
-    results: all start with equal weights and receive equal messages, as their digests prove.
-    Collective.
+    After this, the first replica decodes and steps for all replicas. Each replica would compute the
+    same results, because all replicas start with equal weights and receive equal messages, as their
+    digests prove. Collective.
     """
     replicators = session.optimizer.set_up()
     ((axis, scheme),) = session.optimizer.levels
@@ -197,7 +201,8 @@ def _share_steps(session: Session) -> None:
     def write_once(*update: Any) -> Any:
         return axis.together(partial(write, *update), lambda writes: writes[0]())
 
-    if session.optimizer.base_step.clip is None:  # clipping reads every replica's update
+    # clipping reads the update of every replica, so each must write its own
+    if session.optimizer.base_step.clip is None:
         channel.engine.write = write_once
     session.base.step = lambda: axis.together((session.base, step), _step)  # type: ignore
 
@@ -209,7 +214,9 @@ def _share_weights(weights: Sequence[Sequence[torch.Tensor]]) -> None:
 
 
 def _step(brought: Sequence[tuple[torch.optim.Optimizer, Callable[[], Any]]]) -> None:
-    """Runs the first replica's step, and copies its optimizer's state to the others."""
+    """Runs the step of the first replica, and copies the state of its optimizer to all other
+    replicas.
+    """
     (first, step), *others = brought
     step()
     if not first.state:
