@@ -362,10 +362,7 @@ def load_base_state(
             whole = tuple(parameter.shape)
         if key not in file.on_host:
             tensor = tensor.to(local(parameter).device)
-        if tensor.shape == local(parameter).shape:  # a fused step reads both in the order of memory
-            like = local(parameter).detach()
-            strided = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
-            tensor = strided.copy_(tensor)
+        tensor = _in_order_of(local(parameter).detach(), tensor)
         # The state of a plain parameter consists of plain tensors, of a DTensor mostly of DTensors.
         # The model may be sharded now, although it was not when it was saved.
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
@@ -376,6 +373,16 @@ def load_base_state(
         optimizer.base.state[parameter] = state
     else:
         optimizer.base.state.pop(parameter, None)
+
+
+def _in_order_of(weight: Tensor, tensor: Tensor) -> Tensor:
+    """Returns `tensor` with the strides of `weight`, if both have one shape: a fused step reads
+    both in the order of memory.
+    """
+    if tensor.shape != weight.shape or tensor.stride() == weight.stride():
+        return tensor
+    strided = torch.empty_like(weight, dtype=tensor.dtype, device=tensor.device)
+    return strided.copy_(tensor)
 
 
 def _stored(source: ShardReader, key: str, parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

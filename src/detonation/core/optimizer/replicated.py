@@ -297,10 +297,10 @@ class Replicated(OptimizerWrapper):
         """
         if self._consensus is not None:
             # raises an error if other code replaced a trained parameter of the model
-            trained = self._trained.by_name()
+            parameters = self._trained.by_name()
             if self._padding:
                 self._padding.agree()
-            options = options_of(self.base, trained)
+            options = options_of(self.base, parameters)
             self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
 
