@@ -64,8 +64,8 @@ def test_numbers_of_numpy_are_compared_by_their_exact_value():
     base = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=np.float32(0.1))
     base.param_groups[0]["betas"] = np.float32(0.9), 0.95
     assert "lr=" in numbers_of(base)(base.param_groups[0])
-    assert options_of(base)["lr of group 0"] == str(float(np.float32(0.1)))
-    assert "float32" not in options_of(base)["betas of group 0"]
+    assert options_of(base, {})["lr of group 0"] == str(float(np.float32(0.1)))
+    assert "float32" not in options_of(base, {})["betas of group 0"]
 
 
 def test_a_step_computes_with_numbers_of_python():

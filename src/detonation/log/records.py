@@ -378,7 +378,7 @@ class StepRecorder(StepObserver, ABC):
         members = [tuple(map(id, group["params"])) for group in groups]
         if not before or members != self._members:
             self._members = members
-            self._texts = members_of(optimizer.base, trained_by(optimizer))
+            self._texts = members_of(optimizer.base, exchanged_by(optimizer))
         self._options = [
             {**recorded_options(group), MEMBERS: text}
             for group, text in zip(groups, self._texts, strict=True)
@@ -393,7 +393,7 @@ class StepRecorder(StepObserver, ABC):
         return changed
 
 
-def trained_by(optimizer: Replicated) -> dict[str, Tensor]:
+def exchanged_by(optimizer: Replicated) -> dict[str, Tensor]:
     """Returns the parameters that the replicas of `optimizer` exchange, by name."""
     return {name: p for each in optimizer.build() for name, p in each.parameters.items()}
 

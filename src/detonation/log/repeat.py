@@ -35,7 +35,7 @@ from detonation.log.records import (
     DamagedLog,
     LogRecord,
     agreed_digest,
-    trained_by,
+    exchanged_by,
     whole_records,
 )
 from detonation.log.writer import identity, round_like, segments, use_padding_of
@@ -501,7 +501,7 @@ def _require_members(texts: Sequence[str], step: int, optimizer: Replicated) -> 
     if not any(texts):
         return
     for number, (text, own) in enumerate(
-        zip(texts, members_of(optimizer.base, trained_by(optimizer)), strict=True)
+        zip(texts, members_of(optimizer.base, exchanged_by(optimizer)), strict=True)
     ):
         if text and text != own:
             raise ValueError(
