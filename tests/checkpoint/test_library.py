@@ -114,6 +114,107 @@ def refused(mesh, folder):
     }
 
 
+class Lines(logging.Handler):
+    """The records of a rank, as pairs of level and text."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        log = logging.getLogger("detonation")
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record):
+        self.found.append((record.levelname, record.getMessage()))
+
+    def taken(self):
+        """The records since the last call."""
+        taken, self.found = self.found, []
+        return taken
+
+
+def by_name(mesh, folder):
+    """A checkpoint by its path, in a shared directory and in one of each rank; and paths to none."""
+    lines = Lines()
+    for shared in (True, False):
+        place = folder / ("all" if shared else f"rank{dist.get_rank()}")
+        model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+        assert dt.load_checkpoint(place, model, optimizer) is None
+        said = ("INFO", f"no checkpoint in {place}: training starts from the beginning")
+        assert [line for line in lines.taken() if "start" in line[1]] == [said][dist.get_rank() :]
+        ends, paths = {}, {}
+        for step in (1, 2):
+            advance(model, optimizer, [step])
+            paths[step] = dt.save_checkpoint(place, model, optimizer)
+            ends[step] = everything(model, optimizer)
+        for step, path in ((1, paths[1]), (2, str(paths[2])), (1, f"{paths[1]}/")):
+            loaded = dt.load_checkpoint(path, model, optimizer)
+            assert (loaded.step, loaded.path) == (step, paths[step])
+            assert everything(model, optimizer) == ends[step]
+        for path in (place / "step-000007", folder / "none" / "step-000001"):
+            with pytest.raises(
+                dt.errors.NoCheckpoint, match=f"^{path} is no whole checkpoint: "
+            ) as error:
+                dt.load_checkpoint(path, model, optimizer)
+            other = "no other checkpoint"
+            if path.parent == place:
+                other = "step-000002, step-000001"
+            assert str(error.value).endswith(f"{path.parent} holds {other}")
+        dist.barrier()
+        if dist.get_rank() == 1 or shared:
+            (paths[2] / "replica1-shard0.safetensors").unlink(missing_ok=True)
+        dist.barrier()
+        with pytest.raises(dt.errors.NoCheckpoint, match="step-000002 is no whole checkpoint: "):
+            dt.load_checkpoint(paths[2], model, optimizer)
+        assert everything(model, optimizer) == ends[1], "a refused checkpoint changes nothing"
+        assert dt.load_checkpoint(place, model, optimizer).step == 1
+        if dist.get_rank() == 0 or not shared:
+            paths[1].rename(place / "best")
+        dist.barrier()
+        assert dt.load_checkpoint(place / "best", model, optimizer).step == 1
+    logging.getLogger("detonation").removeHandler(lines)
+    return True
+
+
+def test_a_checkpoint_is_loaded_by_its_path_or_refused(tmp_path):
+    assert worlds.run(by_name, 2, 1, tmp_path) == [True, True]
+
+
+def beside_later(mesh, folder):
+    """What is said where a run saves beside a later checkpoint, and what stays of both."""
+    lines = Lines()
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    advance(model, optimizer, range(2))
+    early = dt.save_checkpoint(folder, model, optimizer)
+    advance(model, optimizer, range(2, 4))
+    dt.save_checkpoint(folder, model, optimizer)
+    dt.load_checkpoint(early, model, optimizer)
+    lines.taken()
+    said = []
+    for keep in (3, 1):
+        advance(model, optimizer, [2])
+        dt.save_checkpoint(folder, model, optimizer, keep=keep)
+        said.append([text for level, text in lines.taken() if level == "WARNING"])
+        dt.load_checkpoint(folder / "step-000003", model, optimizer)
+        dist.barrier()
+        if keep == 3:
+            dt.load_checkpoint(early, model, optimizer)
+    logging.getLogger("detonation").removeHandler(lines)
+    return said, sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_beside_a_later_checkpoint_is_warned_of_once_and_stays(tmp_path):
+    (said, left), (other, _) = worlds.run(beside_later, 2, 1, tmp_path)
+    warning = (
+        f"step-000004 in {tmp_path} is later than the checkpoint of step 3, which was saved now"
+    )
+    assert said == [
+        [f"{warning}: a resume would take the later one; remove it, or save in another directory"],
+        [],
+    ]
+    assert other == [[], []] and left == ["step-000003", "step-000004"]
+
+
 MESSAGES = {
     "scheme": "was written with levels [{'scheme': 'demo', 'topk': 4",
     "seed": "was written with seed 3, this run has 4: resume with the same",
