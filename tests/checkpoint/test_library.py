@@ -21,6 +21,7 @@ from detonation.checkpoint import restore, snapshot
 from detonation.checkpoint.files import manifest
 from detonation.checkpoint.snapshot import take_snapshot, weights
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.flat.tensors import digest
 from detonation.core.optimizer import gathered
 from zoo import Menagerie, Plain, built
 
@@ -362,15 +363,22 @@ def without_frozen(mesh, folder, frozen):
 
     model, optimizer = begun(mesh)
     advance(model, optimizer, range(3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.add_(1.0)  # unlike what a fresh model has
+
+    def move(model):
+        """Frozen weights unlike what a fresh model has."""
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.add_(1.0)
+
+    move(model)
     path = dt.save_checkpoint(folder, model, optimizer, frozen=frozen)
     if dist.get_rank() == 0:
         assert any("bias" not in key for key in names_in(path)) == frozen
     kept = []
     for other, again in (begun(mesh), begun(other_mesh)):
+        if not frozen:
+            move(other)
         fresh = [p.detach().clone() for p in other.parameters()]
         dt.load_checkpoint(folder, other, again)
         left = [torch.equal(a, b) for a, b in zip(fresh, other.parameters(), strict=True)]
@@ -390,6 +398,66 @@ def names_in(path):
 def test_frozen_parameters_are_left_out_on_request_and_then_stay_as_they_are(tmp_path, frozen):
     for exact, elastic in worlds.run(without_frozen, 2, 2, tmp_path, frozen):
         assert {*exact, *elastic} == {not frozen}
+
+
+def over_another_base(mesh, folder):
+    """How checkpoints without frozen weights load onto the same base, and onto others."""
+    other_mesh = dt.init_mesh(4, 1, "cpu")
+    said = {}
+    for case, here in {"same": mesh, "moved": mesh, "bf16": mesh, "elastic": other_mesh}.items():
+        for n, axes in enumerate((mesh, here)):
+            model = dt.shard(built(Plain), axes)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("bias" in name)
+            weight = model.layers[1].weight
+            with torch.no_grad():
+                if n and case == "moved" and dist.get_rank() == 3:  # one rank: all must refuse
+                    weight.to_local()[-1, -1] += 1e-6
+            if n and case == "bf16":
+                model.layers[1].weight = nn.Parameter(weight.detach().bfloat16(), False)
+            base = BASES["AdamW"]([p for p in model.parameters() if p.requires_grad])
+            optimizer = dt.replicate(base, model, axes["replicate"], DEMO)
+            if not n:
+                advance(model, optimizer, range(2))
+                dt.save_checkpoint(folder / case, model, optimizer, frozen=False)
+        before = digest(model.parameters())
+        try:
+            said[case] = dt.load_checkpoint(folder / case, model, optimizer).merged
+        except ValueError as error:
+            said[case] = str(error)
+            assert digest(model.parameters()) == before and optimizer.step_count == 0
+    return said
+
+
+def test_a_checkpoint_without_frozen_weights_loads_over_the_same_ones_alone(tmp_path):
+    for said in worlds.run(over_another_base, 2, 2, tmp_path):
+        assert said["same"] == "exactly as saved"
+        for case in ("moved", "bf16"):
+            assert said[case] == (
+                f"the frozen weights are not those of the saved run {tmp_path}/{case}/step-000002"
+                " (layers.1.weight): load the same base model, in the same dtype"
+            )
+        assert said["elastic"].endswith(
+            "; frozen weights were not compared: they were sharded otherwise"
+        )
+
+
+def unmarked(mesh, folder):
+    """Earlier versions did not describe the frozen weights that they omitted."""
+    for n in range(2):
+        model = built(Plain)
+        model.layers[0].weight.requires_grad_(False).add_(n)
+        base = BASES["AdamW"]([p for p in model.parameters() if p.requires_grad])
+        optimizer = dt.replicate(base, model, mesh["replicate"], DEMO)
+        if not n:
+            advance(model, optimizer, range(2))
+            with patch.object(snapshot, "FROZEN", "ignored."):
+                dt.save_checkpoint(folder, model, optimizer, frozen=False)
+    return dt.load_checkpoint(folder, model, optimizer).merged
+
+
+def test_a_checkpoint_that_describes_no_frozen_weights_loads_over_any(tmp_path):
+    assert worlds.run(unmarked, 2, 1, tmp_path) == ["exactly as saved"] * 2
 
 
 def bare(model):

@@ -27,7 +27,7 @@ from detonation.checkpoint.files.manifest import (
 from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
 from detonation.checkpoint.gather import ranges, texts_between
-from detonation.checkpoint.restore import restore
+from detonation.checkpoint.restore import compare_frozen, restore
 from detonation.checkpoint.snapshot import held_shards
 from detonation.choices import first_names
 from detonation.core.base_error import DetonationError
@@ -235,7 +235,8 @@ def load_checkpoint(
         NoCheckpoint: no checkpoint is complete for all ranks, or the checkpoint that `directory`
             names is missing or not complete. If nodes share no file system, the message names the
             missing files, the host that needs them and the host that has them.
-        ValueError: the checkpoint is of another model, optimizer, scheme or seed.
+        ValueError: the checkpoint is of another model, optimizer, scheme or seed, or it omits
+            frozen weights and those of `model` are others.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
@@ -333,11 +334,14 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """
     optimizer.refuse_overlap()
     texts = texts_between(model, optimizer)
+    saved = CheckpointReader(found.path, found.manifest)
+    with _refused_together(found, texts):  # one rank alone may hold a frozen weight that differs
+        uncompared = compare_frozen(saved, model, optimizer)
     with _refused_together(found, texts):
         extra = found.manifest.given
-        merged, complete = restore(CheckpointReader(found.path, found.manifest), model, optimizer)
+        merged, complete = restore(saved, model, optimizer)
     with _refused_together(found, texts):
-        merged += complete() + _other_versions(found.manifest)
+        merged += uncompared + complete() + _other_versions(found.manifest)
     optimizer.resume_at(found.manifest.step)
     optimizer.call_after_loading()
     for line in found.rejected:
