@@ -125,8 +125,8 @@ def compare_frozen(saved: CheckpointReader, model: nn.Module, optimizer: Replica
             other.append(name)
     if other:
         raise ValueError(
-            f"the frozen weights are not those of the saved run {saved.path} ({first_names(other)}):"
-            " load the same base model, in the same dtype"
+            f"the frozen weights are not those of the saved run {saved.path} ({first_names(other)})"
+            ": load the same base model, in the same dtype"
         )
     return uncompared
 
