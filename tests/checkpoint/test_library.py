@@ -21,6 +21,7 @@ from detonation.checkpoint import restore, snapshot
 from detonation.checkpoint.files import manifest
 from detonation.checkpoint.snapshot import take_snapshot, weights
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.flat.tensors import digest
 from detonation.core.optimizer import gathered
 from zoo import Menagerie, Plain, built
 
@@ -112,6 +113,107 @@ def refused(mesh, folder):
         ),
         "state": error_of(lambda: dt.save_checkpoint(folder, *broken)),
     }
+
+
+class Lines(logging.Handler):
+    """The records of a rank, as pairs of level and text."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        log = logging.getLogger("detonation")
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record):
+        self.found.append((record.levelname, record.getMessage()))
+
+    def taken(self):
+        """The records since the last call."""
+        taken, self.found = self.found, []
+        return taken
+
+
+def by_name(mesh, folder):
+    """A checkpoint by its path, in a shared directory and in one of each rank; and paths to none."""
+    lines = Lines()
+    for shared in (True, False):
+        place = folder / ("all" if shared else f"rank{dist.get_rank()}")
+        model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+        assert dt.load_checkpoint(place, model, optimizer) is None
+        said = ("INFO", f"no checkpoint in {place}: training starts from the beginning")
+        assert [line for line in lines.taken() if "start" in line[1]] == [said][dist.get_rank() :]
+        ends, paths = {}, {}
+        for step in (1, 2):
+            advance(model, optimizer, [step])
+            paths[step] = dt.save_checkpoint(place, model, optimizer)
+            ends[step] = everything(model, optimizer)
+        for step, path in ((1, paths[1]), (2, str(paths[2])), (1, f"{paths[1]}/")):
+            loaded = dt.load_checkpoint(path, model, optimizer)
+            assert (loaded.step, loaded.path) == (step, paths[step])
+            assert everything(model, optimizer) == ends[step]
+        for path in (place / "step-000007", folder / "none" / "step-000001"):
+            with pytest.raises(
+                dt.errors.NoCheckpoint, match=f"^{path} is no whole checkpoint: "
+            ) as error:
+                dt.load_checkpoint(path, model, optimizer)
+            other = "no other checkpoint"
+            if path.parent == place:
+                other = "step-000002, step-000001"
+            assert str(error.value).endswith(f"{path.parent} holds {other}")
+        dist.barrier()
+        if dist.get_rank() == 1 or shared:
+            (paths[2] / "replica1-shard0.safetensors").unlink(missing_ok=True)
+        dist.barrier()
+        with pytest.raises(dt.errors.NoCheckpoint, match="step-000002 is no whole checkpoint: "):
+            dt.load_checkpoint(paths[2], model, optimizer)
+        assert everything(model, optimizer) == ends[1], "a refused checkpoint changes nothing"
+        assert dt.load_checkpoint(place, model, optimizer).step == 1
+        if dist.get_rank() == 0 or not shared:
+            paths[1].rename(place / "best")
+        dist.barrier()
+        assert dt.load_checkpoint(place / "best", model, optimizer).step == 1
+    logging.getLogger("detonation").removeHandler(lines)
+    return True
+
+
+def test_a_checkpoint_is_loaded_by_its_path_or_refused(tmp_path):
+    assert worlds.run(by_name, 2, 1, tmp_path) == [True, True]
+
+
+def beside_later(mesh, folder):
+    """What is said where a run saves beside a later checkpoint, and what stays of both."""
+    lines = Lines()
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    advance(model, optimizer, range(2))
+    early = dt.save_checkpoint(folder, model, optimizer)
+    advance(model, optimizer, range(2, 4))
+    dt.save_checkpoint(folder, model, optimizer)
+    dt.load_checkpoint(early, model, optimizer)
+    lines.taken()
+    said = []
+    for keep in (3, 1):
+        advance(model, optimizer, [2])
+        dt.save_checkpoint(folder, model, optimizer, keep=keep)
+        said.append([text for level, text in lines.taken() if level == "WARNING"])
+        dt.load_checkpoint(folder / "step-000003", model, optimizer)
+        dist.barrier()
+        if keep == 3:
+            dt.load_checkpoint(early, model, optimizer)
+    logging.getLogger("detonation").removeHandler(lines)
+    return said, sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_beside_a_later_checkpoint_is_warned_of_once_and_stays(tmp_path):
+    (said, left), (other, _) = worlds.run(beside_later, 2, 1, tmp_path)
+    warning = (
+        f"step-000004 in {tmp_path} is later than the checkpoint of step 3, which was saved now"
+    )
+    assert said == [
+        [f"{warning}: a resume would take the later one; remove it, or save in another directory"],
+        [],
+    ]
+    assert other == [[], []] and left == ["step-000003", "step-000004"]
 
 
 MESSAGES = {
@@ -261,15 +363,22 @@ def without_frozen(mesh, folder, frozen):
 
     model, optimizer = begun(mesh)
     advance(model, optimizer, range(3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.add_(1.0)  # unlike what a fresh model has
+
+    def move(model):
+        """Frozen weights unlike what a fresh model has."""
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.add_(1.0)
+
+    move(model)
     path = dt.save_checkpoint(folder, model, optimizer, frozen=frozen)
     if dist.get_rank() == 0:
         assert any("bias" not in key for key in names_in(path)) == frozen
     kept = []
     for other, again in (begun(mesh), begun(other_mesh)):
+        if not frozen:
+            move(other)
         fresh = [p.detach().clone() for p in other.parameters()]
         dt.load_checkpoint(folder, other, again)
         left = [torch.equal(a, b) for a, b in zip(fresh, other.parameters(), strict=True)]
@@ -289,6 +398,66 @@ def names_in(path):
 def test_frozen_parameters_are_left_out_on_request_and_then_stay_as_they_are(tmp_path, frozen):
     for exact, elastic in worlds.run(without_frozen, 2, 2, tmp_path, frozen):
         assert {*exact, *elastic} == {not frozen}
+
+
+def over_another_base(mesh, folder):
+    """How checkpoints without frozen weights load onto the same base, and onto others."""
+    other_mesh = dt.init_mesh(4, 1, "cpu")
+    said = {}
+    for case, here in {"same": mesh, "moved": mesh, "bf16": mesh, "elastic": other_mesh}.items():
+        for n, axes in enumerate((mesh, here)):
+            model = dt.shard(built(Plain), axes)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("bias" in name)
+            weight = model.layers[1].weight
+            with torch.no_grad():
+                if n and case == "moved" and dist.get_rank() == 3:  # one rank: all must refuse
+                    weight.to_local()[-1, -1] += 1e-6
+            if n and case == "bf16":
+                model.layers[1].weight = nn.Parameter(weight.detach().bfloat16(), False)
+            base = BASES["AdamW"]([p for p in model.parameters() if p.requires_grad])
+            optimizer = dt.replicate(base, model, axes["replicate"], DEMO)
+            if not n:
+                advance(model, optimizer, range(2))
+                dt.save_checkpoint(folder / case, model, optimizer, frozen=False)
+        before = digest(model.parameters())
+        try:
+            said[case] = dt.load_checkpoint(folder / case, model, optimizer).merged
+        except ValueError as error:
+            said[case] = str(error)
+            assert digest(model.parameters()) == before and optimizer.step_count == 0
+    return said
+
+
+def test_a_checkpoint_without_frozen_weights_loads_over_the_same_ones_alone(tmp_path):
+    for said in worlds.run(over_another_base, 2, 2, tmp_path):
+        assert said["same"] == "exactly as saved"
+        for case in ("moved", "bf16"):
+            assert said[case] == (
+                f"the frozen weights are not those of the saved run {tmp_path}/{case}/step-000002"
+                " (layers.1.weight): load the same base model, in the same dtype"
+            )
+        assert said["elastic"].endswith(
+            "; frozen weights were not compared: they were sharded otherwise"
+        )
+
+
+def unmarked(mesh, folder):
+    """Earlier versions did not describe the frozen weights that they omitted."""
+    for n in range(2):
+        model = built(Plain)
+        model.layers[0].weight.requires_grad_(False).add_(n)
+        base = BASES["AdamW"]([p for p in model.parameters() if p.requires_grad])
+        optimizer = dt.replicate(base, model, mesh["replicate"], DEMO)
+        if not n:
+            advance(model, optimizer, range(2))
+            with patch.object(snapshot, "FROZEN", "ignored."):
+                dt.save_checkpoint(folder, model, optimizer, frozen=False)
+    return dt.load_checkpoint(folder, model, optimizer).merged
+
+
+def test_a_checkpoint_that_describes_no_frozen_weights_loads_over_any(tmp_path):
+    assert worlds.run(unmarked, 2, 1, tmp_path) == ["exactly as saved"] * 2
 
 
 def bare(model):

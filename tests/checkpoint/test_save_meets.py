@@ -53,3 +53,33 @@ def test_a_save_meets_before_it_uses_the_links(name, asynchronous, tmp_path):
     for found in worlds.run(order_of_collectives, 2, 1, name, tmp_path, asynchronous):
         assert found[0] == "Texts"
         assert name == "fragments" or "Link" in found
+
+
+def within_an_overlap(mesh, name, folder):
+    """The errors of saves between overlap() and step(), by step; then a save after the step."""
+    model = built(Heads)
+    base = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = dt.replicate(base, model, mesh["replicate"], SCHEMES[name])
+    found = []
+    for step in range(4):
+        with optimizer.overlap():
+            model(batch(dist.get_rank(), step, 24), "a").backward()
+        if step:  # the first step sends no gradients early
+            with pytest.raises(dt.errors.OverlapError) as error:
+                dt.save_checkpoint(folder, model, optimizer)
+            found.append(str(error.value))
+            saves = dt.Checkpoints(folder, model, optimizer)
+            with saves, pytest.raises(dt.errors.OverlapError):
+                saves.save()
+            assert not [*folder.iterdir()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, dt.save_checkpoint(folder, model, optimizer).name
+
+
+@pytest.mark.parametrize("name", ["unused", "owners"])
+def test_a_save_before_the_step_of_gradients_that_were_sent_is_refused(name, tmp_path):
+    for found, name_of_saved in worlds.run(within_an_overlap, 2, 1, name, tmp_path):
+        assert len(found) == 3 and name_of_saved == "step-000004"
+        for step, text in enumerate(found, 1):
+            assert f"gradients of step {step} left within overlap(), but no step()" in text

@@ -84,7 +84,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Starts to save the current state as the checkpoint of step `optimizer.step_count`. All
         ranks call this function between two steps.
 
-        The argument `extra` and the error `ValueError` are the same as in `save_checkpoint`.
+        The argument `extra` and the errors `ValueError` and `OverlapError` are the same as in
+        `save_checkpoint`.
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
@@ -200,6 +201,10 @@ def save_checkpoint(
     """Saves the state between two steps, and waits until the checkpoint is complete. All ranks call
     it.
 
+    Gradients are not part of a checkpoint: save after `step()`, not between the backward passes
+    that accumulate gradients for one step. If the directory holds a checkpoint of a later step, a
+    warning says so once, because loading from the directory would take the later checkpoint.
+
     To save while training continues, use `Checkpoints`.
 
     Args:
@@ -207,10 +212,12 @@ def save_checkpoint(
             the files of its ranks.
         extra: values such as a scheduler's state, which loading returns equal in value and type:
             numbers, texts, bytes, the containers of Python and of `collections`, tensors, numpy
-            arrays, enums, dates and paths. Only those of rank 0 are saved.
+            arrays, enums, dates and paths. Only those of rank 0 are saved: gather values that
+            differ between ranks first, for example with `torch.distributed.all_gather_object`.
         keep: how many of the newest checkpoints to keep.
         frozen: False leaves out the parameters that require no gradient, such as the model under a
-            LoRA adapter; loading then leaves them unchanged.
+            LoRA adapter; loading then leaves them unchanged, after comparing them with the
+            checksums that the checkpoint holds.
 
     Returns:
         The checkpoint, `directory/step-NNNNNN`.
@@ -220,6 +227,7 @@ def save_checkpoint(
             unchanged.
         ValueError: `keep` is below 1, or a checkpoint cannot hold a value in the state or in
             `extra`; the message has its key.
+        OverlapError: gradients were sent in `overlap`, and their step is missing.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt

@@ -27,8 +27,9 @@ from detonation.checkpoint.files.manifest import (
 from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
 from detonation.checkpoint.gather import ranges, texts_between
-from detonation.checkpoint.restore import restore
+from detonation.checkpoint.restore import compare_frozen, restore
 from detonation.checkpoint.snapshot import held_shards
+from detonation.choices import first_names
 from detonation.core.base_error import DetonationError
 from detonation.core.link import Coordinates, TextExchange
 from detonation.core.optimizer import Replicated
@@ -76,7 +77,8 @@ def inspect(
     if reason := _disagreement(views):
         return path, None, reason
     assert manifest is not None
-    if retention.step_of(path) != manifest.step:
+    # a checkpoint that the caller named may have a name without a step
+    if retention.step_of(path) not in (-1, manifest.step):
         return path, None, f"its name is not that of step {manifest.step}"
     sharing = [rank for rank, other in enumerate(views) if other.file == view.file]
     view = _files(path, manifest, own, held, sharing, texts.rank)
@@ -180,7 +182,9 @@ _log = logging.getLogger("detonation.checkpoint")
 
 
 class NoCheckpoint(DetonationError, ValueError):
-    """Checkpoints exist, but none of them is complete."""
+    """Checkpoints exist, but none of them is complete; or the one checkpoint that the caller named
+    is missing or not complete.
+    """
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,10 @@ def load_checkpoint(
     """Loads the newest complete checkpoint of `directory` into `model` and `optimizer`. All ranks
     call it.
 
+    `directory` may also be one checkpoint, such as the path that `save_checkpoint` returned: then
+    exactly this checkpoint is loaded, for example to go back to an earlier step. Remove the later
+    checkpoints then, or save in another directory.
+
     Call it after `replicate` and before the first step. With as many replicas and shards as the
     saved run, training continues bit for bit as if it had not been interrupted. With other numbers,
     weights on which all replicas agreed are exact, and the memories of unsent values are merged as
@@ -220,12 +228,15 @@ def load_checkpoint(
     reason for each.
 
     Returns:
-        The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint.
+        The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint or
+        does not exist, which the log says (level INFO).
 
     Raises:
-        NoCheckpoint: no checkpoint is complete for all ranks. If nodes share no file system, the
-            message names the missing files, the host that needs them and the host that has them.
-        ValueError: the checkpoint is of another model, optimizer, scheme or seed.
+        NoCheckpoint: no checkpoint is complete for all ranks, or the checkpoint that `directory`
+            names is missing or not complete. If nodes share no file system, the message names the
+            missing files, the host that needs them and the host that has them.
+        ValueError: the checkpoint is of another model, optimizer, scheme or seed, or it omits
+            frozen weights and those of `model` are others.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
@@ -241,10 +252,37 @@ def load_checkpoint(
         (0, {'epoch': 3}, 'exactly as saved')
         >>> folder.cleanup(); dt.leave()
     """
-    found = find(Path(directory), model, optimizer)
+    path = Path(directory)
+    found = find_named(path, model, optimizer) or find(path, model, optimizer)
     if found is None:
+        if texts_between(model, optimizer).rank == 0:
+            _log.info("no checkpoint in %s: training starts from the beginning", path)
         return None
     return load_found(found, model, optimizer)
+
+
+def find_named(path: Path, model: nn.Module, optimizer: Replicated) -> Found | None:
+    """Finds the checkpoint that `path` names; None if `path` is a directory of checkpoints. All
+    ranks must call this function together.
+
+    Raises `NoCheckpoint` if the checkpoint is not complete for all ranks.
+    """
+    texts = texts_between(model, optimizer)
+    named = ""
+    if retention.is_checkpoint(path):
+        named = "named"
+    # a rank without a shared file system may lack the files by which another rank knows it
+    if candidates(path, texts) or not any(texts.gather(named)):
+        return None
+    own, held = held_shards(model, optimizer)
+    found, manifest, reason = inspect(path.parent, path.name, own, held, texts)
+    if manifest is not None and not reason:
+        return Found(found, manifest, [])
+    others = [name for name in candidates(path.parent, texts) if name != path.name]
+    remedy = f"{path.parent} holds no other checkpoint"
+    if others:
+        remedy = f"give another checkpoint: {path.parent} holds {first_names(others)}"
+    raise NoCheckpoint(f"{path} is no whole checkpoint: {reason}; {remedy}")
 
 
 def find(
@@ -296,11 +334,14 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """
     optimizer.refuse_overlap()
     texts = texts_between(model, optimizer)
+    saved = CheckpointReader(found.path, found.manifest)
+    with _refused_together(found, texts):  # one rank alone may hold a frozen weight that differs
+        uncompared = compare_frozen(saved, model, optimizer)
     with _refused_together(found, texts):
         extra = found.manifest.given
-        merged, complete = restore(CheckpointReader(found.path, found.manifest), model, optimizer)
+        merged, complete = restore(saved, model, optimizer)
     with _refused_together(found, texts):
-        merged += complete() + _other_versions(found.manifest)
+        merged += uncompared + complete() + _other_versions(found.manifest)
     optimizer.resume_at(found.manifest.step)
     optimizer.call_after_loading()
     for line in found.rejected:

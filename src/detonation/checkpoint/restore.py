@@ -13,8 +13,10 @@ from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ReplicaFiles, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.snapshot import (
+    FROZEN,
     PADDING,
     entry_of,
+    frozen_marks,
     frozen_weights,
     generators,
     groups,
@@ -94,6 +96,39 @@ def restore(
     if stays_close:
         how = "exactly as saved, and replicas stay close"
     return how + _load_generators(file, model), partial(_load_wire, model, wire)
+
+
+def compare_frozen(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> str:
+    """Compares the frozen weights of `model` with those that the checkpoint omits. Returns a text
+    if some were sharded otherwise and could not be compared. Changes no state.
+
+    Checkpoints of earlier versions do not describe the frozen weights that they omit.
+
+    Raises:
+        ValueError: a frozen weight has other bytes than in the saved run.
+    """
+    own, _ = held_shards(model, optimizer)
+    files = [_own_file(saved, own)]
+    if not any(key.startswith(FROZEN) for key in files[0].values):
+        return ""
+    if not _same_shape(saved.manifest, own):
+        files = saved.shards(0)
+    other = []
+    uncompared = ""
+    for name, (number, *box) in frozen_marks(model).items():
+        key = FROZEN + name
+        marks = [file.values[key] for file in files if key in file.values]
+        numbers = [mark[0] for mark in marks if mark[1:] == box]
+        if marks and not numbers:
+            uncompared = "; frozen weights were not compared: they were sharded otherwise"
+        if numbers and number not in numbers:
+            other.append(name)
+    if other:
+        raise ValueError(
+            f"the frozen weights are not those of the saved run {saved.path} ({first_names(other)})"
+            ": load the same base model, in the same dtype"
+        )
+    return uncompared
 
 
 def _load_weights(

@@ -178,6 +178,8 @@ class ShardSaver:
         reports = agree(leads, lambda: _commit(directory, step))
         if leads:
             common = _common([report["steps"] for report in reports if "steps" in report])
+            if self._texts.rank == 0:
+                _warn_of_later(directory, step, common)
             kept = [saved for saved in common if saved <= step][: self._keep]
             # old checkpoints stay until the node of a replica that joined late also has `keep`
             if len(kept) == self._keep:
@@ -282,6 +284,26 @@ class ShardSaver:
         return NotSaved(
             f"checkpoint {name} failed: {report['failure']}{sizes}; {still}", report.get("errno")
         )
+
+
+_warned: set[Path] = set()
+"""Directories that `_warn_of_later` has warned of."""
+
+
+def _warn_of_later(directory: Path, step: int, saved: Sequence[int]) -> None:
+    """Warns once per directory and process if a checkpoint of a step after `step` is among those
+    that are `saved`: of an earlier run, or of this run before it went back to an earlier step."""
+    place = directory.absolute()
+    if place in _warned or max(saved, default=step) <= step:
+        return
+    _warned.add(place)
+    _log.warning(
+        "%s in %s is later than the checkpoint of step %d, which was saved now: a resume would take"
+        " the later one; remove it, or save in another directory",
+        retention.checkpoint_name(max(saved)),
+        directory,
+        step,
+    )
 
 
 def _commit(directory: Path, step: int) -> dict[str, Any]:

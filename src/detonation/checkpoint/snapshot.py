@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from detonation.checkpoint.files.extra_values import encoded_number
 from detonation.checkpoint.files.reader import MOVED, Box
 from detonation.core.agreement import persistent_buffers, python_number
+from detonation.core.compute.checksum import checksum
 from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import Piece, local
 from detonation.core.link import Coordinates
@@ -93,6 +94,22 @@ def plain(key: str, value: Any) -> Any:
     )
 
 
+FROZEN = "frozen."
+"""Prefix of the keys under which a checkpoint describes the frozen weights that it omits."""
+
+
+def frozen_marks(model: nn.Module) -> dict[str, list[Any]]:
+    """The checksum and the box of the local shard of each frozen weight, by name. Waits for the
+    device."""
+    parameters = local_parameters(model)
+    found: dict[str, list[Any]] = {}
+    for name in sorted(frozen_weights(model)):
+        box = Box.of(parameters[name])
+        number = int(checksum(local(parameters[name])))
+        found[name] = [number, [*box.whole], [*box.offset], [*box.shape]]
+    return found
+
+
 _log = logging.getLogger("detonation.checkpoint")
 PADDING = "padding."
 """Prefix of the keys under which a checkpoint names the embeddings whose padding rows get
@@ -144,10 +161,10 @@ def take_snapshot(
             f"the optimizer keeps a state {odd[0]!r} without a parameter: it cannot be saved"
         )
     _warn_of_extra_state(model)
-    if frozen:
-        left_out = set()
-    else:
-        left_out = frozen_weights(model)
+    omitted: dict[str, list[Any]] = {}
+    if not frozen:
+        omitted = frozen_marks(model)
+    left_out = omitted.keys()
     found = {
         f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out
     }
@@ -158,6 +175,7 @@ def take_snapshot(
         k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out
     }
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
+    values |= {FROZEN + name: mark for name, mark in omitted.items()}
     values |= {PADDING + name: 1 for name in used_rows(model)}
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}

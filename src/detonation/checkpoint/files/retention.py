@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from detonation.checkpoint.files import disk
-from detonation.checkpoint.files.manifest import MANIFEST_NAME
+from detonation.checkpoint.files.manifest import MANIFEST_NAME, file_name
 from detonation.whole_files import PROBE
 
 _log = logging.getLogger("detonation.checkpoint")
@@ -67,6 +67,11 @@ def step_of(path: Path) -> int:
     if match:
         return int(match[1] or match[2])
     return -1
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True if `path` is named like a checkpoint, or holds the first file of a checkpoint."""
+    return step_of(path) >= 0 or (path / file_name(0, 0)).is_file()
 
 
 def begin(directory: Path, step: int) -> None:

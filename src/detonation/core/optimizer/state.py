@@ -65,7 +65,8 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 
     Args:
         optimizer: Made by `replicate`, for the same model and scheme.
-        state: The result of `replica_state`.
+        state: The result of `replica_state` after the same step as the weights and the state of
+            the base optimizer. This function cannot tell whether all of them are of one step.
 
     Shapes: as `replica_state`.
 
