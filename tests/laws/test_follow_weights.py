@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import detonation as dt
 from covering import some
+from detonation.checkpoint.files.shard_file import DTYPES
 from detonation.core.flat.tensors import digest
 from detonation.feed.weights import folders
 from detonation.feed.weights.differences import (
@@ -727,6 +728,33 @@ def test_a_reader_of_torch_alone_has_the_same_weights(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(ValueError, match="damaged"):
         runpy.run_path(str(READER))["newest"](tmp_path)
+
+
+class OfEveryShape(nn.Module):
+    """Buffers of one type: a scalar, an empty one, and one of an odd number of bytes where elements are odd."""
+
+    def __init__(self, dtype, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 3), value, dtype=BF16))
+        for shape in ((), (0, 2), (3,)):
+            self.register_buffer(f"of_{len(shape)}", torch.full(shape, value).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.get)
+def test_a_reader_of_torch_alone_has_buffers_of_every_type(tmp_path, dtype, monkeypatch, capsys):
+    trained = OfEveryShape(dtype, 0.0)
+    feed = dt.Feed.of_weights(trained, tmp_path)
+    feed.publish(1)
+    trained.load_state_dict(OfEveryShape(dtype, 1.0).state_dict())
+    feed.publish(2)
+    served = dt.follow(OfEveryShape(dtype, 0.0), tmp_path).model.state_dict()
+    monkeypatch.setattr(sys, "argv", [str(READER), str(tmp_path)])
+    found = runpy.run_path(str(READER), run_name="__main__")["weights"]
+    assert found.keys() == served.keys()
+    for name, own in served.items():
+        assert (found[name].dtype, found[name].shape) == (own.dtype, own.shape)
+    assert digest(found[name] for name in served) == held(trained) == digest(served.values())
+    assert capsys.readouterr().out == f"step 2, 13 values, sha256 {digest(found.values())}\n"
 
 
 def sharded_training(mesh, folder):
