@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import detonation as dt
 from covering import some
 from detonation.checkpoint.files.shard_file import DTYPES
 from detonation.core.flat.tensors import digest
-from detonation.feed.weights import folders
+from detonation.feed.weights import folders, weight_follower
 from detonation.feed.weights.differences import (
     changes,
     decode_difference,
@@ -575,6 +576,47 @@ def test_an_error_of_a_protocol_stops_no_training(monkeypatch):
         assert follower.update() == -1 and "account is closed" in follower.trouble
     loop.step()
     assert follower.update() == 3 and held(follower.model) == loop.hashes[3]
+
+
+def test_a_directory_that_does_not_exist_yet_is_said_and_waited_for(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "typo"
+    said = f"there is no directory {folder} yet: waiting for a trainer that publishes there"
+    follower = reader(folder, wait=False)
+    assert follower.trouble == said and not caplog.messages
+    monkeypatch.setattr(weight_follower, "ABSENT_LINE_S", 0.0)
+    with pytest.raises(dt.errors.LostFeed, match=f"no weights came from .* {re.escape(said)}$"):
+        reader(folder, timeout_s=0.25)
+    assert caplog.messages == [said]  # one line, though it looked several times
+    loop = Loop(folder).step()
+    assert follower.update() == 1 and held(follower.model) == loop.hashes[1]
+    assert not follower.trouble
+    shutil.rmtree(folder)
+    assert follower.update() == 1 and follower.trouble.startswith("the folder cannot be read")
+
+
+@pytest.mark.parametrize(
+    "text, remedy",
+    [
+        ("runs/weights", "give a folder as a Path"),
+        ("{}", "give a folder as a Path"),
+        ("s3://bucket/run", "as RemoteFolder('s3://bucket/run')"),
+    ],
+)
+def test_a_folder_that_is_given_as_text_is_said(tmp_path, text, remedy):
+    folder = tmp_path / "a:7000"
+    folder.mkdir()
+    with pytest.raises(ValueError, match=f"must be HOST:PORT.*{re.escape(remedy)}"):
+        dt.follow(network(), text.format(folder))
+
+
+def test_a_base_of_another_model_is_said_by_its_names(tmp_path):
+    Loop(tmp_path).step()
+    other = network(1).to(BF16)
+    other.register_buffer("extra", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"only one of the two models has extra$"):
+        dt.follow(other, tmp_path)
+    with pytest.raises(ValueError, match=r"has 0.weight, 1.bias, 1.weight and 9 more$"):
+        dt.follow(nn.Linear(1, 1), tmp_path)
 
 
 def test_nothing_but_whole_files_lies_in_a_folder(tmp_path):
