@@ -529,8 +529,10 @@ def test_what_cannot_be_is_said(tmp_path):
         dt.Feed.of_weights(network(), tmp_path, dtype=torch.int8)
     with pytest.raises(ValueError, match="base_every is 0, must be at least 1"):
         dt.Feed.of_weights(network(), tmp_path, base_every=0)
-    with pytest.raises(ValueError, match="step is -1, must be at least 0"):
-        dt.Feed.of_weights(network(), tmp_path).publish(-1)
+    for step in (-1, 2.5, "3", None):
+        said = re.escape(f"step is {step!r}, must be a whole number of at least 0")
+        with pytest.raises(ValueError, match=said):
+            dt.Feed.of_weights(network(), tmp_path).publish(step)
     with pytest.raises(ValueError, match="c is of type"):
         complex_one = nn.ParameterDict({"c": torch.zeros(2, dtype=torch.complex128)})
         dt.Feed.of_weights(complex_one, tmp_path).publish(1)
