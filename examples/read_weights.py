@@ -50,7 +50,7 @@ def newest(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
     about, header, data = opened(base)
     step, state = about["step"], about["state"]
     kinds = {name: (TYPES[each["dtype"]], each["shape"]) for name, each in header.items()}
-    # Tensors whose elements have one byte come last, and a difference counts each of these elements as 16 bits.
+    # Elements of one byte come last, and a difference counts each of them as 16 bits.
     wide = sum(
         kind.itemsize * math.prod(shape) for kind, shape in kinds.values() if kind.itemsize > 1
     )

@@ -77,8 +77,8 @@ def test_a_follower_holds_the_weights_of_each_step(name):
 
 
 def complete_after_synchronize(communicator, scheme):
-    """Whether a follower is complete before `synchronize` and has the weights after it then; its step and whether it
-    has them when it is complete.
+    """Whether a follower is complete before `synchronize`, whether it has the weights after it then,
+    its step when it is complete, and whether it has these weights then.
     """
     model, optimizer = started(communicator, scheme)
     feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)

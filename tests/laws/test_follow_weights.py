@@ -775,7 +775,7 @@ def test_a_reader_of_torch_alone_has_the_same_weights(tmp_path):
 
 
 class OfEveryShape(nn.Module):
-    """Buffers of one type: a scalar, an empty one, and one of an odd number of bytes where elements are odd."""
+    """Buffers of one type: a scalar, an empty one, and one of three elements."""
 
     def __init__(self, dtype, value):
         super().__init__()

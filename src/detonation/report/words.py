@@ -47,8 +47,8 @@ def loss_text(loss: float | None) -> str:
 
 
 def equality(summary: Mapping[str, Any], yes: str = "yes") -> str:
-    """Describes in words whether the replicas of a run were equal, or how far they were apart; "" if
-    an elastic run ended with one replica, which has no other to be equal to.
+    """Describes in words whether the replicas of a run were equal, or how far they were apart. The
+    result is "" if an elastic run ended with one replica.
 
     >>> equality({"replicas_equal": True}), equality({"replicas_equal": True, "replicas_left": 1})
     ('yes', '')

@@ -87,8 +87,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         `trouble` and returns 0, and the next call publishes all changes. If `step` is not above the
         last published step, training returned to an earlier state, and readers get a new base.
 
-        Raises `ValueError` if `step` is no integer or is negative, or if safetensors lacks the type of a tensor,
-        such as complex128.
+        Raises `ValueError` if `step` is no integer or is negative, or if safetensors lacks the type
+        of a tensor, such as complex128.
         """
         if not isinstance(step, Integral) or step < 0:
             raise ValueError(f"step is {step!r}, must be a whole number of at least 0")

@@ -93,8 +93,8 @@ class Losses:
         self._joined: list[Table] = []
 
     def news(self, path: Path, recorder: Recorder) -> list[str]:
-        """Returns warnings about the replicas that were lost since the last call. Shows a line about
-        each replica that has joined since then.
+        """Returns warnings about the replicas that were lost since the last call. Prints a line
+        about each replica that has joined since then.
 
         If the replica that wrote the run directory is lost, the first remaining replica writes it
         from now on.
