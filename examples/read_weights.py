@@ -8,6 +8,7 @@ newest base each time, where `detonation.follow` goes on from what it has.
 
 import hashlib
 import json
+import math
 import sys
 import zlib
 from pathlib import Path
@@ -15,7 +16,11 @@ from typing import Any
 
 import torch
 
-TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64}
+TYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+TYPES |= {"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8}
+TYPES |= {"BOOL": torch.bool}
 
 
 def opened(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytearray]:
@@ -43,7 +48,14 @@ def newest(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """The newest step, and its weights by name."""
     base = sorted(folder.glob("*.base.safetensors"))[-1]
     about, header, data = opened(base)
-    step, state, bits = about["step"], about["state"], torch.frombuffer(data, dtype=torch.int16)
+    step, state = about["step"], about["state"]
+    kinds = {name: (TYPES[each["dtype"]], each["shape"]) for name, each in header.items()}
+    # Elements of one byte come last, and a difference counts each of them as 16 bits.
+    wide = sum(
+        kind.itemsize * math.prod(shape) for kind, shape in kinds.values() if kind.itemsize > 1
+    )
+    octets = torch.frombuffer(data + bytes(1), dtype=torch.uint8)[:-1]  # no buffer may be empty
+    bits = torch.cat([octets[:wide].view(torch.int16), octets[wide:].short()])
     for path in sorted(folder.glob(f"{base.name[:6]}-*.difference.safetensors")):
         about, planes, coded = opened(path)
         if (about["after"], about["before"]) == (step, state):  # older ones are in the base
@@ -51,11 +63,9 @@ def newest(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
             zigzag = numbers(planes, coded, "deltas", about["count"])
             bits[positions] += ((zigzag >> 1) ^ -(zigzag & 1)).short()
             step, state = about["step"], path.name[20:36]
-    parts = {name: data[slice(*each["data_offsets"])] for name, each in header.items()}
-    kinds = {name: (TYPES[each["dtype"]], each["shape"]) for name, each in header.items()}
-    return step, {
-        k: torch.frombuffer(parts[k], dtype=kind).view(shape) for k, (kind, shape) in kinds.items()
-    }
+    octets = torch.cat([bits[: wide // 2].view(torch.uint8), bits[wide // 2 :].to(torch.uint8)])
+    parts = {name: octets[slice(*each["data_offsets"])] for name, each in header.items()}
+    return step, {name: parts[name].view(kind).view(shape) for name, (kind, shape) in kinds.items()}
 
 
 if __name__ == "__main__":

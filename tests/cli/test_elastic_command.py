@@ -14,6 +14,7 @@ from covering import some
 from detonation.checkpoint.files import disk
 from detonation.cluster.survive.agreement import latest_axis_store, note_gone
 from detonation.cluster.survive.membership import Membership
+from detonation.report.terminal import run_rows
 from detonation.train.choice import decide
 from detonation.train.run import joining, run_directory
 from limits import LIMIT_S
@@ -78,6 +79,8 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
     (loss,) = found["losses"]
     assert (loss["replicas"], loss["examples"]) == ([0], [[0, 3]])
+    world = "3 replicas x 1 shards at the start, 2 replicas at the end: 1 lost"
+    assert dict(run_rows(found))["world"] == world
     assert command.stdout.count("may lack its examples 0 to 3; training goes on\n") == 1
     replayed = Command(tmp_path / "replay", "follow", tmp_path / "run", "--json")
     assert replayed.wait() == 0, replayed.errors
@@ -202,6 +205,10 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
         os.kill(newcomer.pid, signal.SIGTERM)
         assert newcomer.wait() == 0, newcomer.errors
         assert "stopped by SIGTERM" in newcomer.stdout and "the others train on" in newcomer.stdout
+        assert (
+            "\nreplica 2 joined after step " in first.stdout
+            and "warning: replica 2 joined" not in first.stdout
+        )
         second.wait_for_step(len(metrics(tmp_path)) + 2)
         os.kill(second.pid, signal.SIGTERM)  # nobody would be left
         assert second.wait() == 0, second.errors

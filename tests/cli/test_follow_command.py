@@ -6,8 +6,15 @@ import signal
 import time
 from functools import partial
 
+import pytest
+import torch
+
+import detonation as dt
 from commands import Command, free_port, write_recipe
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.processes import waiting
 from detonation.feed import publisher, stream
+from detonation.train.verbs import follow as follow_verb
 
 SECRET = {"DETONATION_TOKEN": "a token for tests only"}
 
@@ -73,7 +80,7 @@ def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path, monkeypatch)
     assert last_line(resumed.stdout)["replicas_equal"]
 
 
-def test_a_wrong_token_or_none_is_said_in_one_line(tmp_path):
+def test_a_wrong_token_or_none_is_said_in_one_line(tmp_path, monkeypatch):
     recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
     train = ["train", recipe, "--out", tmp_path / "run", "--publish", address]
     untold = Command(tmp_path / "untold", *train)
@@ -94,7 +101,8 @@ def test_a_wrong_token_or_none_is_said_in_one_line(tmp_path):
     )
     os.kill(trainer.pid, signal.SIGTERM)
     assert trainer.wait() == 0, trainer.stderr
-    nobody = Command(tmp_path / "nobody", *follow, env=SECRET)
+    at_once = partial(monkeypatch.setattr, follow_verb, "START_S", 0.0)
+    nobody = Command(tmp_path / "nobody", *follow, env=SECRET, enter=at_once)
     assert (
         nobody.wait() == 1
         and not (tmp_path / "out").exists()
@@ -102,3 +110,32 @@ def test_a_wrong_token_or_none_is_said_in_one_line(tmp_path):
     )
     said = f"error: cannot follow {address}: Connection refused; check the address, that train --publish runs there"
     assert nobody.stderr.startswith(said)
+
+
+def test_a_follower_waits_for_a_trainer_that_starts_after_it(monkeypatch, caplog):
+    monkeypatch.setenv(*next(iter(SECRET.items())))
+    monkeypatch.setattr(waiting, "MEET_LINE_S", 0.0)
+    address, feeds = f"127.0.0.1:{free_port()}", []
+
+    def read_about(address, token):
+        try:
+            return stream.read_about(address, token)
+        except ConnectionRefusedError:  # so that the trainer starts after the first attempt
+            model = torch.nn.Linear(2, 1)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = dt.replicate(sgd, model, LoopbackCommunicator(2), dt.full())
+            feeds.append(dt.Feed(model, optimizer, address, about={"config": {}}))
+            raise
+
+    monkeypatch.setattr(follow_verb, "read_about", read_about)
+    assert follow_verb._about(address) == {"config": {}} and len(feeds) == 1
+    (line,) = caplog.messages
+    assert line.startswith("this follower has waited for 0 s, at most 300, for ")
+    assert line.endswith(f"{address}: Connection refused")
+    feeds[0].close()
+
+
+def test_an_unknown_host_is_not_waited_for(monkeypatch):
+    monkeypatch.setenv(*next(iter(SECRET.items())))
+    with pytest.raises(dt.errors.DetonationError, match=r"cannot follow nobody\.invalid:1: "):
+        follow_verb._about("nobody.invalid:1")

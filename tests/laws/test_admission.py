@@ -236,14 +236,17 @@ def left_behind(store):
     ("name", "balance"),
     [*((name, False) for name in COMING), ("diloco", True), ("streaming", True)],
 )
-def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance):
+def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance, caplog):
     store, scheme = HashStore(), TALKING[name]
     members = [
         lambda replica=replica: member(store, replica, scheme, balance)
         for replica in range(REPLICAS)
     ]
-    ends = together(*members, lambda: newcomer(store, scheme))
+    with caplog.at_level("INFO", "detonation.feed"):
+        ends = together(*members, lambda: newcomer(store, scheme))
     assert len(ends) == REPLICAS + 1
+    assert caplog.text.count(" has joined") == 1, caplog.text
+    assert "have changed" not in caplog.text
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
 
 

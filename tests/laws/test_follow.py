@@ -76,6 +76,32 @@ def test_a_follower_holds_the_weights_of_each_step(name):
     assert seen == [True] * (STEPS - JOINED_AFTER + 2)
 
 
+def complete_after_synchronize(communicator, scheme):
+    """Whether a follower is complete before `synchronize`, whether it has the weights after it then,
+    its step when it is complete, and whether it has these weights then.
+    """
+    model, optimizer = started(communicator, scheme)
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    served = built(Plain)
+    with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
+        while not feed.followers:
+            follower.update(wait_s=0.01)
+        advance(model, optimizer, 0, range(JOINED_AFTER))
+        follower.update(to=JOINED_AFTER)
+        before = follower.complete, held(served)
+        optimizer.synchronize()
+        while not follower.complete:
+            follower.update(wait_s=1)
+        return before[0], before[1] == held(model), follower.step, held(served) == held(model)
+
+
+@pytest.mark.parametrize("scheme", [dt.loco(delay=2), dt.diloco(every=4)])
+def test_a_follower_is_complete_when_it_has_the_weights_after_synchronize(scheme):
+    found = complete_after_synchronize(LoopbackCommunicator(2), scheme)
+    assert found == (False, False, JOINED_AFTER, True)
+
+
 def went_back(communicator, scheme):
     """Whether a follower has the weights of each step after training went back, and the copies that came."""
     model, optimizer = started(communicator, scheme)

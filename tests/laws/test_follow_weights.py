@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 import detonation as dt
 from covering import some
+from detonation.checkpoint.files.shard_file import DTYPES
 from detonation.core.flat.tensors import digest
-from detonation.feed.weights import folders
+from detonation.feed.weights import folders, weight_follower
 from detonation.feed.weights.differences import (
     changes,
     decode_difference,
@@ -527,8 +529,10 @@ def test_what_cannot_be_is_said(tmp_path):
         dt.Feed.of_weights(network(), tmp_path, dtype=torch.int8)
     with pytest.raises(ValueError, match="base_every is 0, must be at least 1"):
         dt.Feed.of_weights(network(), tmp_path, base_every=0)
-    with pytest.raises(ValueError, match="step is -1, must be at least 0"):
-        dt.Feed.of_weights(network(), tmp_path).publish(-1)
+    for step in (-1, 2.5, "3", None):
+        said = re.escape(f"step is {step!r}, must be a whole number of at least 0")
+        with pytest.raises(ValueError, match=said):
+            dt.Feed.of_weights(network(), tmp_path).publish(step)
     with pytest.raises(ValueError, match="c is of type"):
         complex_one = nn.ParameterDict({"c": torch.zeros(2, dtype=torch.complex128)})
         dt.Feed.of_weights(complex_one, tmp_path).publish(1)
@@ -574,6 +578,47 @@ def test_an_error_of_a_protocol_stops_no_training(monkeypatch):
         assert follower.update() == -1 and "account is closed" in follower.trouble
     loop.step()
     assert follower.update() == 3 and held(follower.model) == loop.hashes[3]
+
+
+def test_a_directory_that_does_not_exist_yet_is_said_and_waited_for(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "typo"
+    said = f"there is no directory {folder} yet: waiting for a trainer that publishes there"
+    follower = reader(folder, wait=False)
+    assert follower.trouble == said and not caplog.messages
+    monkeypatch.setattr(weight_follower, "ABSENT_LINE_S", 0.0)
+    with pytest.raises(dt.errors.LostFeed, match=f"no weights came from .* {re.escape(said)}$"):
+        reader(folder, timeout_s=0.25)
+    assert caplog.messages == [said]  # one line, though it looked several times
+    loop = Loop(folder).step()
+    assert follower.update() == 1 and held(follower.model) == loop.hashes[1]
+    assert not follower.trouble
+    shutil.rmtree(folder)
+    assert follower.update() == 1 and follower.trouble.startswith("the folder cannot be read")
+
+
+@pytest.mark.parametrize(
+    "text, remedy",
+    [
+        ("runs/weights", "give a folder as a Path"),
+        ("{}", "give a folder as a Path"),
+        ("s3://bucket/run", "as RemoteFolder('s3://bucket/run')"),
+    ],
+)
+def test_a_folder_that_is_given_as_text_is_said(tmp_path, text, remedy):
+    folder = tmp_path / "a:7000"
+    folder.mkdir()
+    with pytest.raises(ValueError, match=f"must be HOST:PORT.*{re.escape(remedy)}"):
+        dt.follow(network(), text.format(folder))
+
+
+def test_a_base_of_another_model_is_said_by_its_names(tmp_path):
+    Loop(tmp_path).step()
+    other = network(1).to(BF16)
+    other.register_buffer("extra", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"only one of the two models has extra$"):
+        dt.follow(other, tmp_path)
+    with pytest.raises(ValueError, match=r"has 0.weight, 1.bias, 1.weight and 9 more$"):
+        dt.follow(nn.Linear(1, 1), tmp_path)
 
 
 def test_nothing_but_whole_files_lies_in_a_folder(tmp_path):
@@ -727,6 +772,33 @@ def test_a_reader_of_torch_alone_has_the_same_weights(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(ValueError, match="damaged"):
         runpy.run_path(str(READER))["newest"](tmp_path)
+
+
+class OfEveryShape(nn.Module):
+    """Buffers of one type: a scalar, an empty one, and one of three elements."""
+
+    def __init__(self, dtype, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 3), value, dtype=BF16))
+        for shape in ((), (0, 2), (3,)):
+            self.register_buffer(f"of_{len(shape)}", torch.full(shape, value).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.get)
+def test_a_reader_of_torch_alone_has_buffers_of_every_type(tmp_path, dtype, monkeypatch, capsys):
+    trained = OfEveryShape(dtype, 0.0)
+    feed = dt.Feed.of_weights(trained, tmp_path)
+    feed.publish(1)
+    trained.load_state_dict(OfEveryShape(dtype, 1.0).state_dict())
+    feed.publish(2)
+    served = dt.follow(OfEveryShape(dtype, 0.0), tmp_path).model.state_dict()
+    monkeypatch.setattr(sys, "argv", [str(READER), str(tmp_path)])
+    found = runpy.run_path(str(READER), run_name="__main__")["weights"]
+    assert found.keys() == served.keys()
+    for name, own in served.items():
+        assert (found[name].dtype, found[name].shape) == (own.dtype, own.shape)
+    assert digest(found[name] for name in served) == held(trained) == digest(served.values())
+    assert capsys.readouterr().out == f"step 2, 13 values, sha256 {digest(found.values())}\n"
 
 
 def sharded_training(mesh, folder):

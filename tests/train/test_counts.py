@@ -70,3 +70,26 @@ def test_poison_ends_a_run_in_a_line(train, poison, monkeypatch, late):
 )
 def test_what_a_checkpoint_says_in_other_than_numbers_counts_as_nothing(extra):
     assert saved_counts(extra) == NOTHING
+
+
+ELASTIC = {
+    **{"scheme": "demo", "optimizer": "AdamW", "model": "lm", "data": "text", "num_parameters": 9},
+    **{"train_loss": 1.0, "val_loss": 1.0, "seconds": 1.0, "median_step_seconds": 0.1, "steps": 9},
+    **{"examples_per_second": 1.0, "bytes_sent_per_step": 10.0, "bytes_full_sync_per_step": 100},
+    **{"reduction": 10.0, "fingerprint": "0" * 64, "replicas": 2, "shards": 1},
+    **{"replicas_equal": True, "replicas_left": 2, "losses": [], "joined": []},
+}
+"""The summary of an elastic run whose two replicas trained to its end."""
+
+
+def test_the_table_of_an_elastic_run_says_which_replicas_were_lost_and_joined():
+    rows = dict(run_rows(ELASTIC))
+    assert rows["world"] == "2 replicas x 1 shards" and rows["replicas equal"] == "yes, bitwise"
+    assert rows["full synchronisation"] == "100 B per step"
+    losses = [{"replicas": [1]}, {"replicas": [2], "left": True}]
+    changed = {"replicas_left": 1, "losses": losses, "joined": [{"replicas": [2]}]}
+    rows = dict(run_rows({**ELASTIC, **changed}))
+    start, end = "2 replicas x 1 shards at the start", "1 replica at the end"
+    assert rows["world"] == f"{start}, {end}: 1 lost, 1 left, 1 joined"
+    assert rows["full synchronisation"] == "100 B per step, with the replicas that each step had"
+    assert "replicas equal" not in rows  # it has no other to be equal to

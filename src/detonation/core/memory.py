@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 
+from detonation.choices import first_names
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket, KeptRows
 
@@ -181,11 +182,14 @@ class Memory:
 
 
 def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
-    """Raises `ValueError` if the saved state `what` has other keys than the current state."""
+    """Raises `ValueError` if the saved state `what` has other keys than the current state.
+
+    >>> require_same_keys("the saved state", ["0.residual.weight"], [])
+    Traceback (most recent call last):
+    ValueError: the saved state is of another model or scheme: it differs in 0.residual.weight
+    """
     if odd := sorted({*current} ^ {*saved}):
-        raise ValueError(
-            f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"
-        )
+        raise ValueError(f"{what} is of another model or scheme: it differs in {first_names(odd)}")
 
 
 @dataclass(frozen=True)

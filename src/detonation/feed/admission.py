@@ -165,6 +165,7 @@ class Admission:
         self._copies = 0
         self._asked = False
         self._feed.ahead = self._user.turns_ahead
+        self._feed.has_joined = lambda: guest in self._axis.layout
         self._before = self._optimizer.observer
         if self._before is None:
             self._optimizer.record(self._feed)

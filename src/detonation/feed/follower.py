@@ -163,6 +163,11 @@ class Follower(AbstractContextManager["Follower"]):
         After a lost connection the model may return to an earlier step, because training may have
         restarted from a checkpoint.
 
+        If training calls `synchronize` after step `to`, `update(to=...)` may return the weights
+        from before that call, because the follower learns of the call only when its messages
+        arrive. Under a scheme with rounds or with a delay, repeat `update(wait_s=...)` until
+        `complete` is True. The model then has the weights after `synchronize`.
+
         Args:
             to: Apply steps up to this one, and wait for it.
             wait_s: Seconds to wait for anything new (by default 0), or with `to` for that step (by
@@ -431,12 +436,13 @@ def follow(
         >>> follow(nn.Linear(8, 1), "127.0.0.1", token=b"0123456789abcdef")
         Traceback (most recent call last):
         ...
-        ValueError: the address is '127.0.0.1', must be HOST:PORT such as 127.0.0.1:7000
+        ValueError: '127.0.0.1' must be HOST:PORT, such as 127.0.0.1:7000; give a folder as a Path
     """
     if most_behind < 1:
         raise ValueError(f"most_behind is {most_behind}, must be at least 1")
     follower: Follower | WeightFollower
     if isinstance(address, str):
+        _require_no_folder(address)
         follower = Follower(model, address, checked_token(token), optimizer, most_behind)
     elif token is not None or optimizer is not None:
         raise ValueError("a directory of weights takes neither token nor optimizer")
@@ -454,3 +460,15 @@ def follow(
         follower.close()
         raise
     return follower
+
+
+def _require_no_folder(address: str) -> None:
+    """Raises `ValueError` if `address` is the text of a folder, because only a `Path` or a
+    `RemoteFolder` is one.
+    """
+    if "://" in address:
+        raise ValueError(f"{address!r} must be HOST:PORT, or a folder as RemoteFolder({address!r})")
+    if ":" not in address or Path(address).is_dir():
+        raise ValueError(
+            f"{address!r} must be HOST:PORT, such as 127.0.0.1:7000; give a folder as a Path"
+        )

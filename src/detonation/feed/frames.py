@@ -319,6 +319,16 @@ class Subscription:
             self._changed.notify()
 
     def drop(self, reason: str) -> None:
+        if self._hang_up():
+            _log.warning("%s no longer follows: %s", self.peer, reason)
+
+    def let_in(self) -> None:
+        """Ends the connection to a follower that has joined training as a replica."""
+        if self._hang_up():
+            _log.info("%s has joined", self.peer)
+
+    def _hang_up(self) -> bool:
+        """Ends the connection; returns False if it has ended before."""
         with self._changed:
             was = self.alive
             self.alive = False
@@ -326,7 +336,7 @@ class Subscription:
             self._changed.notify()
         if was:
             self._connection.close()
-            _log.warning("%s no longer follows: %s", self.peer, reason)
+        return was
 
     def _send(self) -> None:
         kind = ALIVE

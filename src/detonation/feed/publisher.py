@@ -131,6 +131,8 @@ class Feed(StepRecorder):
         """
         self.ahead: Callable[[], int] = lambda: 0
         """Returns a number that the feed adds to each copy of the state; see `Follower.ahead`."""
+        self.has_joined: Callable[[], bool] = lambda: False
+        """Returns True if the process that follows this feed has joined training as a replica."""
         self._synchronized = 0  # calls of `synchronize` since the last step
         self._sent: dict[int, bytes] = {}  # contents of the model's buffers when last sent
         self.records = self._closed = False
@@ -219,6 +221,15 @@ class Feed(StepRecorder):
             each.drop(reason)
         self._sort_out()
 
+    def _end_subscriptions(self) -> None:
+        """Disconnects the followers after a change of the optimizer's levels."""
+        if self.has_joined():
+            for each in self._subscribed:
+                each.let_in()
+        self.disconnect(
+            "replicas, settings or trained parameters have changed, and it takes another copy"
+        )
+
     def end(self, what: str, optimizer: Replicated) -> None:
         """Sends the records of a step, or of a call of `synchronize`, to the followers when it has
         ended.
@@ -237,9 +248,7 @@ class Feed(StepRecorder):
         if not self._coming and not self._subscribed:
             return
         if optimizer.build() is not self._levels:
-            self.disconnect(
-                "replicas, settings or trained parameters have changed (it joins, or takes a copy)"
-            )
+            self._end_subscriptions()
             self._levels = optimizer.build()
         if self._subscribed:
             self.add_written()

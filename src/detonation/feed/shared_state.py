@@ -14,6 +14,7 @@ from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_content
 from detonation.checkpoint.restore import load_base_state
 from detonation.checkpoint.snapshot import Snapshot, weights
+from detonation.choices import first_names
 from detonation.core.flat.padding_rows import note_padding
 from detonation.core.flat.tensors import local, padding_row
 from detonation.core.optim import SignSGD
@@ -179,7 +180,7 @@ def load_shared_state(
     )
     if odd:
         raise ValueError(
-            f"the state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"
+            f"the state is of another model or scheme: it differs in {first_names(odd)}"
         )
     for level, replicator in enumerate(optimizer.build()):
         mine = {}

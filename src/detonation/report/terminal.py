@@ -23,9 +23,11 @@ from detonation.report.words import (
     factor,
     less_text,
     loss_text,
+    membership_changes,
     printable,
     rate,
     size_text,
+    world_text,
 )
 
 HEADS = (
@@ -194,7 +196,7 @@ def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         sent = size_text(summary["bytes_sent_per_step"])
         less = factor(summary["reduction"])
         step = duration(summary["median_step_seconds"])
-        rows.append((trained, text, sent, less, step, equality(summary)))
+        rows.append((trained, text, sent, less, step, equality(summary) or "-"))
     return rows
 
 
@@ -220,13 +222,16 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary.get("shard_wire"):
         sent = size_text(summary["shard_bytes_per_step"])
         wire = f"{sent} per step: {summary['shard_wire']}"
+    full_sync = f"{size_text(summary['bytes_full_sync_per_step'])} per step"
+    if membership_changes(summary):
+        full_sync += ", with the replicas that each step had"
     refused = ""
     if summary.get("refused"):
         refused = f"{summary['refused']:,} messages"
     rows = [
         ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
         ("adapted to", summary.get("adapted_to", "")),
-        ("world", f"{summary['replicas']} replicas x {summary['shards']} shards{virtual}"),
+        ("world", world_text(summary) + virtual),
         (
             "model",
             f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}",
@@ -243,7 +248,7 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak memory", memory),
         ("sent per replica", f"{size_text(summary['bytes_sent_per_step'])} per step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
-        ("full synchronisation", f"{size_text(summary['bytes_full_sync_per_step'])} per step"),
+        ("full synchronisation", full_sync),
         ("reduction", factor(summary["reduction"])),
         ("sent between its nodes", wire),
         ("skipped", _skipped(summary.get("skipped", {}))),

@@ -47,18 +47,60 @@ def loss_text(loss: float | None) -> str:
 
 
 def equality(summary: Mapping[str, Any], yes: str = "yes") -> str:
-    """Describes in words whether the replicas of a run were equal, or how far they were apart.
+    """Describes in words whether the replicas of a run were equal, or how far they were apart. The
+    result is "" if an elastic run ended with one replica.
 
-    >>> equality({"replicas_equal": True})
-    'yes'
+    >>> equality({"replicas_equal": True}), equality({"replicas_equal": True, "replicas_left": 1})
+    ('yes', '')
     >>> equality({"replicas_equal": False, "replicas_apart": 2.5e-7})
     'close, 2.5e-07 of a norm apart'
     """
+    if summary.get("replicas_left") == 1:
+        return ""
     if summary["replicas_equal"]:
         return yes
     if "replicas_apart" in summary:
         return f"close, {summary['replicas_apart']:.1e} of a norm apart"
     return "no"
+
+
+def world_text(summary: Mapping[str, Any]) -> str:
+    """Describes the replicas and shards of a run. Of an elastic run whose replicas have changed, it
+    also says how many replicas were lost, left as asked, and joined.
+
+    >>> run = {"replicas": 2, "shards": 1, "replicas_left": 2, "losses": []}
+    >>> world_text(run)
+    '2 replicas x 1 shards'
+    >>> changes = {"losses": [{"replicas": [1]}], "joined": [{"replicas": [2]}]}
+    >>> world_text({**run, **changes})
+    '2 replicas x 1 shards at the start, 2 replicas at the end: 1 lost, 1 joined'
+    """
+    start = f"{summary['replicas']} replicas x {summary['shards']} shards"
+    changes = membership_changes(summary)
+    if not changes:
+        return start
+    left = summary["replicas_left"]
+    end = f"{left} replica{'s' * (left != 1)} at the end"
+    counts = ", ".join(f"{count} {what}" for what, count in changes.items())
+    return f"{start} at the start, {end}: {counts}"
+
+
+def membership_changes(summary: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the number of replicas that an elastic run lost, that left it as asked, and that
+    joined it, without those that are 0.
+
+    >>> losses = [{"replicas": [0, 1]}, {"replicas": [2], "left": True}]
+    >>> membership_changes({"losses": losses})
+    {'lost': 2, 'left': 1}
+    """
+    counts = dict.fromkeys(("lost", "left", "joined"), 0)
+    for loss in summary.get("losses", ()):
+        kind = "lost"
+        if loss.get("left"):
+            kind = "left"
+        counts[kind] += len(loss["replicas"])
+    counts["joined"] = sum(len(each["replicas"]) for each in summary.get("joined", ()))
+    return {what: count for what, count in counts.items() if count}
 
 
 def less_text(value: float | None) -> str:

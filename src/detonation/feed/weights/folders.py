@@ -23,6 +23,7 @@ class Folder(Protocol):
     """A folder whose files are found by name.
 
     Readers must see each file complete or not at all. All methods raise `OSError` on failure.
+    `names` raises `FileNotFoundError` if a trainer must make the folder and has not made it yet.
     """
 
     def names(self) -> list[str]: ...
@@ -44,9 +45,7 @@ class LocalFolder:
         self._path.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        if self._path.exists():
-            return [path.name for path in self._path.iterdir()]
-        return []
+        return [path.name for path in self._path.iterdir()]
 
     def read(self, name: str) -> bytearray:
         with reading(self._path / name) as file:

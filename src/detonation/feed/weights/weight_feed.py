@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,12 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         `trouble` and returns 0, and the next call publishes all changes. If `step` is not above the
         last published step, training returned to an earlier state, and readers get a new base.
 
-        Raises `ValueError` if `step` is negative, or if safetensors lacks the type of a tensor,
-        such as complex128.
+        Raises `ValueError` if `step` is no integer or is negative, or if safetensors lacks the type
+        of a tensor, such as complex128.
         """
-        if step < 0:
-            raise ValueError(f"step is {step}, must be at least 0")
+        if not isinstance(step, Integral) or step < 0:
+            raise ValueError(f"step is {step!r}, must be a whole number of at least 0")
+        step = int(step)  # JSON has no integers of NumPy
         tensors = weights(self._model)
         like = self._published(tensors)
         before = self.bytes_written

@@ -1,6 +1,7 @@
 """Reader of a weight feed: sets the weights of a model from the files of the feed, bit for bit."""
 
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.snapshot import weights
+from detonation.choices import first_names
 from detonation.core.flat.tensors import digest
 from detonation.feed.token import LostFeed
 from detonation.feed.weights.differences import (
@@ -27,6 +29,9 @@ from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, Weigh
 
 POLL_S = 0.1
 """Seconds between two looks for new files in the folder."""
+ABSENT_LINE_S = 3.0
+"""Seconds without a directory before a follower logs that it waits for one."""
+_log = logging.getLogger("detonation.feed")
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
     model: the argument of `follow`. step: the step of training; -1 before the first base (a file
     with all weights). joins: number of loaded bases. trouble: the reason why a file could not be
-    used; "" if all files could be used.
+    used, or why there are no files; "" if all files could be used.
     """
 
     def __init__(self, model: nn.Module, folder: Folder) -> None:
@@ -73,6 +78,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self.step = -1
         self.joins = 0
         self.trouble = ""
+        self._absent_line_due = time.monotonic() + ABSENT_LINE_S
+        self._absent = ""  # says that there is no directory; "" if there is one
+        self._files()
 
     @property
     def behind(self) -> int:
@@ -175,10 +183,27 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def _files(self) -> list[WeightFile]:
         """Returns the files of the feed; empty while the folder cannot be read."""
         try:
-            return WeightFile.known(self._folder.names())
+            names = self._folder.names()
         except OSError as error:  # a mounted folder may be unavailable for a while
             self.trouble = f"the folder cannot be read: {error}"
+            if isinstance(error, FileNotFoundError) and self.step < 0:
+                self._wait_for_directory(error.filename)
             return []
+        if self.trouble == self._absent:
+            self.trouble = ""
+        return WeightFile.known(names)
+
+    def _wait_for_directory(self, directory: str) -> None:
+        """Sets `trouble` while a trainer has not made its directory yet. Logs `trouble` once after
+        `ABSENT_LINE_S` seconds.
+        """
+        self._absent = (
+            f"there is no directory {directory} yet: waiting for a trainer that publishes there"
+        )
+        self.trouble = self._absent
+        if time.monotonic() >= self._absent_line_due:
+            self._absent_line_due = math.inf
+            _log.warning("%s", self.trouble)
 
     def _is_end(self, files: Sequence[WeightFile]) -> bool:
         """True if `files` say that training has ended at the step of the model."""
@@ -245,8 +270,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
             raise ValueError(
-                f"training has another model: {odd[0]} and {len(odd) - 1} more are in only one of"
-                " the models"
+                f"training has another model: only one of the two models has {first_names(odd)}"
             )
         for name, new in tensors.items():
             own = self._tensors[name]

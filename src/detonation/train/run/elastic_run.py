@@ -90,9 +90,11 @@ class Losses:
             self._world = session.world
         self._lock: directory.RunDirectory | None = None
         self._losses: list[Table] = []
+        self._joined: list[Table] = []
 
     def news(self, path: Path, recorder: Recorder) -> list[str]:
-        """Returns lines about the replicas that were lost or have joined since the last call.
+        """Returns warnings about the replicas that were lost since the last call. Prints a line
+        about each replica that has joined since then.
 
         If the replica that wrote the run directory is lost, the first remaining replica writes it
         from now on.
@@ -106,6 +108,8 @@ class Losses:
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
         self._told = len(self._world.losses)
+        for change in new:
+            self._note_joined(change, recorder)
         lines = [line for change in new for line in self._lines(change)]
         self._members = self._world.members
         if took_over:  # this rank printed no lines when the first rank was lost
@@ -118,11 +122,16 @@ class Losses:
         assert self._world is not None
         own = self._session.optimizer.coordinates
         number = self._world.members[own.replica]
+        self._joined.append({"replicas": [number], "last_step": step})
         return f"came in after step {step}, as replica {number}; {own.replicas} replicas train"
 
-    def _lines(self, change: SurvivedLoss) -> Iterator[str]:
+    def _note_joined(self, change: SurvivedLoss, recorder: Recorder) -> None:
+        """Counts and shows the replicas that have joined."""
         if change.came:
-            yield f"{in_words(change.came)} joined after step {change.next_step}"
+            self._joined.append({"replicas": [*change.came], "last_step": change.next_step})
+            recorder.show([f"{in_words(change.came)} joined after step {change.next_step}"])
+
+    def _lines(self, change: SurvivedLoss) -> Iterator[str]:
         if not change.replicas:
             return
         norm = memory_norm(self._session.optimizer)
@@ -147,9 +156,8 @@ class Losses:
             f"lost {names} after step {change.next_step}, with the memory (here of norm"
             f" {norm:.3g}); the others went on {seconds:.2f} s after the notice"
         )
-        if examples:
-            named = " and ".join(f"{first} to {last}" for first, last in examples)
-            line += f"; step {change.next_step} may lack its examples {named}"
+        if shares:
+            line += f"; step {change.next_step} may lack its {examples_in_words(shares)}"
         yield line
 
     def _share(self, replica: int) -> range:
@@ -167,6 +175,7 @@ class Losses:
         return {
             "replicas_left": self._session.optimizer.coordinates.replicas,
             "losses": self._losses,
+            "joined": self._joined,
         }
 
     def close(self, has_left: bool) -> None:
@@ -177,3 +186,16 @@ class Losses:
             self._world.close()
         if self._lock is not None:
             self._lock.close()
+
+
+def examples_in_words(shares: Sequence[range]) -> str:
+    """Describes the examples in `shares`, of which none is empty.
+
+    >>> examples_in_words([range(2, 3)]), examples_in_words([range(2), range(4, 5)])
+    ('example 2', 'examples 0 to 1 and 4')
+    """
+    noun = "example"
+    if sum(map(len, shares)) > 1:
+        noun = "examples"
+    ends = [dict.fromkeys((share.start, share.stop - 1)) for share in shares]
+    return f"{noun} {' and '.join(' to '.join(map(str, each)) for each in ends)}"

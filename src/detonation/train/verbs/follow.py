@@ -3,6 +3,7 @@ from an update log.
 """
 
 import contextlib
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import RunError
+from detonation.cluster.processes.waiting import Awaited
 from detonation.feed.follower import follow
 from detonation.feed.stream import read_about
 from detonation.feed.token import Refused, read_token
@@ -23,6 +25,10 @@ from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import from_table, to_table
 from detonation.train.verbs.replay_run import replay_run, saved_run
+
+START_S = 300.0
+"""Seconds to wait for a trainer that does not listen yet, as long as replicas wait to meet."""
+_RETRY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,11 @@ def follow_run(request: Following) -> Table:
 
 def _about(address: str) -> Table:
     """Returns the description of the run that `address` publishes. Raises `RunError` if the run
-    does not answer.
+    refuses this process, or does not answer within `START_S` seconds.
     """
     token = read_token()
     try:
-        return read_about(address, token)
+        return _awaited_about(address, token)
     except Refused as error:
         remedy = (
             "give this command the token of the run, and the version of detonation that the run has"
@@ -111,6 +117,30 @@ def _about(address: str) -> Table:
             "check the address, that train --publish runs there, and that no firewall is between"
         )
         raise RunError(f"cannot follow {address}: {error.strerror or error}; {remedy}") from error
+
+
+def _awaited_about(address: str, token: bytes) -> Table:
+    """Waits until a trainer listens at `address`, and returns the description of its run.
+
+    Raises the last `OSError` after `START_S` seconds, but at once if the feed refuses this process
+    or if the host is unknown.
+    """
+    awaited = Awaited("this follower", START_S)
+    while True:
+        try:
+            return read_about(address, token)
+        except (Refused, socket.gaierror):
+            raise
+        except OSError as error:
+            _wait_after(error, awaited, address)
+
+
+def _wait_after(error: OSError, awaited: Awaited, address: str) -> None:
+    """Waits before the next attempt to reach `address`. Raises `error` if the time is over."""
+    try:
+        awaited.wait(lambda: f"{address}: {error.strerror or error}", _RETRY_S)
+    except TimeoutError:
+        raise error from None
 
 
 def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
