@@ -291,10 +291,10 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """Loads the checkpoint `found` into `model` and `optimizer`. All ranks must call this function
     together.
 
-    Raises `ValueError` on all ranks if the checkpoint is of another run, and `OverlapError` between
-    a call of `overlap` and its step. In both cases no state has changed.
+    Gradients that `overlap` has sent and that no step has used are dropped. Raises `ValueError` on
+    all ranks if the checkpoint is of another run; then no other state has changed.
     """
-    optimizer.refuse_overlap()
+    optimizer.drop_overlap()
     texts = texts_between(model, optimizer)
     with _refused_together(found, texts):
         extra = found.manifest.given

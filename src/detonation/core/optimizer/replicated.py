@@ -474,6 +474,14 @@ class Replicated(OptimizerWrapper):
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
+    def drop_overlap(self) -> None:
+        """Drops gradients that `overlap` has sent and that no step has used, because all ranks load
+        a state. Collective if `overlap` has begun.
+        """
+        self._held_back = False
+        for replicator in self._replicators or []:
+            replicator.drop_overlap()
+
     def _begin_anew(self) -> None:
         """Makes observers start new records, because old ones lack padding rows that now move."""
         self._replicators = [*self.build()]

@@ -90,11 +90,12 @@ def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[
     """Returns the tensors of a saved `state` after checking their names and shapes, and builds the
     levels of replication for the saved parameters.
 
-    The result is empty for a state that was saved before the first step. Raises `ValueError` if the
-    tensors do not fit this model and scheme, and `OverlapError` if gradients were sent in `overlap`
-    and their step is missing. After an error, nothing has changed.
+    The result is empty for a state that was saved before the first step. Gradients that `overlap`
+    has sent and that no step has used are dropped, so all ranks must call this function. Raises
+    `ValueError` if the tensors do not fit this model and scheme. After an error, nothing else has
+    changed.
     """
-    optimizer.refuse_overlap()
+    optimizer.drop_overlap()
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
     if saved:
         with optimizer.levels_back_on_error():
@@ -175,7 +176,7 @@ def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:
 
 def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> None:
     """Implements `Replicated.load_state_dict`."""
-    optimizer.refuse_overlap()
+    optimizer.drop_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
     mark = (  # prefix of saved keys that belong to this replica alone

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -159,6 +159,34 @@ class Overlap:
         return self._transfer, equal
 
     @torch.no_grad()
+    def abandon(self) -> None:
+        """Ends the exchange without using any gradient. All ranks call it.
+
+        Ranks may have sent different numbers of buckets. So each rank first sends zeros in place of
+        its remaining buckets, and then waits for all messages. If `may_send` returned False, no
+        rank has sent a bucket, and this method does nothing.
+        """
+        if not self._may_send:
+            return
+        if self._stream:
+            self._stream.wait_for_current()
+        with self._sending():
+            self._channel.send_zeros(self._transfer, self._left)
+        self._left.clear()
+        if self._stream:
+            self._stream.join()
+        self._channel.abandon(self._transfer)
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Context manager in which buckets are encoded and sent."""
+        with ExitStack() as stack:
+            if self._stream:
+                stack.enter_context(self._stream.active())
+            stack.enter_context(self._channel.runtime.exact_arithmetic())
+            yield
+
+    @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # no rank used the parameter; its zero gradient was removed
             return
@@ -195,10 +223,7 @@ class Overlap:
         numbers = list(pipeline.bucket.parameters)
         names = [self._names[number] for number in numbers]
         parameters = {name: self._parameters[name] for name in names}
-        sending: AbstractContextManager[Any] = nullcontext()
-        if self._stream:
-            sending = self._stream.active()
-        with sending, self._channel.runtime.exact_arithmetic():
+        with self._sending():
             for number, gradient in zip(numbers, local_gradients(parameters), strict=True):
                 signals[number] = gradient
                 if gradient is not None:
