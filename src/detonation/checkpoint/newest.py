@@ -217,7 +217,8 @@ def load_checkpoint(
     saved run, training continues bit for bit as if it had not been interrupted. With other numbers,
     weights on which all replicas agreed are exact, and the memories of unsent values are merged as
     `detonation.checkpoint.elastic` describes. Incomplete checkpoints are skipped; the log gives the
-    reason for each.
+    reason for each. Gradients that `overlap` sent and no step used, as after an `OverlapError`, are
+    dropped.
 
     Returns:
         The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint.

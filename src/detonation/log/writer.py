@@ -62,7 +62,8 @@ class UpdateLog(StepRecorder):
     begins at that state. The steps in this file replace the steps that were recorded before.
 
     Args:
-        directory: For the files of this run alone; made if it is missing.
+        directory: For the files of this run alone; made if it is missing. If it holds the log of an
+            earlier run, a run that starts at step 0 replaces this log and warns.
         fsync_every: Number of steps after which the log is forced to the disk. With 0 the system
             decides: nothing is lost if a process dies, and some seconds if the machine does.
 

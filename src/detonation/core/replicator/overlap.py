@@ -24,7 +24,8 @@ SAMPLED_VALUES = 1024
 
 class OverlapError(DetonationError, RuntimeError):
     """Raised if gradients that backward sent in `overlap` changed after they were sent, or were
-    computed twice, or if no `step()` followed.
+    computed twice, or if no `step()` followed. Training can continue after all ranks have loaded a
+    checkpoint or a state.
     """
 
 
