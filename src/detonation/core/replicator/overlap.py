@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -169,23 +169,16 @@ class Overlap:
         """
         if not self._may_send:
             return
+        sending: AbstractContextManager[Any] = nullcontext()
         if self._stream:
             self._stream.wait_for_current()
-        with self._sending():
+            sending = self._stream.active()
+        with sending, self._channel.runtime.exact_arithmetic():
             self._channel.send_zeros(self._transfer, self._left)
         self._left.clear()
         if self._stream:
             self._stream.join()
         self._channel.abandon(self._transfer)
-
-    @contextmanager
-    def _sending(self) -> Iterator[None]:
-        """Context manager in which buckets are encoded and sent."""
-        with ExitStack() as stack:
-            if self._stream:
-                stack.enter_context(self._stream.active())
-            stack.enter_context(self._channel.runtime.exact_arithmetic())
-            yield
 
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
@@ -224,7 +217,10 @@ class Overlap:
         numbers = list(pipeline.bucket.parameters)
         names = [self._names[number] for number in numbers]
         parameters = {name: self._parameters[name] for name in names}
-        with self._sending():
+        sending: AbstractContextManager[Any] = nullcontext()
+        if self._stream:
+            sending = self._stream.active()
+        with sending, self._channel.runtime.exact_arithmetic():
             for number, gradient in zip(numbers, local_gradients(parameters), strict=True):
                 signals[number] = gradient
                 if gradient is not None:
