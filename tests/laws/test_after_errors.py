@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 import detonation as dt
+import worlds
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement.desync import Difference, repaired
 from detonation.core.flat.tensors import digest
+from detonation.core.schemes import buckets
 from worlds import caught
 from zoo import Plain, batch, built
 
@@ -19,8 +22,9 @@ SCHEMES = {"demo": dt.demo(), "full": dt.full(), "diloco": dt.diloco(every=2)}
 class Trained:
     """A replica that takes one step at a time."""
 
-    def __init__(self, communicator, scheme):
-        self.replica, self.model = communicator.replica, built(Plain)
+    def __init__(self, communicator, scheme, replica=None):
+        self.replica = communicator.replica if replica is None else replica
+        self.model = built(Plain)
         self.base = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.optimizer = dt.replicate(self.base, self.model, communicator, scheme)
 
@@ -93,6 +97,94 @@ def test_a_replica_that_ends_between_its_messages_and_its_weights_says_so(name, 
     assert ends[1][1].startswith(
         "step 1 of this replica sent its messages and then ended by MemoryError('no more')"
     )
+
+
+def sent_in_vain(one, replica, what):
+    """Gradients leave within overlap(), and their step fails or never comes."""
+    with one.optimizer.overlap():
+        loss = one.model(batch(replica, 70, 32)).mean()
+        if what == "other buckets" and replica:
+            loss = one.model.layers[0](batch(replica, 70, 32)).mean()  # no gradient of the others
+        loss.backward()
+    end = "no step"
+    if what == "clipped":
+        torch.nn.utils.clip_grad_norm_(one.model.parameters(), 1e-3)
+        end, _ = caught(one.optimizer.step)
+        assert caught(one.optimizer.state_dict)[0] == "OverlapError"
+    one.optimizer.zero_grad()
+    return end
+
+
+IN_VAIN = ["clipped", "no step", "other buckets"]
+CUT = {"demo": dt.demo(chunk=16), "full": dt.full()}
+SMALL = 2**12
+
+
+@pytest.mark.parametrize("what", IN_VAIN)
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "weights and optimizer"])
+@pytest.mark.parametrize("name", CUT)
+def test_a_load_drops_gradients_that_were_sent_in_vain(name, whole, what, tmp_path, monkeypatch):
+    """Then training, and the log of it, are as of an optimizer that has just been made."""
+    monkeypatch.setattr(buckets, "SMALLEST", SMALL)
+
+    def act(communicator):
+        one = Trained(communicator, CUT[name])
+        one.optimizer.record(dt.UpdateLog(tmp_path))
+        for _ in range(3):
+            one.step()
+        saved = one.saved()
+        if not whole:
+            del saved[1]["replication"]
+        assert len(one.optimizer.build()[0].channel.pipelines) > 1
+        end = sent_in_vain(one, communicator.replica, what)
+        ends = []
+        for each in (one, Trained(communicator, CUT[name])):
+            each.load(saved)
+            each.optimizer.step_count = 3
+            for _ in range(3):
+                each.step()
+            ends.append(digest(each.model.parameters()))
+        return end, ends
+
+    first, second = simulate_replicas(act, 2)
+    end, (weights, fresh) = first
+    assert first == second and weights == fresh
+    assert end == ("OverlapError" if what == "clipped" else "no step")
+    if whole:
+        again = Trained(LoopbackCommunicator(2), CUT[name])
+        assert dt.replay(tmp_path, again.optimizer) == 6
+        assert digest(again.model.parameters()) == weights
+
+
+def gone_on(mesh, name, what, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "SMALLEST", SMALL)
+        return loaded_after(mesh, name, what, folder)
+
+
+def loaded_after(mesh, name, what, folder):
+    replica = mesh["replicate"].get_local_rank()
+    one = Trained(mesh["replicate"], CUT[name], replica)
+    for _ in range(3):
+        one.step()
+    dt.save_checkpoint(folder / name / what, one.model, one.optimizer)
+    one.step()
+    sent_in_vain(one, replica, what)
+    ends = []
+    for each in (one, Trained(mesh["replicate"], CUT[name], replica)):
+        assert dt.load_checkpoint(folder / name / what, each.model, each.optimizer).step == 3
+        for _ in range(3):
+            each.step()
+        ends.append(digest(each.model.parameters()))
+    return ends
+
+
+@pytest.mark.usefixtures("lasting_worlds")
+@pytest.mark.parametrize("what", IN_VAIN)
+@pytest.mark.parametrize("name", CUT)
+def test_a_checkpoint_drops_gradients_that_were_sent_in_vain(name, what, tmp_path):
+    (one, fresh), second = worlds.run(gone_on, 2, 1, name, what, tmp_path)
+    assert one == fresh and second == [one, fresh]
 
 
 class AloneInTheSum:

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -18,7 +19,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.log import writer
-from detonation.log.records import whole_records
+from detonation.log.records import START, noted, whole_records
 from steps import STEPS, advance, bases, started
 from zoo import KINDS, REGISTERED, Plain, batch, built
 
@@ -152,6 +153,86 @@ def test_a_log_of_another_run_is_refused(log):
     _, optimizer = started(LoopbackCommunicator(2), dt.demo())
     with pytest.raises(ValueError, match="there is no log of replica0-shard0 in"):
         dt.replay(path.parent / "nowhere", optimizer)
+
+
+def logged(mesh, folder, seed, steps, save=0, log="updates"):
+    """A run of its own, which logs to `folder`, and saves a checkpoint after `save` steps."""
+    model = built(Plain)
+    base = bases(model.parameters())
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+    updates = dt.UpdateLog(folder / log)
+    optimizer.record(updates)
+    for step in range(steps):
+        advance(model, optimizer, seed, [step])
+        if step + 1 == save:
+            dt.save_checkpoint(folder / "checkpoints", model, optimizer)
+    updates.close()
+    return optimizer.run.use(), digest(model.parameters())
+
+
+def resumed(folder, log="updates", steps=0):
+    """One process in place of the replica of `logged`: what replay raised, the step, the id of the run, the weights."""
+    model = built(Plain)
+    base = bases(model.parameters())
+    optimizer = dt.replicate(base, model, LoopbackCommunicator(1), dt.demo())
+    dt.load_checkpoint(folder / "checkpoints", model, optimizer)
+    raised = worlds.caught(dt.replay, folder / log, optimizer)
+    if steps:
+        optimizer.record(dt.UpdateLog(folder / log))
+        advance(model, optimizer, 0, range(optimizer.step_count, optimizer.step_count + steps))
+        optimizer.observer.close()
+    return raised, optimizer.step_count, optimizer.run.use(), digest(model.parameters())
+
+
+def runs(mesh, folder):
+    first = logged(mesh, folder, 0, 6, 3)
+    other = logged(mesh, folder, 1, 5, log="other")
+    own = resumed(folder)
+    foreign = resumed(folder, "other")
+    longer = resumed(folder, steps=2)
+    again = resumed(folder)
+    for path in (folder / "updates").iterdir():
+        without_id(path)
+    older = resumed(folder)
+    return first, other, own, foreign, longer, again, older
+
+
+def without_id(path):
+    """As a version of before runs had ids wrote the file."""
+    start, *rest = [
+        replace(record, content=bytes(record.content)) for record in whole_records(path)
+    ]
+    table = start.table()
+    del table["run"]
+    parts = [part for each in (noted(START, start.step, table), *rest) for part in each.parts()]
+    path.write_bytes(b"".join(map(bytes, parts)))
+
+
+def test_a_log_and_a_checkpoint_of_two_runs_are_not_mixed(tmp_path):
+    """The id of a run is in its checkpoints and logs, and goes on with it; what has none is accepted."""
+    (found,) = worlds.run(runs, 1, 1, tmp_path)
+    (run, weights), (other, _), own, foreign, longer, again, older = found
+    assert run != other
+    assert own == (("nothing", ""), 6, run, weights)
+    assert foreign[0][0] == "ValueError" and foreign[1:3] == (3, run)
+    assert "is the log of another run than the checkpoint" in foreign[0][1]
+    assert longer[:3] == (("nothing", ""), 8, run) and again == longer
+    assert older == longer
+
+
+def test_a_log_that_replaces_the_log_of_another_run_says_so(tmp_path, caplog):
+    for seed, steps in ((0, 5), (1, 3)):
+        model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+        log = dt.UpdateLog(tmp_path)
+        optimizer.record(log)
+        start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        advance(model, optimizer, seed, range(steps))
+        log.close()
+        optimizer.load_state_dict(start[1])
+        advance(model, optimizer, seed, range(steps))  # the same run, again from its start
+        log.close()
+    lines = [text for text in caplog.messages if "earlier run" in text]
+    assert lines == [f"{tmp_path} holds the log of an earlier run, up to step 5: it is replaced"]
 
 
 def test_a_run_that_was_resumed_writes_its_steps_anew(tmp_path):

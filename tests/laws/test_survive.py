@@ -45,6 +45,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
+from detonation.log.records import whole_records
 from limits import LIMIT_S, Clock, until
 from steps import Died, Mortal, Passing, step_on, together, unsent
 from zoo import KINDS, TALKING, Plain, batch, built
@@ -126,6 +127,8 @@ def test_law_2_the_others_take_every_step_and_stay_equal(name, tmp_path):
     model, optimizer = started(LoopbackCommunicator(REPLICAS), scheme, torch.optim.AdamW)
     assert dt.replay(tmp_path, optimizer) == STEPS
     assert digest(model.parameters()) == next(iter(ends.values()))[1]
+    starts = [next(whole_records(path)).table() for path in tmp_path.iterdir()]
+    assert len({start["run"] for start in starts}) == 1  # also where another replica took over
 
 
 def trained_two(communicator, scheme, every, overlap):

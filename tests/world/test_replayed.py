@@ -249,3 +249,41 @@ def test_a_log_is_replayed_from_the_weights_with_which_it_begins_alone(copied):
         next(model.parameters()).mul_(2)
     with pytest.raises(ValueError, match="begins with other weights than this run"):
         dt.replay(folder / "updates", optimizer)
+
+
+def mixed(mesh, folder):
+    """Run 1 saves a checkpoint at step 5 and logs to step 9. Run 2 starts anew in the same directory, and dies at step
+    7, before its first checkpoint. What a third start raises, its weights and those of the checkpoint, and the ids."""
+
+    def start(seed):
+        torch.manual_seed(seed)
+        model = dt.shard(built(Plain), mesh)
+        base = bases(model.parameters())
+        return model, dt.replicate(base, model, mesh["replicate"], REGISTERED["full"])
+
+    replica, ids = mesh["replicate"].get_local_rank(), []
+    for run, steps in ((1, 9), (2, 7)):
+        model, optimizer = start(run)
+        log = dt.UpdateLog(folder / "updates")
+        optimizer.record(log)
+        for step in range(steps):
+            advance(model, optimizer, 10 * run + replica, [step])
+            if run == 1 and step == 4:
+                dt.save_checkpoint(folder / "checkpoints", model, optimizer)
+                saved = digest(model.parameters())
+        log.close()
+        ids.append(optimizer.run.use())
+    model, optimizer = start(3)
+    dt.load_checkpoint(folder / "checkpoints", model, optimizer)
+    raised = worlds.caught(dt.replay, folder / "updates", optimizer)
+    return raised, digest(model.parameters()) == saved, ids, optimizer.run.known
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_log_of_another_run_than_the_checkpoint_is_refused_by_all(shards, tmp_path):
+    found = worlds.run(mixed, 2, shards, tmp_path)
+    for raised, unchanged, ids, known in found:
+        assert unchanged and ids == found[0][2] and ids[0] == known != ids[1]
+        path = tmp_path / "updates" / "replica0-shard"
+        assert raised[0] == "ValueError" and raised[1].startswith(str(path))
+        assert " is the log of another run than the checkpoint: replay the log" in raised[1]

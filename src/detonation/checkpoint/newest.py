@@ -225,7 +225,8 @@ def load_checkpoint(
     saved run, training continues bit for bit as if it had not been interrupted. With other numbers,
     weights on which all replicas agreed are exact, and the memories of unsent values are merged as
     `detonation.checkpoint.elastic` describes. Incomplete checkpoints are skipped; the log gives the
-    reason for each.
+    reason for each. Gradients that `overlap` sent and no step used, as after an `OverlapError`, are
+    dropped.
 
     Returns:
         The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint or
@@ -329,10 +330,10 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """Loads the checkpoint `found` into `model` and `optimizer`. All ranks must call this function
     together.
 
-    Raises `ValueError` on all ranks if the checkpoint is of another run, and `OverlapError` between
-    a call of `overlap` and its step. In both cases no state has changed.
+    Gradients that `overlap` has sent and that no step has used are dropped. Raises `ValueError` on
+    all ranks if the checkpoint is of another run; then no other state has changed.
     """
-    optimizer.refuse_overlap()
+    optimizer.drop_overlap()
     texts = texts_between(model, optimizer)
     saved = CheckpointReader(found.path, found.manifest)
     with _refused_together(found, texts):  # one rank alone may hold a frozen weight that differs

@@ -23,6 +23,7 @@ from detonation.checkpoint.snapshot import (
     held_shards,
     replicators_of_shards,
     run_identity,
+    run_in,
     weights,
 )
 from detonation.choices import first_names
@@ -77,6 +78,9 @@ def restore(
         load_base_state(described, source, optimizer, name, parameter, manifest.alike)
     for group, saved_options in zip(optimizer.param_groups, options, strict=True):
         group |= saved_options
+    optimizer.run.known = ""
+    if manifest.step:  # several runs may begin with the same checkpoint of step 0
+        optimizer.run.known = run_in(file.values)
     stays_close = bool(same and moved and optimizer.settings.safety.equal != "bits")
     if stays_close:
         optimizer.closeness = Closeness(moved)

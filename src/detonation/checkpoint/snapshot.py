@@ -116,6 +116,18 @@ PADDING = "padding."
 gradients."""
 
 
+RUN = "run"
+"""Key under which a checkpoint holds the id of its run."""
+
+
+def run_in(values: Mapping[str, Any]) -> str:
+    """The id of the run in the plain values of a checkpoint; "" if an older version wrote it."""
+    found = values.get(RUN)
+    if isinstance(found, str):
+        return found
+    return ""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The state of one rank that a checkpoint saves.
@@ -177,6 +189,8 @@ def take_snapshot(
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
     values |= {FROZEN + name: mark for name, mark in omitted.items()}
     values |= {PADDING + name: 1 for name in used_rows(model)}
+    if run := optimizer.run.use():
+        values[RUN] = run
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
     # contiguous copies on the host that share no memory with the model

@@ -266,6 +266,7 @@ def joined_optimizer(
     chosen = scheme_of_training(about)
     alike = {key: about[key] for key in ("clip", "balance", "seed", "kernels")}
     optimizer = replicate(base, model, axis, chosen, **alike, safety=safety)
+    optimizer.run.known = before.run.known
     _hand_over(shards, optimizer, parameters)
     if isinstance(axis, ElasticCommunicator):
         optimizer.step_count = before.step_count

@@ -137,6 +137,23 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
     return record
 
 
+def last_step(path: Path) -> int:
+    """Returns the number of the last step in a file; 0 if there is none. Reads only the headers of
+    the records, so a file of any size takes little time.
+    """
+    last = 0
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        while len(head := file.read(_HEADER.size)) == _HEADER.size:
+            magic, kind, _, step, count, _ = _HEADER.unpack(head)
+            if magic != _MAGIC or count > size - file.tell():
+                break
+            if kind != MESSAGE:
+                last = max(last, step)
+            file.seek(count, os.SEEK_CUR)
+    return last
+
+
 def _found(octets: memoryview) -> LogRecord | None:
     """Returns the first record in `octets`; None if this record is incomplete."""
     with suppress(DamagedLog):

@@ -123,6 +123,8 @@ class Playback(Player):
         self._rank = replace(optimizer.coordinates, replica=0).name
         self._exact = False
         self.first = first
+        self.run = ""  # the id of the run in the last file that was read
+        self.other = ""  # the error if the log is of another run than the loaded checkpoint
         self._to: float = math.inf
         if to is not None:
             self._to = to
@@ -246,6 +248,7 @@ class Playback(Player):
                 f"{path} is in version {about.get('version')} of the format, this version reads"
                 f" {LOG_VERSION}"
             )
+        self._check_run(path, start.step, about)
         use_padding_of(about, self._optimizer)
         why = self._why_only_near(about, options)
         if why and self._exact:
@@ -262,6 +265,26 @@ class Playback(Player):
             raise ValueError(
                 f"{path} begins with other weights than this run: another seed, model or init_from"
             )
+
+    def _check_run(self, path: Path, step: int, about: dict[str, Any]) -> None:
+        """Raises `ValueError` if the first file of the replay is of another run than the loaded
+        checkpoint, unless this file begins with exactly the current state.
+
+        Older versions wrote no id. A state before the first step belongs to no run.
+        """
+        self.run = str(about.get("run", ""))
+        known = self._optimizer.run.known
+        if not (self.first and known and self.run) or path != self.files[0][1]:
+            return
+        same_step = step == self._optimizer.step_count
+        if self.run != known and not (
+            same_step and about.get("state") == agreed_digest(self._optimizer)
+        ):
+            self.other = (
+                f"{path} is the log of another run than the checkpoint: replay the log of its run,"
+                " or move this log away to go on from the checkpoint alone"
+            )
+            raise ValueError(self.other)
 
     def _check_state(self, path: Path, step: int, state: str) -> None:
         """Raises `ValueError` if training continued after step `step` from a state that differs
@@ -345,9 +368,10 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         to: Number of steps after which to stop; None for the end of the log.
 
     Raises:
-        DamagedLog: The log is damaged, or ends before `to`. The steps before were repeated.
-        ValueError: There is no log of these steps, or it is of another run. A world raises neither,
-            but warns.
+        DamagedLog: In one process: the log is damaged, or ends before `to`. The steps before were
+            repeated.
+        ValueError: The log is of another run than the checkpoint. In one process also: there is no
+            log of these steps, or it is of a run with other settings; a world only warns of these.
 
     Example:
         >>> import tempfile, torch, detonation as dt
@@ -392,20 +416,25 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
     """Runs `replay` on all ranks of a world. Each rank repeats the steps on its own, up to the last
     step that all ranks can reach. After that all ranks compare their weights.
 
-    Returns the reached step, and the reason why no further step could be repeated, as text.
+    Returns the reached step, and the reason why no further step could be repeated, as text. Raises
+    `ValueError` on all ranks if the log is of another run than the checkpoint.
     """
     optimizer.set_up()
     first = optimizer.step_count
     texts = texts_between(optimizer.model, optimizer)
     alone = None
+    other = ""
     try:
         alone = _alone(directory, optimizer)
-        found = Playback(directory, alone, first, to).reach()
+        player = Playback(directory, alone, first, to)
+        found = player.reach()
+        other = player.other
     except (OSError, ValueError) as error:
         found = first, str(error)
-    goal, why = min(
-        map(json.loads, texts.gather(json.dumps(found))), key=lambda told: (told[0], not told[1])
-    )
+    told = [json.loads(text) for text in texts.gather(json.dumps([*found, other]))]
+    if other := next((text for _, _, text in told if text), ""):
+        raise ValueError(other)
+    goal, why, _ = min(told, key=lambda one: (one[0], not one[1]))
     if why and texts.rank == 0 and (first or segments(directory, "")):
         _log.warning("the log in %s is replayed up to step %d: %s", directory, goal, why)
     if alone and goal > first:
@@ -432,6 +461,7 @@ def _alone(directory: Path, optimizer: Replicated) -> Replicated:
     alone = Replicated(optimizer.base, optimizer.model, [(like, scheme)], optimizer.settings)
     _hand_over(optimizer, alone)
     alone.step_count = optimizer.step_count
+    alone.run = optimizer.run
     return alone
 
 
@@ -463,6 +493,7 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
     optimizer.record(reader)
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
+    optimizer.run.known = reader.run or optimizer.run.known
     optimizer.zero_grad()  # gradients hold the last update, and the next backward would add to it
 
 

@@ -19,7 +19,17 @@ from detonation.core.link import ElasticCommunicator
 from detonation.core.optim import hooks_of
 from detonation.core.optimizer import Replicated, local_parameters
 from detonation.core.replicator import use_rows
-from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
+from detonation.log.records import (
+    LOG_VERSION,
+    START,
+    STEP,
+    Copies,
+    LogRecord,
+    StepRecorder,
+    last_step,
+    noted,
+    whole_records,
+)
 from detonation.whole_files import replaced
 
 SUFFIX = ".updates"
@@ -52,7 +62,8 @@ class UpdateLog(StepRecorder):
     begins at that state. The steps in this file replace the steps that were recorded before.
 
     Args:
-        directory: For the files of this run alone; made if it is missing.
+        directory: For the files of this run alone; made if it is missing. If it holds the log of an
+            earlier run, a run that starts at step 0 replaces this log and warns.
         fsync_every: Number of steps after which the log is forced to the disk. With 0 the system
             decides: nothing is lost if a process dies, and some seconds if the machine does.
 
@@ -231,6 +242,7 @@ class UpdateLog(StepRecorder):
         about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
         if not first:
             about |= self._start
+            self._warn_of_earlier(rank.name, about.get("run", ""))
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
             # Training returned to an earlier step and will repeat the steps of these files, so
@@ -243,6 +255,19 @@ class UpdateLog(StepRecorder):
         self._options = []
         self._length = 0
         self.hand_on([noted(START, first, about)])
+
+    def _warn_of_earlier(self, rank: str, run: str) -> None:
+        """Warns that this log replaces the log of another run in its directory."""
+        earlier = segments(self.directory, rank)
+        step = 0
+        if earlier and _run_of(earlier[-1][2]) != run:
+            step = max(_end_of(begun, path) for _, begun, path in earlier)
+        if step:
+            _log.warning(
+                "%s holds the log of an earlier run, up to step %d: it is replaced",
+                self.directory,
+                step,
+            )
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
         """Writes the records to the end of the file. If another replica writes the log, keeps the
@@ -279,6 +304,21 @@ class UpdateLog(StepRecorder):
             if written:
                 parts[0] = parts[0][written:]
         self._length = os.lseek(self._file, 0, os.SEEK_CUR)
+
+
+def _run_of(path: Path) -> str:
+    """Returns the id of the run in the first record of a file; "" if there is none."""
+    with suppress(OSError, ValueError):
+        for record in whole_records(path):
+            return str(record.table().get("run", ""))
+    return ""
+
+
+def _end_of(begun: int, path: Path) -> int:
+    """Returns the last step in a file that begins after step `begun`."""
+    with suppress(OSError):
+        return max(begun, last_step(path))
+    return begun
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
@@ -361,6 +401,8 @@ def _settings(optimizer: Replicated) -> dict[str, Any]:
     about = {**identity(optimizer), **close, **rounding(optimizer), **padding_of(optimizer)}
     if hooks := hooks_of(optimizer.base):
         about["hooks"] = hooks
+    if run := optimizer.run.use():
+        about["run"] = run
     return about
 
 

@@ -4,7 +4,7 @@ replicas before their first message.
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -39,6 +39,7 @@ from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, Fault
 from detonation.core.link import (
     SAME_START,
     Axis,
+    Coordinates,
     Level,
     Link,
     Mismatch,
@@ -51,7 +52,7 @@ from detonation.core.link import (
 )
 from detonation.core.optim import BaseStep
 from detonation.core.optimizer.gathered import late_parameters, local_parameters
-from detonation.core.optimizer.setup_checks import warn_of_second_momentum
+from detonation.core.optimizer.setup_checks import warn_of_rounding, warn_of_second_momentum
 from detonation.core.replicator import (
     Channel,
     GradientReplicator,
@@ -334,6 +335,27 @@ def compare_replicas(
     if again and not bits:
         return apart
     raise Mismatch(f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")')
+
+
+def compare_rounding_singly(
+    base: BaseStep, found: str, compare: Callable[..., str], here: Coordinates
+) -> str:
+    """Compares the replicas again with each operation rounded separately, and keeps this mode if
+    all replicas then round alike. Collective.
+
+    Args:
+        found: How replicas round differently without this mode.
+        compare: Compares the replicas; see `compare_replicas`.
+
+    Returns: how they still round differently; empty if they are equal.
+    """
+    rounded_singly = base.rounds_singly
+    base.round_singly()
+    still = compare(again=True)
+    base.round_singly(not still)
+    if not (still or rounded_singly):
+        warn_of_rounding(found, here, closely=False)
+    return still
 
 
 @dataclass

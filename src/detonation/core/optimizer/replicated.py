@@ -21,7 +21,13 @@ from detonation.core.link import Communicator, Coordinates, Level, coordinates_o
 from detonation.core.optim import BaseStep, OptimizerWrapper, SignSGD, evaluated, unheard
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
-from detonation.core.optimizer.build import Route, Settings, build_levels, compare_replicas
+from detonation.core.optimizer.build import (
+    Route,
+    Settings,
+    build_levels,
+    compare_replicas,
+    compare_rounding_singly,
+)
 from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
@@ -76,6 +82,7 @@ class Replicated(OptimizerWrapper):
         if isinstance(base, SignSGD):
             self._deferred = base.deferred
         self.model = model
+        self.run = states.RunId()
         self._buffers = BufferSync(model)
         self._trained = TrainedParameters(model, base)
         # True if a loaded state dict had no replica state; the next step logs a warning
@@ -474,6 +481,12 @@ class Replicated(OptimizerWrapper):
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
+    def drop_overlap(self) -> None:
+        """Drops gradients that `overlap` sent and no step used. All ranks call it before a load."""
+        self._held_back = False
+        for replicator in self._replicators or []:
+            replicator.drop_overlap()
+
     def _begin_anew(self) -> None:
         """Makes observers start new records, because old ones lack padding rows that now move."""
         self._replicators = [*self.build()]
@@ -577,23 +590,11 @@ class Replicated(OptimizerWrapper):
         )
         found = compare()
         if found and self.settings.safety.equal != "close":
-            found = self._compare_rounding_singly(found, compare)
+            found = compare_rounding_singly(self.base_step, found, compare, self.coordinates)
         if found and not self.closeness:
             self.closeness = plugin("gates", "closeness")()
             warn_of_rounding(found, self.coordinates, closely=True)
         if self.closeness and self._consensus:
             self.closeness.attach(self._consensus, self._replicators or [], self.step_count)
-
-    def _compare_rounding_singly(self, found: str, compare: Callable[..., str]) -> str:
-        """Compares the replicas again with each operation rounded separately, and keeps this mode
-        if all replicas then round alike. Collective.
-
-        Returns: how they still round differently; empty if they are equal.
-        """
-        rounded_singly = self.base_step.rounds_singly
-        self.base_step.round_singly()
-        still = compare(again=True)
-        self.base_step.round_singly(not still)
-        if not (still or rounded_singly):
-            warn_of_rounding(found, self.coordinates, closely=False)
-        return still
+        if joining is None:
+            self.run.agree(self._replicators or [])

@@ -9,6 +9,7 @@ replicas is saved under keys that differ between replicas.
 
 import logging
 import re
+import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from detonation.core.link import alike
+from detonation.core.link import alike, first_text, links_of_shards
 from detonation.core.memory import require_same_keys
 from detonation.core.replicator import Replicator
 
@@ -26,6 +27,38 @@ if TYPE_CHECKING:
 
 _MARKED = re.compile(r"replica\d+\.")
 _log = logging.getLogger("detonation")
+
+
+class RunId:
+    """A random text that names the run of an optimizer in its checkpoints and update logs.
+
+    known: the id that a checkpoint or a replayed log gave, or that a checkpoint or a log of this
+    process has; "" before. Only the drawn id is equal on all ranks at any time.
+    """
+
+    def __init__(self) -> None:
+        self.known = ""
+        self._drawn = secrets.token_hex(8)
+
+    def agree(self, replicators: Sequence[Replicator]) -> None:
+        """Gives all ranks the id that the first rank drew. Collective.
+
+        Replicas that exchange nothing have no common run, and so get no id.
+        """
+        drawn = self._drawn
+        self._drawn = ""
+        if replicators:
+            parameters = [p for each in replicators for p in each.parameters.values()]
+            links = dict.fromkeys(each.link for each in replicators)
+            device = replicators[0].channel.runtime.device
+            self._drawn = first_text([*links_of_shards(parameters), *links], drawn, device)
+
+    def use(self) -> str:
+        """Returns the id for a checkpoint or a log: the known id, or else the drawn id, which is
+        known from now on.
+        """
+        self.known = self.known or self._drawn
+        return self.known
 
 
 def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
@@ -91,11 +124,12 @@ def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[
     """Returns the tensors of a saved `state` after checking their names and shapes, and builds the
     levels of replication for the saved parameters.
 
-    The result is empty for a state that was saved before the first step. Raises `ValueError` if the
-    tensors do not fit this model and scheme, and `OverlapError` if gradients were sent in `overlap`
-    and their step is missing. After an error, nothing has changed.
+    The result is empty for a state that was saved before the first step. Gradients that `overlap`
+    has sent and that no step has used are dropped, so all ranks must call this function. Raises
+    `ValueError` if the tensors do not fit this model and scheme. After an error, nothing else has
+    changed.
     """
-    optimizer.refuse_overlap()
+    optimizer.drop_overlap()
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
     if saved:
         with optimizer.levels_back_on_error():
@@ -120,6 +154,7 @@ def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) ->
     Collective.
     """
     optimizer.memory_lost = False
+    optimizer.run.known = ""
     if not saved and optimizer.is_built and optimizer.local_state():
         optimizer.forget_levels()  # the state was saved before the first step, without memory
     for index, replicator in enumerate(optimizer.build() if saved else ()):
@@ -176,7 +211,7 @@ def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:
 
 def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> None:
     """Implements `Replicated.load_state_dict`."""
-    optimizer.refuse_overlap()
+    optimizer.drop_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
     mark = (  # prefix of saved keys that belong to this replica alone
@@ -204,6 +239,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     else:
         optimizer.base.load_state_dict({**rest, "state": own})
         schemes = [scheme for _, scheme in optimizer.levels]
+        optimizer.run.known = ""
         optimizer.forget_levels()  # the old anchor would overwrite the loaded weights
         optimizer.memory_lost = any(
             s.feedback or s.round.delay or s.signal == "parameters" for s in schemes

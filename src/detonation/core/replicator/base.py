@@ -105,6 +105,12 @@ class Replicator(ABC):
         """Raises `OverlapError` if `overlap` has begun and no step has used its gradients yet."""
         return
 
+    def drop_overlap(self) -> None:
+        """Drops the gradients that `overlap` has sent and that no step has used. All ranks call it,
+        before each of them loads a state.
+        """
+        return
+
     @abstractmethod
     def shared_weights(self) -> list[Tensor]:
         """Returns one tensor per parameter, the weight or its anchor, which must be bitwise equal

@@ -350,6 +350,24 @@ class Channel:
         for name, tensor in self.exchange.state().items():
             tensor.copy_(kept[name])
 
+    def send_zeros(self, transfer: Transfer, pipelines: Collection[BucketPipeline]) -> None:
+        """Sends zeros in place of the remaining buckets `pipelines` of a message, one collective
+        for each.
+        """
+        if pipelines:
+            self._send_zeros(transfer, [[each] for each in pipelines], 0)
+
+    def abandon(self, transfer: Transfer) -> None:
+        """Waits for the messages of all replicas at a step that no replica completes, and does not
+        use these messages. Observers do not receive them.
+        """
+        observer = self.link.observer
+        self.link.observe(None)
+        try:
+            self.discard([transfer])
+        finally:
+            self.link.observe(observer)
+
     def local_state(
         self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None
     ) -> LocalState:

@@ -298,6 +298,14 @@ class GradientReplicator(Replicator):
                 " followed: call it once after every overlap()"
             )
 
+    def drop_overlap(self) -> None:
+        overlap = self._overlap
+        self._overlap = None
+        self._equal = None
+        self.overlapping = False
+        if overlap:
+            overlap.abandon()
+
     def shared_weights(self) -> list[Tensor]:
         return locals_of(self.parameters)
 

@@ -24,7 +24,8 @@ SAMPLED_VALUES = 1024
 
 class OverlapError(DetonationError, RuntimeError):
     """Raised if gradients that backward sent in `overlap` changed after they were sent, or were
-    computed twice, or if no `step()` followed.
+    computed twice, or if no `step()` followed. Training can continue after all ranks have loaded a
+    checkpoint or a state.
     """
 
 
@@ -157,6 +158,27 @@ class Overlap:
         if on_device:
             equal = runtime.Readback(self._equal().view(1))
         return self._transfer, equal
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Ends the exchange without using any gradient. All ranks call it.
+
+        Ranks may have sent different numbers of buckets. So each rank first sends zeros in place of
+        its remaining buckets, and then waits for all messages. If `may_send` returned False, no
+        rank has sent a bucket, and this method does nothing.
+        """
+        if not self._may_send:
+            return
+        sending: AbstractContextManager[Any] = nullcontext()
+        if self._stream:
+            self._stream.wait_for_current()
+            sending = self._stream.active()
+        with sending, self._channel.runtime.exact_arithmetic():
+            self._channel.send_zeros(self._transfer, self._left)
+        self._left.clear()
+        if self._stream:
+            self._stream.join()
+        self._channel.abandon(self._transfer)
 
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
