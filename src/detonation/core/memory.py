@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 
+from detonation.choices import first_names
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket, KeptRows
 
@@ -184,7 +185,7 @@ def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -
     """Raises `ValueError` if the saved state `what` has other keys than the current state."""
     if odd := sorted({*current} ^ {*saved}):
         raise ValueError(
-            f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"
+            f"{what} is of another model or scheme, as these parts differ: {first_names(odd, 1)}"
         )
 
 
