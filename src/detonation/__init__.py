@@ -16,7 +16,9 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name not in _MODULE_OF:
-        text = f"module 'detonation' has no attribute {name!r}: detonation.schemes has every scheme"
+        text = (
+            f"module 'detonation' has no attribute {name!r}: import schemes from detonation.schemes"
+        )
         raise AttributeError(text)
     if _MODULE_OF[name] == "detonation":
         return import_module(f"detonation.{name}")

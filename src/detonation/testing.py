@@ -60,7 +60,7 @@ def check_scheme(
     _require(
         scheme_named(scheme.name, scheme.arguments) == scheme,
         "spelling",
-        f"{scheme.name} does not spell it",
+        f"the name and arguments of {scheme.name} do not make an equal scheme",
     )
     if scheme.signal == "nothing":
         return
@@ -248,7 +248,9 @@ def _everyone_is_heard(scheme: Scheme, device: torch.device) -> None:
         heard.scatter_add_(1, indices, torch.ones(indices.shape, device=device))
     once = bool((heard == 1).all())
     _require(
-        once, "law 3, everyone is heard", f"not every coordinate once in {selection.period} steps"
+        once,
+        "law 3, everyone is heard",
+        f"the selection has not chosen every coordinate once in {selection.period} steps",
     )
 
 
@@ -258,14 +260,16 @@ def _messages_own_their_memory(scheme: Scheme, layout: Layout, device: torch.dev
     before = message.clone()
     flat.fill_(float("nan"))
     _require(
-        torch.equal(message, before), "law 4, a message owns its memory", "it changed with the flat"
+        torch.equal(message, before),
+        "law 4, a message owns its memory",
+        "the message changed when the flat tensor was overwritten",
     )
     nbytes = message.nbytes
     known = scheme.codec.nbytes(layout.rows)
     _require(
         nbytes == known,
         "law 4, a size that is known beforehand",
-        f"{nbytes} bytes, {known} by arithmetic",
+        f"the message has {nbytes} bytes, but arithmetic gives {known}",
     )
 
 
@@ -334,7 +338,7 @@ def _replicas_agree(
     _require(
         all(outcome[2] for outcome in outcomes),
         "law 9, private state is private",
-        "it does not resume exactly",
+        "the loaded state does not resume exactly",
     )
     model = nn.Sequential(nn.Linear(31, 64), nn.Linear(64, 3))
     shapes = {"unused": (11,)} | {name: tuple(p.shape) for name, p in model.named_parameters()}

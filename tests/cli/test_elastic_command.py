@@ -204,7 +204,10 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
         second.wait_for_step(1)  # it writes now
         os.kill(newcomer.pid, signal.SIGTERM)
         assert newcomer.wait() == 0, newcomer.errors
-        assert "stopped by SIGTERM" in newcomer.stdout and "the others train on" in newcomer.stdout
+        assert (
+            "stopped by SIGTERM" in newcomer.stdout
+            and "the other replicas train on" in newcomer.stdout
+        )
         assert (
             "\nreplica 2 joined after step " in first.stdout
             and "warning: replica 2 joined" not in first.stdout
@@ -249,7 +252,7 @@ def test_a_replica_that_joins_a_run_that_has_ended_is_told_so(tmp_path, how):
         assert joins.wait() == 1
         assert joins.errors == (
             f"error: ReplicaLost: the run whose replicas met at {address} has ended: start it again,"
-            " or give the address of one that trains\n"
+            " or give the address of a run that trains\n"
         )
     finally:
         run.kill()
@@ -485,7 +488,7 @@ def test_a_replica_with_another_recipe_is_told_before_it_comes_in(tmp_path):
         )  # fmt: skip
         assert other.wait() == 2
         assert (
-            "train.steps is 300 here, 100000 in the run: all replicas train by the same recipe"
+            "train.steps is 300 here, 100000 in the run: give all replicas the same recipe"
             in other.errors
         )
         os.kill(first.pid, signal.SIGTERM)

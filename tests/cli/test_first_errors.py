@@ -351,7 +351,7 @@ MISTAKES = {
     "a batch larger than the data": Mistake(
         sets("data.source=small.txt", "train.batch_size=999"),
         "examples, but",
-        ("999", "337", "take fewer"),
+        ("999", "337", "set a smaller"),
     ),
     "rows that are not UTF-8": Mistake(
         train("--data", "latin.jsonl"), "is not UTF-8", ("latin.jsonl", "UTF-8", "con")
@@ -441,7 +441,7 @@ MISTAKES = {
     "frozen parameters only": Mistake(
         library(frozen),
         "requires a gradient",
-        ("no parameter", "requires a gradient", "at least one must"),
+        ("no parameter", "requires a gradient", "set requires_grad"),
     ),
     "weights in fp16": Mistake(
         library(of_kind, torch.float16),
@@ -463,7 +463,7 @@ MISTAKES = {
     ),
     "a step of the optimizer inside": Mistake(
         library(inner_step),
-        "inside was stepped",
+        "step() of the inner",
         ("SGD", "moves this replica alone", "call step() of the optimizer"),
     ),
     "LBFGS": Mistake(
@@ -486,7 +486,7 @@ MISTAKES = {
     "the optimizer of another model": Mistake(
         library(lambda: step(nn.Linear(8, 8), sgd(nn.Linear(8, 8)))),
         "are not in the model",
-        ("2 parameters", "not in the model", "replicate gets the model whose"),
+        ("2 parameters", "not in the model", "pass replicate the model whose"),
     ),
     "the name of an axis": Mistake(
         library(lambda: replicated(axis="replicate")),
@@ -510,7 +510,7 @@ MISTAKES = {
         library(lambda: replicated(sede=1)), "Valid: ", ("'sede'", "mean", "'seed'")
     ),
     "a GPU on a machine without": Mistake(
-        mesh_of(device="cuda"), "sees no GPU", ("'cuda'", "sees no GPU", "'cpu' needs no GPU")
+        mesh_of(device="cuda"), "sees no GPU", ("'cuda'", "sees no GPU", "pass device='cpu'")
     ),
     "another learning rate on a replica": Mistake(
         unlike('"0.1"', '"0.2"'),
@@ -520,7 +520,7 @@ MISTAKES = {
     "another scheme on a replica": Mistake(
         unlike('"scheme": "demo"', '"scheme": "dema"', dt.demo()),
         "replicas differ: ",
-        ("scheme=dema", "replica 0 has scheme=demo", "Start all with the same settings"),
+        ("scheme=dema", "replica 0 has scheme=demo", "with the same settings"),
     ),
     "another torch on a replica": Mistake(
         unlike(re.escape(torch.__version__), torch.__version__[:-1] + "x"),
@@ -545,15 +545,15 @@ MISTAKES = {
     "a world of words": Mistake(
         library(launch_position, {"RANK": "0", "WORLD_SIZE": "two"}),
         "the launcher's environment has",
-        ("WORLD_SIZE='two'", "must be", "a whole number"),
+        ("WORLD_SIZE='two'", "set WORLD_SIZE", "a whole number"),
     ),
     "no master": Mistake(
-        meeting(), "not set: name", ("MASTER_ADDR and MASTER_PORT", "not set", "the host of rank 0")
+        meeting(), "not set: set", ("MASTER_ADDR and MASTER_PORT", "not set", "the host of rank 0")
     ),
     "a port that is none": Mistake(
         meeting(MASTER_ADDR="127.0.0.1", MASTER_PORT="http"),
         "MASTER_PORT is",
-        ("'http'", "must be", "65535"),
+        ("'http'", "set it", "65535"),
     ),
     "a master whose name is wrong": Mistake(
         no_such_host,
@@ -565,7 +565,7 @@ MISTAKES = {
     ),
     "a master that nobody reaches": Mistake(
         lambda: meeting(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))(),
-        "has not met the others",
+        "has not met the other ranks",
         ("rank 1 of 2", "at 127.0.0.1:", "open that port"),
     ),
     "an interface in the environment that is not there": Mistake(
@@ -633,7 +633,7 @@ MISTAKES = {
     ),
     "a mesh larger than the world": Mistake(
         mesh_of(3, 2, "cpu"),
-        "ranks, the world has",
+        "ranks, but the world has",
         ("3 replicas x 2 shards", "the world has 1", "torchrun --nproc-per-node 6"),
     ),
 }

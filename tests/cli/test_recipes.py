@@ -88,9 +88,7 @@ def test_train_alone_lists_all_that_a_run_can_be_made_of(capsys):
 @pytest.mark.parametrize("flags", [["--steps", "3"], ["quick-lm", "--print", "--web"]])
 def test_a_flag_that_would_train_nothing_is_refused(flags, capsys):
     assert run_command(["train", *flags]) == 2
-    said = (
-        "train needs a recipe, and --print no other flag: detonation train alone lists the recipes"
-    )
+    said = "train needs a recipe, and --print takes no other flag: run detonation train without arguments for a list of the recipes"
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
@@ -139,7 +137,10 @@ def test_what_differs_between_two_machines_is_named():
     other = directory.compare_machines(
         here, {**here, "packages": {"torch": "2.12"}, "gpus": ["H100"]}
     )
-    assert other[-1] == "They will not train together: other torch, GPUs. Make these alike."
+    assert (
+        other[-1]
+        == "They will not train together, because these differ: torch, GPUs. Make these alike."
+    )
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log
     done = detonation(folder, "train", recipe, *set_up, *flags, "--resume")
     assert done.code == 0, done.stderr
     goes_on = [line for line in done.stderr.splitlines() if "of the log follow" in line]
-    said = "1 steps of the log follow: training goes on after step 5, with empty memories"
+    said = "1 steps of the log follow: training goes on after step 5, with no unsent momentum"
     assert goes_on == (
         [] if rounds else [said]
     )  # the last round ended after three steps, before the checkpoint

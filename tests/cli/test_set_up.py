@@ -94,7 +94,7 @@ def test_a_command_line_that_one_replica_refuses_ends_the_others(tmp_path, start
 NUMBERS = {
     "count": (
         ("--replicas", 3, "--replica", 1),
-        "replica 1 counts 3 replicas x 1 shards, replica 0 counts 2 replicas x 1 shards: give all",
+        "replica 1 was started with 3 replicas x 1 shards, replica 0 with 2 replicas x 1 shards",
     ),
     "data": (
         ("--replicas", 2, "--replica", 1, "--data", TEXT),
@@ -192,8 +192,8 @@ def test_a_program_that_is_no_store_is_told_from_one(tmp_path, start, monkeypatc
         rank |= {"MASTER_ADDR": host, "MASTER_PORT": number}
         way = ("--elastic", "--meet", address, "--replicas", 2, "--replica", 0)
         why = "the program that listens there is no store"
-        met = f"error: there is no store at {address} ({why}): start detonation meet, and give its"
-        launched = f"error: rank 1 of 2 has not met the others at {address} in 1 s ({why}): start all ranks "
+        met = f"error: there is no store at {address} ({why}): start detonation meet, and give the"
+        launched = f"error: rank 1 of 2 has not met the other ranks at {address} in 1 s ({why}): start all ranks "
         for command, code, said in (
             (start("meet", "train", recipe, *way), 2, met),
             (start("join", "train", recipe, "--join", address), 2, met),

@@ -92,10 +92,7 @@ def test_a_notice_is_read_by_those_who_share_the_token_and_in_this_attempt_only(
         for forged in (FORGED, "", "é" * 9):
             store.set("detonation/notice", forged)
             assert boards[0].read_notice() == "", forged
-        assert (
-            len(caplog.messages) == 1
-            and "is not of this run and does not end it" in caplog.messages[0]
-        )
+        assert len(caplog.messages) == 1 and "this run ignores a notice in" in caplog.messages[0]
     assert (
         boards[1].post_notice("1 the disk is full")
         == "1 the disk is full"

@@ -93,9 +93,9 @@ def test_parquet_and_directories_of_save_to_disk(tmp_path):
         "two",
         "two",
     ]
-    with pytest.raises(ValueError, match="no split trian; there are train, test"):
+    with pytest.raises(ValueError, match="no split trian: name one of train, test"):
         load_dataset("text", {"source": sources[2], "column": "body", "split": "trian"})
-    with pytest.raises(ValueError, match="no column text; there are id, body"):
+    with pytest.raises(ValueError, match="no column text: name one of id, body"):
         load_dataset("text", {"source": sources[1]})
 
 
@@ -116,13 +116,13 @@ def test_parquet_and_directories_of_save_to_disk(tmp_path):
             "a.txt",
             "x",
             {"column": "text"},
-            r"column is for sources of rows; .*a\.txt would ignore it",
+            r"column is for sources of rows, but .* holds plain text: leave column out",
         ),
         (
             "a.txt",
             "x",
             {"split": "train"},
-            r"split is for sources hf:NAME; .*a\.txt would ignore it",
+            r"split is for sources hf:NAME: leave it out for .*a\.txt",
         ),
     ],
 )
@@ -279,7 +279,8 @@ def test_pairs_as_rows_and_as_tokens(tmp_path, cache):
 
 def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
     with pytest.raises(
-        ValueError, match=r"data.tokenizer .*none is no directory, and nothing the hub gives us"
+        ValueError,
+        match=r"data.tokenizer .*none is no directory, and no tokenizer that the hub gives us",
     ) as raised:
         load_dataset("text", {"tokenizer": str(tmp_path / "none")})
     assert "\n" not in str(raised.value)

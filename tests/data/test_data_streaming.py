@@ -102,9 +102,9 @@ def test_a_strangers_position_is_one_line(source, position):
         (
             "a.pdf",
             {},
-            r"a stream reads files of one suffix, one of \.jsonl, \.csv, \.parquet, \.txt",
+            r"a stream needs files that all have the same suffix, one of \.jsonl, \.csv, \.parquet, \.txt",
         ),
-        ("a.jsonl", {"column": "body"}, "no column body; there are id, text"),
+        ("a.jsonl", {"column": "body"}, "no column body: name one of id, text"),
         ("a.jsonl", {"context": 99_999}, "context must be at most"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_directory_of_text_files(tmp_path):
         ),
         ({"source": ""}, "unknown source ''"),
         ({"source": "sotus"}, "unknown source 'sotus', did you mean 'sotu'"),
-        ({"split": "train"}, "split is for sources hf:NAME; sotu-sample would ignore it"),
+        ({"split": "train"}, "split is for sources hf:NAME: leave it out for sotu-sample"),
         ({"contxt": 8}, "did you mean 'context'"),
     ],
 )

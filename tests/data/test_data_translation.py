@@ -120,7 +120,8 @@ def test_the_first_row_of_objects_gives_the_order_of_the_languages(tmp_path):
         )
     )
     with pytest.raises(
-        ValueError, match=r"turned\.jsonl: pair 41 is in en, de, the first in en, fr"
+        ValueError,
+        match=r"turned\.jsonl: pair 41 has the columns en, de, but the first pair en, fr",
     ):
         load_dataset("translation", {"source": str(path)})
 
@@ -131,7 +132,7 @@ def test_the_first_row_of_objects_gives_the_order_of_the_languages(tmp_path):
 def test_a_directory_is_no_file_of_pairs(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(
-        ValueError, match=r"pairs\S* is a directory: pairs are in one file, \.tsv, \.csv"
+        ValueError, match=r"pairs\S* is a directory: give one file of pairs, \.tsv, \.csv"
     ):
         load_dataset("translation", {"source": str(tmp_path / name)})
 

@@ -485,7 +485,7 @@ def test_what_the_strategy_cannot_do_is_refused_in_one_line():
         "by itself": ("ValueError", "set Trainer(gradient_clip_val=0.5)"),
         "values by itself": ("ValueError", 'gradient_clip_algorithm="norm"'),
         "twice": ("ValueError", "give the plain optimizer"),
-        "sizes": ("ValueError", "3 replicas x 2 shards are 6 ranks, the world has 4"),
+        "sizes": ("ValueError", "3 replicas x 2 shards are 6 ranks, but the world has 4"),
         "HSDP": ("ValueError", "replicas share it (by hybrid sharding (HSDP))"),
         "DDP": ("ValueError", "DistributedDataParallel averages gradients over ranks 0, 1, 2, 3"),
         "scheme": ("ValueError", "did you mean 'demo'"),

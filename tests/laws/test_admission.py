@@ -217,7 +217,9 @@ def test_a_newcomer_where_nobody_has_met_says_for_whom_it_waits(monkeypatch, cap
     monkeypatch.setattr(waiting, "MEET_LINE_S", 0.0)
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(ReplicaLost, match=r"no replicas have met within 0\.1 s: start the run"):
+    with pytest.raises(
+        ReplicaLost, match=r"no run has started at this store within 0\.1 s: start the run"
+    ):
         dt.Guest(store)
     assert "this replica has waited for 0 s, at most 0.1, for the first replicas" in caplog.text
 

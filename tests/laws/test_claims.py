@@ -80,7 +80,7 @@ def test_other_counts_end_all(second):
         thread.start()
     for thread in threads:
         thread.join()
-    own = "replica 1 counts {} replicas x {} shards, replica 0 counts 2 replicas x 1 shards".format(
+    own = "replica 1 was started with {} replicas x {} shards, replica 0 with 2 replicas x 1 shards".format(
         *second
     )
     assert said[1].startswith(own)
@@ -104,7 +104,7 @@ def test_a_run_that_trains_refuses_who_starts_as_one_of_its_replicas(monkeypatch
     for _ in range(3):  # a busy machine beats less often than one looks
         running.look()
     axis.set(axis_key("beat", 1), beat_of(9, 60.0))
-    with pytest.raises(RefusedStart, match="a replica joins it with --join"):
+    with pytest.raises(RefusedStart, match="start this replica with --join"):
         running.look()
     axis.set(port._member(), "")  # this process is a replica of it, and makes a second axis
     Running(store).look()

@@ -97,4 +97,4 @@ def test_a_step_of_the_optimizer_inside_is_refused():
         model(batch(0, 0, 32)).mean().backward()
         optimizer.step()
         kind, text = caught(base.step)
-        assert kind == "RuntimeError" and "the SGD inside was stepped" in text
+        assert kind == "RuntimeError" and "step() of the inner SGD was called" in text

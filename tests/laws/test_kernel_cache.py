@@ -120,7 +120,7 @@ def test_a_directory_that_is_not_the_users_own_is_passed_over_with_one_line(
     shared = home.parent / "tmp" / f"detonation-kernels-{os.getuid()}"
     assert get(made) == (b"code", shared)
     assert len(made) == 1 and len(caplog.messages) == 1
-    assert caplog.messages[0].startswith(f"the compiled kernels are in {shared}: ")
+    assert caplog.messages[0].startswith(f"the compiled kernels are kept in {shared}, because ")
     assert get(made)[1] == shared and len(made) == 1, "all processes of the user share it"
 
 
@@ -223,7 +223,7 @@ def test_a_compiler_that_is_not_there_or_fails_is_one_line_and_plain_torch(
     assert native.load_library() is None
     assert len(caplog.messages) == (line is not None)
     if line:
-        assert re.match(f"the kernels in plain torch: .*(?:{line})", caplog.messages[0])
+        assert re.match(f"the kernels run in plain torch: .*(?:{line})", caplog.messages[0])
 
 
 def test_a_home_that_is_full_is_passed_over(compiler, caplog):

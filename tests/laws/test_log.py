@@ -464,6 +464,6 @@ def test_several_levels_are_refused(tmp_path):
     levels = [(LoopbackCommunicator(2), dt.full()), (LoopbackCommunicator(2), dt.demo())]
     optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, levels=levels)
     with pytest.raises(
-        ValueError, match="one level of replication can be recorded, this optimizer has 2"
+        ValueError, match="only one level of replication can be recorded, but there are 2"
     ):
         optimizer.record(dt.UpdateLog(tmp_path))  # on all ranks, and before anything moves

@@ -198,7 +198,7 @@ def test_after_thirty_seconds_a_line_says_who_waits_and_then_after_twice_the_tim
     clocked.pass_s(29)
     assert not caplog.messages
     clocked.pass_s(70)
-    text = "rank 0 has waited for {} s after step 0, to which others have not come: "
+    text = "rank 0 has waited for {} s after step 0 for other ranks: "
     text += "rank 1 is still in step 21"
     assert caplog.messages == [text.format(30), text.format(60)]
     assert not clocked.membership.apart and not clocked.membership.late
@@ -259,7 +259,7 @@ def test_where_all_have_come_and_answer_the_limit_ends_all(monkeypatch):
     clocked = Clocked(monkeypatch)
     clocked.membership.patience_s = 100.0
     clocked.pass_s(104)
-    with pytest.raises(dt.errors.ReplicaLost, match="although all have come and answer"):
+    with pytest.raises(dt.errors.ReplicaLost, match="although all ranks have come and answer"):
         clocked.membership._require()
 
 

@@ -276,7 +276,7 @@ def misheard(communicator):
 
 
 def test_replicas_that_heard_of_other_sets_stop_at_their_next_message():
-    with pytest.raises(Desync, match="differs from the others"):
+    with pytest.raises(Desync, match="differs from the other replicas"):
         simulate_replicas(misheard, REPLICAS)
 
 

@@ -136,8 +136,8 @@ def test_loopback_is_refused_on_all_ranks_where_others_are_elsewhere(lab):
     assert (
         found
         == [
-            "ValueError: rank 1 and the others do not share a machine: GLOO_SOCKET_IFNAME is 'lo', "
-            "must be one that the others reach, or unset"
+            "ValueError: rank 1 has no route to ranks on other machines: GLOO_SOCKET_IFNAME is 'lo': "
+            "set it to an interface that the other machines reach, or unset it"
         ]
         * 2
     )

@@ -120,7 +120,7 @@ def test_where_the_sizes_alone_are_wanted_no_weights_are_read(tmp_path):
         (
             "text",
             {"vocab": 256, "pretrained": True},
-            "has learned 400 tokens, the data are bytes: set data.tokenizer",
+            "has learned 400 tokens, but the data are bytes: set data.tokenizer",
         ),
         ("text", {"dtype": "fp8"}, "unknown model.dtype 'fp8'"),
         (

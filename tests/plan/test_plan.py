@@ -362,7 +362,7 @@ OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(
         (
             OF_TWO | {"format": 2},
             [],
-            "profile.json has format 2, this version reads 1: measure again with probe",
+            "profile.json has format 2, but this version reads 1: measure again",
         ),
         (
             OF_TWO,
@@ -416,7 +416,7 @@ def test_a_profile_of_another_world_gets_one_line(
             ["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--optimizer", "Adam"],
             "unknown --optimizer 'Adam', did you mean 'AdamW'? Valid: AdamW, ",
         ),
-        (["--parameters", "1b", "--profile", "nowhere.json"], "nowhere.json is no profile"),
+        (["--parameters", "1b", "--profile", "nowhere.json"], "nowhere.json is no network profile"),
         (
             [str(ROOT / "recipes/three-tiers.toml"), "--link", "1gbit", "--step-time", "1"],
             "scheme is 'full+demo+diloco', but must be one level",

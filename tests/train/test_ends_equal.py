@@ -24,7 +24,7 @@ def test_replicas_that_differ_after_the_last_step_end_the_run(train, monkeypatch
     monkeypatch.setattr(fit._Meter, "begin", begin_with_a_fault)
     sets = [f"train.steps={STEPS}", f"scheme.name={scheme}"]
     if scheme == "demo":
-        with pytest.raises(WorldError, match="replica 1 differs from the others"):
+        with pytest.raises(WorldError, match="replica 1 differs from the other replicas"):
             train("run", *sets)
         return
     # the last round makes them equal; without an exchange they train apart

@@ -80,7 +80,7 @@ def test_set_reaches_one_level():
         (
             ["scheme.rack.name=diloco", "scheme.site.name=demo"],
             {},
-            "gradients come before levels that exchange param",
+            "gradients before levels that exchange param",
         ),
         (["scheme=3"], {}, r"--set takes table\.key=value"),
         (["a.b.c=3"], {}, r"--set takes table\.key=value"),

@@ -50,7 +50,7 @@ def test_what_unequal_nodes_cannot_do_is_refused_before_any_process_starts(tiny,
 def test_the_world_of_a_launcher_has_the_ranks_that_the_recipe_names(tmp_path):
     place = LaunchPosition(0, 3, 0, 2, nodes=2)
     assert fill_mesh({"nodes": [2, 1]}, place) == {"nodes": [2, 1]}
-    with pytest.raises(ValueError, match=r"name the ranks of each: --set mesh.nodes=\[4,2\]"):
+    with pytest.raises(ValueError, match=r"name the ranks of each node: --set mesh.nodes=\[4,2\]"):
         fill_mesh({}, place)
     with pytest.raises(
         ValueError, match=r"mesh.nodes is \[2, 2\], but must be 3 ranks, which were started"

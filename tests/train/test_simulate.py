@@ -234,7 +234,7 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
             "mesh.link is '10mbit,5ms', but must be '' in a simulation",
         ),
         ({"replicas": 0}, "mesh.replicas is 0, but must be at least 1"),
-        ({"replicas": 100_000}, "there are"),
+        ({"replicas": 100_000}, "but the data have"),
         ({"replicas": 3, "total_batch": 4}, "--total-batch is 4, but must be a multiple of 3"),
         ({"overrides": ("scheme.topk=32",)}, "full synchronisation sends"),
         ({"overrides": ("scheme.name=demi",)}, "demi"),
@@ -332,7 +332,7 @@ def test_what_can_never_arrive_is_an_error_not_a_hang():
             wire.all_gather(torch.zeros(1, dtype=torch.uint8))()
 
     with pytest.raises(
-        RuntimeError, match="virtual replica 1 waits for a collective that the others do not"
+        RuntimeError, match="virtual replica 1 waits for a collective that other replicas do not"
     ):
         simulate_replicas(unequal, 3)
 

@@ -22,7 +22,9 @@ def test_local_shapes_are_those_of_real_shards(shards):
 
 
 MISFITS = {
-    "schedule.warmup is 6, all of the 6 steps: the learning rate only rises": ["schedule.warmup=6"],
+    "schedule.warmup is 6, all of the 6 steps, so the learning rate only rises: set a smaller warmup": [
+        "schedule.warmup=6"
+    ],
     "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave it out": [
         "train.clip=1.0",
         "optimizer.name=SignSGD",

@@ -154,7 +154,7 @@ def test_a_rank_may_open_as_many_files_as_the_system_lets_it(monkeypatch):
     ):
         limited(monkeypatch, 24, 24)
     assert limited(monkeypatch, 256, 256, ranks=65) == []
-    lacking = r"may open 256 files here, a rank needs at least 259 among 66 ranks: .* -n 4144"
+    lacking = r"may open 256 files here, but a rank among 66 ranks needs at least 259: .* -n 4144"
     with pytest.raises(ValueError, match=lacking):
         limited(monkeypatch, 256, 256, ranks=66)
 

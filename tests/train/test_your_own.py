@@ -236,7 +236,10 @@ def test_train_lists_registered_schemes(registered, capsys):
             "data.task=own_parts:nothing",
             "data own_parts:nothing makes a dict, must make a detonation.data.Data",
         ),
-        ("data.held_out=0", "data own_parts:points has no held-out examples: validation needs one"),
+        (
+            "data.held_out=0",
+            "data own_parts:points has no held-out examples: give at least one for validation",
+        ),
         ("optimizer.name=no_parts:sgd optimizer.lr=1", "no_parts:sgd: no module named no_parts"),
         (
             "optimizer.name=own_parts:sdg optimizer.lr=1",

@@ -250,7 +250,7 @@ def test_what_would_forget_or_send_more_than_dense_is_refused():
         lines = [
             "the run began with the scheme demo",
             "full synchronisation sends",
-            "cannot hold its memory",
+            "have no place for its unsent values",
         ]
         assert [name for name, _ in errors] == ["ValueError", "LargerThanDense", "ValueError"]
         assert all(line in text for line, (_, text) in zip(lines, errors, strict=True)) and same

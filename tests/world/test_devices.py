@@ -89,9 +89,9 @@ REFUSED = [
         "torch without CUDA",
         TORCHRUN,
         NO_CUDA,
-        "/dev/nvidia0 shows one, but torch .* is built without CUDA",
+        "/dev/nvidia0 shows a GPU, but torch .* is built without CUDA",
     ),
-    ("driver out of order", {}, DRIVER, "/dev/nvidia0 shows one, but torch cannot use it"),
+    ("driver out of order", {}, DRIVER, "/dev/nvidia0 shows a GPU, but torch cannot use it"),
     (
         "the variable is set",
         {"CUDA_VISIBLE_DEVICES": "0,1"},
@@ -108,7 +108,7 @@ REFUSED = [
         "SLURM gave none",
         {**SRUN, "CUDA_VISIBLE_DEVICES": "NoDevFiles"},
         DRIVER,
-        "ask for one, such as --gpus-per-task",
+        "ask SLURM for a GPU, such as with --gpus-per-task",
     ),
 ]
 
@@ -144,7 +144,7 @@ def test_ranks_that_share_a_gpu_or_differ_in_having_one_are_named():
     require_own_devices(["the CPU of n1", "the CPU of n1"])
     with pytest.raises(
         ValueError,
-        match=r"ranks 0 and 2 share GPU a of n1: give each rank one \(srun --gpus-per-task",
+        match=r"ranks 0 and 2 share GPU a of n1: give each rank its own \(srun --gpus-per-task",
     ):
         require_own_devices(["GPU a of n1", "GPU b of n1", "GPU a of n1"])
     with pytest.raises(ValueError, match="rank 1 is on the CPU of n2, rank 0 on GPU a of n1"):
@@ -315,8 +315,8 @@ def alone():
 def test_without_a_launcher_a_process_is_a_world_of_one_and_says_so(monkeypatch, caplog):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert alone() == (1, 1) and "this process is a world of one" in caplog.text
-    with pytest.raises(ValueError, match="2 replicas x 4 shards are 8 ranks, the world has 1"):
+    assert alone() == (1, 1) and "this process trains alone" in caplog.text
+    with pytest.raises(ValueError, match="2 replicas x 4 shards are 8 ranks, but the world has 1"):
         dt.init_mesh(2, 4, device="cpu")
     assert not torch.distributed.is_initialized(), "found before anybody is waited for"
 
@@ -331,7 +331,7 @@ def shapes(mesh, local):
     }
     for asked in ({}, {"replicas": 4}, {"shards": 4}, {"replicas": 2, "shards": 2}):
         found.append(tuple(dt.init_mesh(**asked, device="cpu").shape))
-    with pytest.raises(ValueError, match="3 replicas x 1 shards are 3 ranks, the world has 4"):
+    with pytest.raises(ValueError, match="3 replicas x 1 shards are 3 ranks, but the world has 4"):
         dt.init_mesh(replicas=3, device="cpu")
     return found
 

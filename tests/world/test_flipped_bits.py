@@ -25,9 +25,9 @@ LOW, HIGH = 3, 30
 """The eighth of a unit in the last place, and the exponent: 0.1 becomes 3e37."""
 VICTIM, FLIPPED, EVERY, STEPS = 1, 5, 4, 16
 
-COMPARED = r"Desync: replica 1 differs from the others in [\w.]+ after step 8"
+COMPARED = r"Desync: replica 1 differs from the other replicas in [\w.]+ after step 8"
 NOT_FINITE = r"NonFiniteGradient: the change of [\w.]+ is not finite on replica 1 at step 5: lower lr, or clip"
-REFUSED = r"BadPeer: 3 messages of replica 1 were refused, the last at step [79]: the log says why"
+REFUSED = r"BadPeer: 3 messages of replica 1 were refused, the last at step [79]: read the reasons in the log"
 NOBODY = "nothing"
 FORGOTTEN = (
     "(nothing)"  # the victim's memory, after one message of it was refused; owners do not tell it

@@ -253,7 +253,7 @@ class ByWholeMessages:
 
 def test_an_aggregation_of_whole_messages_says_how_it_weighs_them():
     with pytest.raises(
-        TypeError, match="ByWholeMessages is not rowwise: it needs `weights`, see NormWeighing"
+        TypeError, match="ByWholeMessages does not aggregate row by row: define its `weights`"
     ):
         replace(dt.schemes.random(), aggregation=ByWholeMessages())
 

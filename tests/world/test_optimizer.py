@@ -500,7 +500,7 @@ def test_wrong_use_gets_one_clear_line():
         ("ValueError", "pass all levels at once"),
         ("ValueError", "needs an axis and a scheme"),
         ("ValueError", "only the outermost level of gradients may be delayed"),
-        ("ValueError", "gradients come before levels that exchange parameters"),
+        ("ValueError", "put levels that exchange gradients before levels that exchange parameters"),
         ("ValueError", "2 parameters of the optimizer are not in the model"),
         ("ValueError", "the axis has 2 dimensions ('replicate', 'shard')"),
         ("ValueError", "the gradient of weight is sparse"),
@@ -508,7 +508,7 @@ def test_wrong_use_gets_one_clear_line():
             "ValueError",
             "the gradient of 0.weight is sparse, which cannot be replicated: use sparse=False",
         ),
-        ("ValueError", "3 replicas x 1 shards are 3 ranks, the world has 2"),
+        ("ValueError", "3 replicas x 1 shards are 3 ranks, but the world has 2"),
         (
             LargerThanDense.__name__,
             "would send 38 bytes per step over 2 replicas, full synchronisation sends 8",

@@ -112,7 +112,7 @@ def test_a_profile_from_before_silence_was_measured_is_read():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "is no profile"),
+        ("", "is no network profile"),
         ("[]", "has format None"),
         ('{"format": 2}', "has format 2, this version reads 1: measure again"),
         ('{"format": 1}', "is damaged"),

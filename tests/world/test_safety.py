@@ -167,7 +167,7 @@ def damaging(mesh, scheme):
     "scheme", [dt.demo(link="all-gather"), dt.random_sign(link="all-gather")], ids=lambda s: s.name
 )
 def test_damaged_messages_are_refused_by_all_and_their_sender_named(scheme):
-    text = "3 messages of replica 2 were refused, the last at step 4: the log says why"
+    text = "3 messages of replica 2 were refused, the last at step 4: read the reasons in the log"
     assert worlds.run(damaging, 3, 1, scheme) == [((BadPeer.__name__, text), 4, True)] * 3
 
 
@@ -206,7 +206,7 @@ REPAIR = dt.Safety(verify_every=2, on_desync="repair")
 @pytest.mark.long_cases("weights")
 @pytest.mark.parametrize("what", ["weights", "state"])
 def test_drift_is_found_and_named_on_all_ranks(what):
-    text = "replica 1 differs from the others in layers.0.weight after step 4"
+    text = "replica 1 differs from the other replicas in layers.0.weight after step 4"
     outcomes = worlds.run(drifting, 3, 2, dt.demo(), VERIFY, what)
     assert outcomes == [((Desync.__name__, text), 4, False)] * 6
 

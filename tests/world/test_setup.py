@@ -111,7 +111,7 @@ def test_parameters_that_span_the_replicas_are_refused_and_others_are_not():
         for how in found.keys() - expected:
             assert found[how][:2] == ("nothing", ""), (how, found[how])
         said = {how for how in found if found[how][2]}
-        assert said == {"ddp"} and 'with intra_node=mesh["shard"]' in found["ddp"][2][0]
+        assert said == {"ddp"} and 'pass intra_node=mesh["shard"]' in found["ddp"][2][0]
 
 
 def alone(mesh):
@@ -202,7 +202,7 @@ def test_an_argument_of_another_kind_gets_the_remedy():
         ("TypeError", "unknown argument of scheme demo 'top_k', did you mean 'topk'?"),
         (
             "ValueError",
-            "levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]",
+            "levels is empty: pass an axis and a scheme, levels=[(axis, scheme), ...]",
         ),
     ]
     for outcome, (kind, text) in zip(worlds.run(wrong_arguments, 2, 1)[0], expected, strict=True):
@@ -239,7 +239,7 @@ def test_and_at_each_comparison():
     for kind, text, steps, lines in worlds.run(other_options, 2, 2, True):
         assert (kind, text) == (
             "Desync",
-            "replica 1 differs from the others in lr of group 0 after step 4",
+            "replica 1 differs from the other replicas in lr of group 0 after step 4",
         )
         assert steps == 4 and "replica 1 differs from replica 0 in lr of group 0" in lines[0]
 
@@ -278,14 +278,14 @@ def test_options_that_drift_apart_are_found_in_the_next_message(make_scheme, ove
     for shards in (1, 2):
         found = worlds.run(own_plateau, 2, shards, make_scheme, overlap)
         for kind, text, taken, _ in found:
-            wanted = f"replica 1 differs from the others in options of the parameter groups after step {steps}"
+            wanted = f"replica 1 differs from the other replicas in options of the parameter groups after step {steps}"
             assert (kind, text, taken) == ("Desync", wanted, steps)
         for lr, (*_, lines) in zip((0.1, 0.05), found[::shards], strict=True):
-            here = f"(lr, betas, ...) than the others at step {steps}, here lr={lr} "
+            here = f"(lr, betas, ...) than the other replicas at step {steps}; this replica has lr={lr} "
             assert lines[0].startswith(
                 "replica 1 has other options of the parameter groups " + here
             )
-            assert "set them alike on all replicas" in lines[0]
+            assert "set the same options on all replicas" in lines[0]
 
 
 def test_where_the_network_adds_them_up_they_are_found_at_the_next_comparison():
@@ -309,7 +309,7 @@ def test_drift_is_looked_for_by_default():
             optimizer.zero_grad()
 
     with pytest.raises(
-        dt.errors.Desync, match="replica 1 differs from the others in weight after step 100"
+        dt.errors.Desync, match="replica 1 differs from the other replicas in weight after step 100"
     ):
         simulate_replicas(act, 2)
 
@@ -326,7 +326,8 @@ def test_the_optimizer_inside_is_not_stepped_alone():
         one.step()
         one.synchronize()
     with pytest.raises(
-        RuntimeError, match=r"the AdamW inside was stepped.*call step\(\) of the optimizer that"
+        RuntimeError,
+        match=r"step\(\) of the inner AdamW was called.*call step\(\) of the optimizer that",
     ):
         base.step()
     del optimizer, again, one
@@ -428,7 +429,10 @@ def test_a_loaded_state_without_that_of_the_replica_is_warned_of(scheme):
         return worlds.run(foreign, 2, 1, scheme, how)
 
     (line,), nothing = first("lost")
-    assert f'no part "replication": what the replicas of {scheme.name} remember is lost' in line
+    assert (
+        f'no part "replication": the unsent values of the replicas of {scheme.name} are lost'
+        in line
+    )
     assert "load_checkpoint" in line and "load_replica_state" in line
     assert [nothing, *first("repaired"), *first("whole")] == [[]] * 5
     assert worlds.run(foreign, 2, 1, dt.full(), "lost") == [[], []]
@@ -494,7 +498,7 @@ def test_a_scheduler_that_sets_a_momentum_is_warned_of_once(base, scheme, own, a
     lines, nothing = worlds.run(cycled, 2, 1, base, scheme, at, True)
     assert nothing == [] and len(lines) == (own is not None)
     assert all(
-        own in line and "OneCycleLR and CyclicLR do without cycle_momentum=False" in line
+        own in line and "pass cycle_momentum=False to OneCycleLR or CyclicLR" in line
         for line in lines
     )
     assert worlds.run(cycled, 2, 1, base, scheme, at, False) == [[], []]
@@ -779,8 +783,5 @@ def test_weights_that_are_made_after_sharding_must_be_made_equal():
             early[0] == "ValueError"
             and "layers.0.weight is on the meta device, and has no weights yet" in early[1]
         )
-        assert (
-            apart[0] == "Mismatch"
-            and "detonation.same_weights(model, axis) makes them equal" in apart[1]
-        )
+        assert apart[0] == "Mismatch" and "call detonation.same_weights(model, axis)" in apart[1]
         assert equal == ("nothing", "")

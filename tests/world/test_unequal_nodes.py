@@ -505,17 +505,17 @@ def _refused(sizes: Sizes, case: str) -> Any:
 
 REFUSED = {
     "delay": "random with a delay: take delay=0",
-    "balance": "balance=True: let slow nodes process less",
+    "balance": "balance=True: give slow nodes fewer examples",
     "intra_node": "intra_node: shard the model inside each node",
     "axes": "levels on several axes: take one axis",
-    "whole": "is not cut by its first dimension over the ranks [1, 2] of a node: fully_shard",
+    "whole": "is not cut by its first dimension over the ranks [1, 2] of a node: call fully_shard",
     "shapes": "weight (shape)=",
     "few": "has no row of any trained parameter: start fewer ranks",
-    "fused": "AdamW of torch.float32: its bits depend on the cut",
-    "bf16": "SGD of torch.bfloat16: its bits depend on the cut",
+    "fused": "AdamW of torch.float32: its result depends on how",
+    "bf16": "SGD of torch.bfloat16: its result depends on how",
     "auto": "joins nodes of [1, 2] ranks",
-    "wire": "shard wire",
-    "record": "keep no log and publish nothing",
+    "wire": "shard_wire needs replicas of equally many ranks",
+    "record": "can neither record updates nor publish weights",
 }
 
 
@@ -599,7 +599,7 @@ def test_the_launcher_says_how_many_ranks_each_node_has() -> None:
     assert worlds.run(_launched, 3, 1, (1, 2, 2)) == [(2, 1, names), (2, 2, names), (2, 2, names)]
     assert worlds.run(_launched, 4, 1, (2, 2, 2, 2)) == [(2, 2, names)] * 4
     assert all(
-        "ranks of a node must be neighbours" in text
+        "ranks of a node must have consecutive numbers" in text
         for text in worlds.run(_launched, 3, 1, (2, 1, 2))
     )
 

@@ -85,7 +85,7 @@ def test_ranks_that_disagree_all_hear_who_changed_what(
     owned = (" 2", "s 0, 2") if "owner" in name else ("s 0, 2",)
     said = [f"replica{heard} began" in text for heard in ((" 1",) if replicas == 2 else owned)]
     assert kind == Desync.__name__ and any(said)
-    assert f"began or ceased to train {changed}, the others did not" in text
+    assert f"began or ceased to train {changed}, but the other replicas did not" in text
 
 
 def changing_otherwise(axis):
@@ -247,7 +247,7 @@ def test_shards_that_disagree_all_stop():
     for kind, text in worlds.run_alone(one_shard_disagrees, 2, 2):
         assert (
             kind == Desync.__name__
-            and "began or ceased to train layers.0.bias, the others did not" in text
+            and "began or ceased to train layers.0.bias, but the other replicas did not" in text
         )
 
 

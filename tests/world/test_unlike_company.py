@@ -384,4 +384,4 @@ def test_a_run_says_how_far_its_replicas_are_apart_and_its_checkpoints_are_good(
         COMMAND, [0, 1], free_port(), recipe, tmp_path / "begin" / "run", like
     )
     assert json.loads((like / "summary.json").read_text())["replicas_equal"]
-    assert (said + warned).count("is rounded by itself now") == 1
+    assert (said + warned).count("is now rounded by itself") == 1

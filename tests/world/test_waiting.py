@@ -57,7 +57,7 @@ BEFORE, FIRST = Standing(20), Standing(0)
         (
             0,
             [INSIDE, INSIDE],
-            "in step 21, as all ranks have: the network between them is slow or cut off",
+            "in step 21, like all other ranks: the network between them is slow or cut off",
         ),
         (0, [INSIDE, *[BEFORE] * 12], "rank 8 is between steps 20 and 21 and 4 more$"),
         (1, [INSIDE, INSIDE, BEFORE], None),  # a lower rank says it
@@ -156,7 +156,9 @@ class Broken(LoopbackCommunicator):
 @pytest.mark.parametrize("error", NCCL, ids=["timeout", "remote", "aborted"])
 def test_an_error_of_nccl_says_who_has_not_come_and_follows_from_that_ranks_end(error, monkeypatch):
     watch = object.__new__(waiting.Watch)
-    watch._text = "rank 0 has waited for 30 s in step 1, to which others have not come: rank 1 is between steps 0 and 1"
+    watch._text = (
+        "rank 0 has waited for 30 s in step 1 for other ranks: rank 1 is between steps 0 and 1"
+    )
     monkeypatch.setattr(PROGRESS, "explain", watch.explain)
     model, communicator = nn.Linear(8, 8), Broken(2)
     optimizer = dt.replicate(
@@ -220,8 +222,7 @@ def test_a_rank_that_steps_alone_says_for_whom_it_waits_and_so_does_the_error(wa
         alone_in_a_step, 2, 1, dt.demo(topk=2, chunk=8), way
     )
     assert lines and all(
-        "in step 3, to which others have not come: rank 1 is between steps 2 and 3" in line
-        for line in lines
+        "in step 3 for other ranks: rank 1 is between steps 2 and 3" in line for line in lines
     )
     assert (
         raised.startswith("rank 0 has waited for ")
@@ -268,10 +269,10 @@ def test_a_rank_that_waits_for_one_that_has_left_ends_with_a_line():
     (code, ended), (same, nothing) = worlds.run_alone(left_alone, 2, 1)
     (_, line), (level, last) = ended[0], ended[-1]
     assert (code, same, nothing, level) == ("1", "1", [], "ERROR")
-    why = "in step 2, to which others have not come: rank 1 has left after step 1"
+    why = "in step 2 for other ranks: rank 1 has left after step 1"
     assert why in line and why in last
     assert last.endswith(
-        ": it ends, because nobody will come; give all ranks the same number of batches"
+        ": this rank ends, because no other rank will come; give all ranks the same number of batches"
     )
 
 
@@ -314,7 +315,10 @@ def test_a_hook_that_raises_on_one_rank_does_not_leave_it_a_step_behind_the_othe
     others, raising = worlds.run_alone(with_a_hook, 2, 1, scheme, where)
     assert raising[:3] == ["", "", '"a user\'s hook"'] and len(raising) == 4
     why = 'step 2 of this replica sent its messages and then ended by KeyError("a user\'s hook")'
-    assert raising[3] == f"{why}; the other replicas may have taken it: load a checkpoint on all"
+    assert (
+        raising[3]
+        == f"{why}; other replicas may have taken this step: load a checkpoint on all replicas"
+    )
     assert others[:3] == ["", "", ""] and len(others) == 4 and others[3], (
         "no step without the other"
     )
@@ -335,6 +339,6 @@ def test_ranks_that_cannot_connect_after_they_have_met_say_so(monkeypatch):
     monkeypatch.setattr(init, "launch_position", lambda _: init.LaunchPosition(1, 2, 0, 1))
     init.join_world()
     assert lines[0] == (
-        "rank 1 of 2 has waited for 0 s for connections to the others: open all ports between the "
+        "rank 1 of 2 has waited for 0 s for connections to the other ranks: open all ports between the "
         "machines"
     )

@@ -194,8 +194,8 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
 
     if verb != of.Train(recipe=verb.recipe, print=verb.print, json=verb.json, debug=verb.debug):
         raise ValueError(
-            "train needs a recipe, and --print no other flag: detonation train alone lists the"
-            " recipes"
+            "train needs a recipe, and --print takes no other flag: run detonation train"
+            " without arguments for a list of the recipes"
         )
     texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
     if verb.recipe is None:
@@ -234,7 +234,10 @@ def _compare(verb: of.Compare) -> dict[str, Any]:
 
 def _simulate(verb: of.Simulate) -> dict[str, Any]:
     if verb.recipe is None:
-        raise ValueError("simulate needs a recipe: detonation train alone lists them")
+        raise ValueError(
+            "simulate needs a recipe: run detonation train without arguments for a list of the"
+            " recipes"
+        )
     from detonation.report.page import try_write
     from detonation.report.terminal import show
     from detonation.train.verbs import simulate
@@ -348,7 +351,8 @@ def _export(verb: of.Export) -> dict[str, Any]:
     if not exported["for_transformers"]:
         say(
             verb,
-            "it is no model of transformers: load its state dict with safetensors.torch.load_model",
+            "the exported model is no model of transformers: load its state dict with"
+            " safetensors.torch.load_model",
         )
     return exported
 

@@ -84,7 +84,7 @@ def choose_device(
     reason = _reason(env, gpus)
     if asked == "cuda":
         why = f"torch {torch.__version__} sees no GPU{reason and ': ' + reason}"
-        raise ValueError(f"device is 'cuda', but {why}; 'cpu' needs no GPU")
+        raise ValueError(f"device is 'cuda', but {why}; pass device='cpu' to train without a GPU")
     if reason and not any(env.get(name) in ("", "-1") for name in VISIBLE):
         raise ValueError(
             f"this rank would train on the CPU although there is a GPU: {reason}. {_CPU}"
@@ -126,14 +126,14 @@ def require_own_devices(names: Sequence[str]) -> None:
         other = on_gpu[0]
         raise ValueError(
             f"rank {rank} is on {names[rank]}, rank {other} on {names[other]}: give all ranks a"
-            " GPU, or hide all GPUs"
+            " GPU, or hide all GPUs from all ranks"
         )
     for rank, name in enumerate(names):
         if not on_cpu and (first := names.index(name)) < rank:
             raise ValueError(
-                f"ranks {first} and {rank} share {name}: give each rank one (srun"
-                " --gpus-per-task=1), or make all GPUs visible to all ranks of the machine and set"
-                " LOCAL_RANK"
+                f"ranks {first} and {rank} share {name}: give each rank its own (srun"
+                " --gpus-per-task=1), or make all GPUs visible to all ranks of the machine and"
+                " set LOCAL_RANK"
             )
 
 
@@ -165,8 +165,8 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
     slurm = [name for name in _SLURM if env.get(name, "0") not in ("", "0")]
     if "NoDevFiles" in (env.get(name) for name in given):
         return (
-            "SLURM gave this task no GPU (CUDA_VISIBLE_DEVICES=NoDevFiles); ask for one, such as"
-            " --gpus-per-task=1"
+            "SLURM gave this task no GPU (CUDA_VISIBLE_DEVICES=NoDevFiles); ask SLURM for a"
+            " GPU, such as with --gpus-per-task=1"
         )
     if gpus.driver:
         signs = [gpus.driver]
@@ -176,11 +176,11 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
         return ""
     if not gpus.supported:
         return (
-            f"{signs[0]} shows one, but torch {torch.__version__} is built without CUDA; install a"
-            " build with it"
+            f"{signs[0]} shows a GPU, but torch {torch.__version__} is built without CUDA;"
+            " install a torch that is built with CUDA"
         )
     return (
-        f"{signs[0]} shows one, but torch cannot use it; check nvidia-smi, the driver and"
+        f"{signs[0]} shows a GPU, but torch cannot use it; check nvidia-smi, the driver and"
         f" {', '.join(VISIBLE[:1])}"
     )
 

@@ -60,12 +60,15 @@ class RankExits:
             if self._knows_cause():
                 break
             if self._pids and time.monotonic() > self._deadline:
-                text = f"ranks {sorted(self._pids)} did not finish in time and were ended"
+                text = (
+                    f"ranks {sorted(self._pids)} did not finish in time, and the launcher ended"
+                    " them"
+                )
                 return Failure(min(self._pids), time.time(), "TimeoutError", text, complete=True)
             time.sleep(_POLL_S)
         if self._pids and time.monotonic() >= self._end_deadline:
             _log.warning(
-                "ranks %s had not ended %g s after the others: they are killed",
+                "ranks %s had not ended %g s after the other ranks: the launcher kills them",
                 sorted(self._pids),
                 _LEAVING_S,
             )

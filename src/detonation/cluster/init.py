@@ -138,7 +138,7 @@ def _connect(
     """Connects the ranks that have met in `store` as the default process group. Logs if connecting
     lasts long, for example behind a firewall.
     """
-    others = "connections to the others: open all ports between the machines"
+    others = "connections to the other ranks: open all ports between the machines"
     with says_meanwhile(f"rank {rank} of {world_size}", others):
         dist.init_process_group(
             backend,
@@ -167,7 +167,8 @@ def join_world(asked: str | None = None) -> torch.device:
         return _chosen_device(position, asked)
     if position is None:
         _log.warning(
-            "no launcher and no process group: this process is a world of one; torchrun starts more"
+            "no launcher and no process group were found, so this process trains alone, as a"
+            " world of one rank: start several ranks with torchrun"
         )
         allow_open_files()
         store: Store = HashStore()

@@ -135,7 +135,10 @@ def _starter(world_size: int, enter: Callable[[int], None] | None) -> Callable[[
     if hasattr(os, "fork") and not gpus_for(world_size):
         return partial(_fork, enter)
     if enter is not None:
-        raise ValueError("`enter` needs forked ranks, which cannot use GPUs: hide the GPUs")
+        raise ValueError(
+            "`enter` needs forked ranks, which cannot use GPUs: hide the GPUs with"
+            ' CUDA_VISIBLE_DEVICES=""'
+        )
     return _spawn
 
 

@@ -75,8 +75,8 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
     """
     if isinstance(mesh, UnevenMesh):
         raise ValueError(
-            "a shard wire needs replicas of equally many ranks: start as many for each, or omit"
-            " the wire"
+            "shard_wire needs replicas of equally many ranks: start as many ranks for each"
+            " replica, or leave shard_wire out"
         )
     shards = mesh["shard"].size()
     if wire.nodes is not None:
@@ -85,9 +85,9 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
         nodes = max(1, shards // _ranks_of_a_node("shard_wire(nodes=...)"))
     if nodes < 2 or shards % nodes:
         raise ValueError(
-            f"the {shards} shards of a replica cannot be divided equally among {nodes} nodes:"
-            " a shard wire needs at least 2 nodes; give shard_wire(nodes=...), or leave it out if"
-            " a replica fits into one node"
+            f"the {shards} shards of a replica cannot be divided equally among {nodes} nodes,"
+            " and shard_wire needs at least 2 nodes: pass shard_wire(nodes=...), or leave"
+            " shard_wire out if a replica fits into one node"
         )
     if mesh.size() != dist.get_world_size():
         raise ValueError(
@@ -241,8 +241,8 @@ def _remedy(sizes: Sequence[int], world: int) -> str:
         script = "your_script.py"
         if sys.argv[0].endswith(".py"):
             script = sys.argv[0]
-        return f"start them with torchrun --nproc-per-node {sum(sizes)} {script}"
-    return "omit one"
+        return f"start the ranks with torchrun --nproc-per-node {sum(sizes)} {script}"
+    return "pass replicas alone, or shards alone"
 
 
 def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int) -> list[int]:
@@ -264,7 +264,7 @@ def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int)
         asked = f"{count} replicas of {sizes} shards"
     if sum(sizes) != world or min(sizes, default=0) < 1 or replicas not in (None, len(sizes)):
         raise ValueError(
-            f"{asked} are {sum(sizes)} ranks, the world has {world}: {_remedy(sizes, world)}"
+            f"{asked} are {sum(sizes)} ranks, but the world has {world}: {_remedy(sizes, world)}"
         )
     return sizes
 
@@ -272,7 +272,7 @@ def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int)
 def _ranks_of_a_node(remedy: str) -> int:
     position = launch_position(os.environ)
     if position is None or position.local_world_size is None:
-        raise ValueError(f"the launcher does not say how many ranks a node has: give {remedy}")
+        raise ValueError(f"the launcher does not say how many ranks a node has: pass {remedy}")
     return position.local_world_size
 
 

@@ -181,7 +181,7 @@ def _number(env: Mapping[str, str], name: str, default: int | str = "") -> int:
     text = env.get(name, str(default))
     if not text.isdigit():
         raise ValueError(
-            f"the launcher's environment has {name}={text!r}, but it must be a whole number"
+            f"the launcher's environment has {name}={text!r}: set {name} to a whole number"
         )
     return int(text)
 
@@ -234,11 +234,11 @@ def store_addresses(text: str) -> list[tuple[str, int]]:
     """
     found = [host_and_port(each.strip()) for each in text.split(",")]
     if len({*found}) < len(found):
-        raise ValueError(f"the stores are {text!r}, but must be different: give each once")
+        raise ValueError(f"the stores are {text!r}, but must be different: give each address once")
     if len(found) % 2 == 0:
         raise ValueError(
-            f"the stores are {text!r}, but their number must be odd: {len(found)} survive no more"
-            f" losses than {len(found) - 1}"
+            f"the stores are {text!r}, but their number must be odd: leave one out, because"
+            f" {len(found)} stores survive no more losses than {len(found) - 1}"
         )
     return found
 

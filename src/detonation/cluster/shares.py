@@ -48,8 +48,8 @@ def micro_batches(
     """
     if examples < 1 or largest < 1:
         raise ValueError(
-            f"a step of {examples} examples in micro-batches of {largest} cannot be divided: both"
-            " must be at least 1"
+            f"a step of {examples} examples cannot be divided into micro-batches of {largest}:"
+            " pass at least 1 for both"
         )
     first = rank // together * together
     shares = [_cut(examples, largest, first + each, ranks) for each in range(together)]

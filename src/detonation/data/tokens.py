@@ -39,7 +39,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the libraries that read these files raise many types of errors
-        problem = f"data.tokenizer {name} is no directory, and nothing the hub gives us"
+        problem = f"data.tokenizer {name} is no directory, and no tokenizer that the hub gives us"
         raise ValueError(f"{problem}: {first_line(error)}") from error
 
 

@@ -167,7 +167,7 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
     suffix = file.suffix.lower()
     readable = f".tsv, {', '.join(sorted(readers.ROWS))}"
     if file.is_dir():
-        raise ValueError(f"{source} is a directory: pairs are in one file, {readable}")
+        raise ValueError(f"{source} is a directory: give one file of pairs, {readable}")
     with readers.in_file(file):
         if suffix in readers.ROWS:
             found = readers.values_of(file, column or "translation")
@@ -192,7 +192,8 @@ def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
         first = first or list(row)
         if set(row) != set(first):
             raise ValueError(
-                f"{source}: pair {number} is in {', '.join(row)}, the first in {', '.join(first)}"
+                f"{source}: pair {number} has the columns {', '.join(row)}, but the first pair"
+                f" {', '.join(first)}"
             )
         yield [row[name] for name in first]
 

@@ -85,8 +85,8 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
             asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
             start = "start them with torchrun or accelerate launch, on an accelerator each"
             raise ValueError(
-                f"{asked} are {self.total_size} ranks, Accelerate counts 1: {start};"
-                " it does not shard on CPUs"
+                f"{asked} are {self.total_size} ranks, but Accelerate counts 1: {start};"
+                " Accelerate does not shard on CPUs"
             )
         super()._validate_accelerator(accelerator)
 
@@ -472,6 +472,6 @@ def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str,
     loaded = load_checkpoint(part, model, optimizer)
     if loaded is None:
         missing = f"{part.parent} has no directory {part.name}, the state of the replicas"
-        remedy = "it was saved without them, or cut short: take an earlier checkpoint"
+        remedy = "it was saved without this state, or cut short: take an earlier checkpoint"
         raise ValueError(f"{missing}: {remedy}")
     return loaded.extra

@@ -113,7 +113,8 @@ def newest_whole(
         skipped.append(problem)
     if skipped:
         remedy = (
-            "its save was cut short; start without a checkpoint, or copy to the node what it lacks"
+            "its save was cut short; start without a checkpoint, or copy to the node the files"
+            " that it lacks"
         )
         raise ValueError(f"no checkpoint in {folder} is whole: {skipped[0]}: {remedy}")
     return None

@@ -331,8 +331,8 @@ class ReplicaStrategy(ModelParallelStrategy):
             loaded = load_checkpoint(path / PART / str(number), self.model, optimizer)
             if loaded is None:
                 raise ValueError(
-                    f"{path} was written with {number} optimizers, this run has"
-                    f" {len(self.replicated)}"
+                    f"{path} was written with {number} optimizers, but this run has"
+                    f" {len(self.replicated)}: resume with as many"
                 )
             self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent
         rest = dict[str, Any]()
@@ -373,5 +373,5 @@ class ReplicaStrategy(ModelParallelStrategy):
 
 def _refuse_value(optimizer: Optimizer | None, clip_val: float) -> None:
     raise ValueError(
-        'gradients are clipped after the exchange, by norm: gradient_clip_algorithm="norm"'
+        'gradients are clipped after the exchange, by norm: set gradient_clip_algorithm="norm"'
     )

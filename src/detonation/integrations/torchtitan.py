@@ -313,7 +313,9 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
             (model,) = optimizers.model_parts
             loaded = load_checkpoint(own, model, optimizers.replicated)
             if loaded is None:
-                remedy = "load_step takes an earlier one, initial_load_path its model alone"
+                remedy = (
+                    "set load_step to an earlier one, or initial_load_path to load its model alone"
+                )
                 raise ValueError(
                     f"{checkpoint_id} has no directory detonation, the state of the replicas:"
                     f" {remedy}"

@@ -47,7 +47,11 @@ def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], obj
             reasons.append(f"{directory}: {error}")
             continue
         if reasons:
-            _log.warning("the compiled kernels are in %s: %s", directory, "; ".join(reasons))
+            _log.warning(
+                "the compiled kernels are kept in %s, because other directories cannot be used: %s",
+                directory,
+                "; ".join(reasons),
+            )
         return result
     raise OSError("; ".join(reasons))
 

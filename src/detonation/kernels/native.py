@@ -350,13 +350,13 @@ def load_library() -> Library | None:
     """
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
-        _log.info("the kernels in plain torch: there is no g++")
+        _log.info("the kernels run in plain torch: there is no g++")
         return None
     try:
         name = f"native-{_identity(compiler)}.so"
         library = cached(name, partial(_compile, compiler), _load)
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the kernels in plain torch: %s", error)
+        _log.warning("the kernels run in plain torch: %s", error)
         return None
     assert isinstance(library, Library)
     return library

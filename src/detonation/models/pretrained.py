@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from detonation.choices import first_line, needs, unknown
+from detonation.choices import first_line, first_names, needs, unknown
 from detonation.models.built_in import fp32_logits
 
 HUB_PREFIX = "hf:"
@@ -119,8 +119,8 @@ def _built(
     if new - head:
         keys = sorted(new - head)
         raise ValueError(
-            f"{HUB_PREFIX}{name} has no weights that fit {keys[0]} (and {len(keys) - 1} more): "
-            "leave out the settings that change its shape, or pretrained"
+            f"{HUB_PREFIX}{name} has no weights that fit {first_names(keys, 1)}: leave out the"
+            " settings that change its shape, or pretrained"
         )
     return model
 
@@ -139,7 +139,8 @@ def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) 
         raise ValueError(f"{HUB_PREFIX}{name} knows {own} tokens, the data have {vocab}: {remedy}")
     if pretrained and vocab in _BYTES and own != vocab:
         raise ValueError(
-            f"{HUB_PREFIX}{name} has learned {own} tokens, the data are bytes: set data.tokenizer"
+            f"{HUB_PREFIX}{name} has learned {own} tokens, but the data are bytes: set"
+            " data.tokenizer to that of the model"
         )
 
 

@@ -154,7 +154,7 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
         stopped = f"stopped by {summary['stopped_by']} after step {summary['stopped_after']}"
         remedy = f"continue with --out {where} --resume"
         if "left" in summary:
-            remedy = "the others train on"
+            remedy = "the other replicas train on"
         console.lines([f"{stopped}; {remedy}"])
         return
     console.table([], run_rows(summary))

@@ -170,8 +170,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         # shapes: output_tensor [n], input_tensor [S * n] for S shards
         if op != dist.ReduceOp.SUM:
             raise ValueError(
-                f"the reduce-scatter between nodes sums, but was asked for {op}: leave the divisor"
-                " to FSDP2"
+                f"the reduce-scatter between nodes can only sum, but FSDP2 asked for {op}:"
+                " leave the gradient divisor to FSDP2"
             )
         parts = input_tensor.view(self._link.replicas, -1)
         places = self._first_numbers(parts)
@@ -471,8 +471,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         if self._codec and not own.is_floating_point() and not self._warned:
             self._warned = True
             _log.warning(
-                "a unit with parameters of several dtypes is sent as it is: give it a"
-                " mixed_precision policy"
+                "a module whose parameters have several dtypes is sent without compression:"
+                " give fully_shard a mixed_precision policy"
             )
         exactly |= self._exchanges == self._resync_every or not own.is_floating_point()
         if self._codec is None or exactly:

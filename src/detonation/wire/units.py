@@ -330,7 +330,8 @@ def mend_references(model: nn.Module) -> None:
             unit.gather.forget()
         if differs:
             _log.warning(
-                "nodes held different references of %s: the next one is exact",
+                "nodes held different references of the weights %s: the next exchange of them"
+                " is exact",
                 next(iter(unit.parameters)),
             )
 

@@ -131,15 +131,16 @@ class Profile:
             table = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{path} is no profile ({error}): make one with detonation probe --out {path}"
+                f"{path} is no network profile ({error}): make one with detonation probe --out"
+                f" {path}"
             ) from error
         version = None
         if isinstance(table, dict):
             version = table.pop("format", None)
         if version != PROFILE_FORMAT:
             raise ValueError(
-                f"{path} has format {version}, this version reads {PROFILE_FORMAT}: measure again"
-                " with probe"
+                f"{path} has format {version}, but this version reads {PROFILE_FORMAT}: measure"
+                " again with detonation probe"
             )
         try:
             return cls.of(table)

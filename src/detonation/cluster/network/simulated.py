@@ -211,7 +211,8 @@ class _Scheduler:
             self._idle += 1
             if self._idle > self.replicas:
                 raise RuntimeError(
-                    f"virtual replica {replica} waits for a collective that the others do not start"
+                    f"virtual replica {replica} waits for a collective that other replicas do"
+                    " not start: call the same collectives on all replicas"
                 )
             self._next(replica)
             self._turns[replica].acquire()

@@ -91,8 +91,8 @@ class Claim:
         if size == self._size:
             return
         self._refuse(
-            f"replica {self._replica} counts {self._size}, replica 0 counts {size}: give all the"
-            " same --replicas and --shards"
+            f"replica {self._replica} was started with {self._size}, replica 0 with {size}:"
+            " give all replicas the same --replicas and --shards"
         )
 
     def _refuse(self, reason: str) -> None:

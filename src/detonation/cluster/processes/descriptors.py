@@ -51,8 +51,8 @@ def allow_open_files(ranks: int = 1) -> None:
         if ranks > 1:
             among = f" among {ranks} ranks"
         raise ValueError(
-            f"a process may open {soft} files here, a rank needs at least {least}{among}: raise the"
-            f" limit with ulimit -n {least * 16}"
+            f"a process may open {soft} files here, but a rank{among} needs at least {least}:"
+            f" raise the limit with ulimit -n {least * 16}"
         )
 
 

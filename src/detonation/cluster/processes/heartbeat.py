@@ -109,8 +109,8 @@ class StoreBoard:
         for other, signed in enumerate(found):
             if signed != found[0]:
                 raise ValueError(
-                    f"rank {other} has another DETONATION_TOKEN than rank 0, or one of them has"
-                    " none: give all ranks the same token"
+                    f"rank {other} has another DETONATION_TOKEN than rank 0, or one of these"
+                    " ranks has none: give all ranks the same token"
                 )
 
     def write_count(self, rank: int, count: int) -> None:
@@ -137,7 +137,9 @@ class StoreBoard:
             return found.partition(" ")[2]
         if not self._ignored:
             _log.warning(
-                "a notice in %s is not of this run and does not end it: %.200r", self.where, found
+                "this run ignores a notice in %s, because a foreign process has written it: %.200r",
+                self.where,
+                found,
             )
         self._ignored = True
         return ""

@@ -81,14 +81,14 @@ def rendezvous_store(
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(
-            f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there on all"
-            " ranks"
+            f"{' and '.join(missing)} not set: set MASTER_ADDR to the host of rank 0, and"
+            " MASTER_PORT to a free port there, on all ranks"
         )
     address = os.environ["MASTER_ADDR"]
     port = os.environ["MASTER_PORT"]
     if not port.isdigit() or int(port) > 65_535:
         raise ValueError(
-            f"MASTER_PORT is {port!r}, but must be a port that is free at rank 0: at most 65535"
+            f"MASTER_PORT is {port!r}: set it to a port that is free at rank 0, at most 65535"
         )
     if timeout_s is None:
         timeout_s = _RENDEZVOUS_TIMEOUT_S
@@ -133,9 +133,9 @@ def rendezvous_store(
         if isinstance(error, _Unreached):
             why = f" ({error})"
         raise RunError(
-            f"rank {rank} of {world_size} has not met the others at {where} in {timeout_s:.0f} s"
-            f"{why}: start all ranks with one MASTER_ADDR and MASTER_PORT, and open that port at"
-            " rank 0"
+            f"rank {rank} of {world_size} has not met the other ranks at {where} in"
+            f" {timeout_s:.0f} s{why}: start all ranks with one MASTER_ADDR and MASTER_PORT, and"
+            " open that port at rank 0"
         ) from error
 
 
@@ -159,7 +159,8 @@ def reached_store(host: str, port: int, limit_s: float = _RENDEZVOUS_TIMEOUT_S) 
         )
     except _Unreached as error:
         raise ValueError(
-            f"there is no store at {where} ({error}): start detonation meet, and give its address"
+            f"there is no store at {where} ({error}): start detonation meet, and give the"
+            " address that it prints"
         ) from error
 
 
@@ -347,7 +348,10 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
         named = GLOO_INTERFACE
         if interface:
             named = "--interface"
-        raise ValueError(f"{named} is {wanted!r}, but this machine has {', '.join(known)}")
+        raise ValueError(
+            f"{named} is {wanted!r}, but this machine has only the interfaces"
+            f" {', '.join(known)}: name one of them"
+        )
     if interface:
         env.update(dict.fromkeys(INTERFACES, interface))
 
@@ -399,7 +403,7 @@ def keep_to_one_interface(
     for number, text in enumerate(troubles):
         if text:
             wait_until_read(store, rank, world_size)
-            raise ValueError(f"rank {number} and the others do not share a machine: {text}")
+            raise ValueError(f"rank {number} has no route to ranks on other machines: {text}")
     if not asked and way is not None:
         env[GLOO_INTERFACE] = _found = way.interface
     return describe_ways(ways, joined_address(host, env.get("MASTER_PORT", "?")))
@@ -427,7 +431,10 @@ def describe_ways(ways: Sequence[str], store: str) -> str:
 def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
     """Returns the route of this rank to other machines, or the reason why it has no route."""
     if asked == LOOPBACK:
-        return None, f"{GLOO_INTERFACE} is {asked!r}, must be one that the others reach, or unset"
+        return None, (
+            f"{GLOO_INTERFACE} is {asked!r}: set it to an interface that the other machines"
+            " reach, or unset it"
+        )
     try:
         if asked:
             return way_over(asked, host), ""

@@ -128,11 +128,11 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
     if behind:
         others = first_names((standing_in_words(r, standings[r]) for r in behind), _MOST_NAMED)
-        return f"{here}, to which others have not come: {others}"
+        return f"{here} for other ranks: {others}"
     if mine.where == _INSIDE and all(other == mine for other in standings):
         return (
-            f"{here}, as all ranks have: the network between them is slow or cut off, or one is"
-            " busy in a hook"
+            f"{here}, like all other ranks: the network between them is slow or cut off, or one"
+            " rank is busy in a hook"
         )
     return ""
 
@@ -321,8 +321,8 @@ class Watch:
             if in_vain:
                 text = _waiting(self._rank, standings, now - since)
                 self._end(
-                    f"{text}: it ends, because nobody will come; give all ranks the same number of"
-                    " batches"
+                    f"{text}: this rank ends, because no other rank will come; give all ranks"
+                    " the same number of batches"
                 )
             elif self._text and now - since >= due:
                 due *= 2

@@ -94,7 +94,9 @@ class QuorumStore(Store):
         return False
 
     def num_keys(self) -> int:
-        raise NotImplementedError("several stores do not count their keys: use one store for that")
+        raise NotImplementedError(
+            "several stores cannot count their keys: use one store to count keys"
+        )
 
     getNumKeys = num_keys
 
@@ -109,7 +111,7 @@ class QuorumStore(Store):
             if len(values) == len(keys):
                 return values
             if time.monotonic() > deadline:
-                raise DistStoreError(f"no {first_names(keys, 3)} in the store after {timeout}")
+                raise DistStoreError(f"no key {first_names(keys, 3)} in the store after {timeout}")
             time.sleep(_POLL_S)
 
     def _values(self, keys: Sequence[str]) -> list[bytes | None]:

@@ -188,11 +188,14 @@ class Agreement:
         go_on = f"{in_words(self.members)} {verb} on without it after step {self.next_step}"
         beyond = {each for pair in self.apart if replica in pair for each in pair} - {replica}
         if replica in self.late:
-            return f"replica {replica} did not come to an exchange for which all waited; {go_on}"
+            return (
+                f"replica {replica} did not come to an exchange for which all replicas waited;"
+                f" {go_on}"
+            )
         if beyond:
             others = in_words(sorted(beyond))
             return f"replica {replica} and {others} cannot reach each other; {go_on}"
-        return f"replica {replica} was not heard of, or lost a shard; {go_on}"
+        return f"replica {replica} did not answer, or lost one of its ranks; {go_on}"
 
 
 def in_words(replicas: Sequence[int]) -> str:
@@ -427,7 +430,7 @@ def latest_axis_store(base: Store) -> Store:
         while (axis := latest_axis(base)) is None:
             awaited.wait(lambda: "the first replicas")
     except TimeoutError as error:
-        text = f"no replicas have met within {timeout_s:g} s: start the run first"
+        text = f"no run has started at this store within {timeout_s:g} s: start the run first"
         raise ReplicaLost(text) from error
     return axis
 

@@ -272,8 +272,8 @@ def elastic(
         replicas = mesh["replicate"].size()
     if replica is None or replicas is None or not 0 <= replica < replicas:
         raise ValueError(
-            f"replica is {replica} of {replicas}, must be from 0 to below replicas; or pass a whole"
-            " mesh"
+            f"replica is {replica} of {replicas}: pass a number from 0 to below replicas, or a"
+            " whole mesh"
         )
     if not 1 <= min_replicas <= replicas:
         raise ValueError(
@@ -282,10 +282,7 @@ def elastic(
     if not silence_s > 1:
         raise ValueError(f"silence_s is {silence_s}, must be above 1")
     if store is None and mesh is None:
-        raise ValueError(
-            "replicas without a common process group need a store, such as"
-            " torch.distributed.TCPStore"
-        )
+        raise ValueError("without a common process group, replicas need a store: pass a TCPStore")
     speed = None
     if link:
         speed = LinkSpeed.parse(link)
@@ -399,7 +396,10 @@ class Guest:
         own = latest_axis_store(_reached(store))
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
-            raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
+            raise ValueError(
+                f"a replica of {self._shards} shards cannot join replicas of {shards}: start it"
+                f" with {shards} shards"
+            )
         # check that the run still trains, before this replica gets a number in it
         Presence(own, replicas, shards, silence_s).require()
         number = torch.tensor(0)
@@ -537,7 +537,7 @@ class Guest:
                 return None
             if time.monotonic() > deadline:
                 raise ReplicaLost(
-                    f"the others did not let replica {self.number} in within {timeout_s:g} s"
+                    f"the run did not let replica {self.number} in within {timeout_s:g} s"
                 )
         return self._joined(agreement, report, entry)
 
@@ -564,7 +564,7 @@ class Guest:
                 if turn_of(agreement.next_turns, entry.user) <= entry.turn:
                     agreed = []
                 agreed.append(agreement)
-        raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
+        raise ReplicaLost(f"replica {self.number} could not form a process group with the run")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
         """Reads the new agreements, and returns the agreement that makes this replica a member. If
@@ -594,7 +594,7 @@ class Guest:
             return
         if not agreement.postponed:
             entry = self._latest_entry()
-            at = f"before step {entry.step}" if entry else "in vain"
-            raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
+            at = f"before step {entry.step}" if entry else "any longer"
+            raise ReplicaLost(f"the run did not wait for replica {self.number} {at}")
         self.postponed += 1
         self._ahead = None

@@ -93,7 +93,7 @@ class Group:
         future = in_thread(make, "group")
         while not wait([future], _LOOK_S).done:
             if in_vain():
-                raise RuntimeError("a member was lost meanwhile")
+                raise RuntimeError("a replica was lost while the group was formed")
         return future.result()
 
     def all_reduce(self, values: Tensor) -> dist.Work:

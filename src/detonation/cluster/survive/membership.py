@@ -263,7 +263,7 @@ class Membership:
         self.store.set(EPOCH, str(self.epoch))
         if len(self.members) < self.least:
             lost = f"lost {in_words(missing)} after step {agreement.next_step}"
-            left = f"{len(self.members)} of the replicas are left, min_replicas is {self.least}"
+            left = f"{len(self.members)} replicas are left, but min_replicas is {self.least}"
             raise ReplicaLost(f"{lost}: {left}")
 
     def breaks_up(self) -> bool:

@@ -156,7 +156,7 @@ class PartitionWatch:
             names = ", ".join(f"rank {rank} at {membership.ports[rank]}" for rank in silent)
             seconds = f"{membership.silence_s:g} s"
             text = f"rank {membership.rank} has had no answer of {names} for {seconds}"
-            _log.warning("%s: all decide who goes on", text)
+            _log.warning("%s: all replicas now agree which of them go on", text)
             membership.apart = self._replicas(silent)
         if waited < membership.patience_s or membership.apart or membership.late:
             return
@@ -164,8 +164,11 @@ class PartitionWatch:
         if behind:
             membership.late = self._replicas(behind)
             return
-        end = "although all have come and answer: the network is too slow, or loses large packets"
-        membership.fail(ReplicaLost(f"{self._line(waited)}; it ends, {end}"))
+        end = (
+            "although all ranks have come and answer: the network is too slow, or loses large"
+            " packets"
+        )
+        membership.fail(ReplicaLost(f"{self._line(waited)}; this rank ends, {end}"))
 
     def _silent_ranks(self, now: float) -> list[int]:
         limit_s = self._membership.silence_s
@@ -249,7 +252,7 @@ class PartitionWatch:
 
 def store_lost(rank: int, why: str) -> str:
     """Returns the error message of `rank` after it has lost the store. why: the reason, as text."""
-    remedy = "if all ranks have, start the store and all replicas again, from a checkpoint"
+    remedy = "if all ranks have lost it, start the store and all replicas again, from a checkpoint"
     return f"rank {rank} has lost the store (ended or out of reach): {why}; {remedy}"
 
 
@@ -262,8 +265,8 @@ def who_waits_for_whom(
     in its training loop.
 
     >>> progress = {0: (40, Standing(21, "inside")), 1: (39, Standing(20)), 2: (40, Standing(21))}
-    >>> who_waits_for_whom(0, 40, progress, 30)[:69]
-    'rank 0 has waited for 30 s in step 21, to which others have not come:'
+    >>> who_waits_for_whom(0, 40, progress, 30)[:54]
+    'rank 0 has waited for 30 s in step 21 for other ranks:'
     """
     mine = progress[rank][1]
     here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
@@ -273,5 +276,5 @@ def who_waits_for_whom(
         if started < exchange
     ]
     if behind:
-        return f"{here}, to which others have not come: {', '.join(behind)}"
-    return f"{here}, as all ranks have: the network between them is slow or cut off"
+        return f"{here} for other ranks: {', '.join(behind)}"
+    return f"{here}, like all other ranks: the network between them is slow or cut off"

@@ -147,8 +147,8 @@ class Presence:
             host, port = store_host(self._store)
             where = f"met at {joined_address(host, port)}" if host else "met here"
             raise ReplicaLost(
-                f"the run whose replicas {where} has ended: start it again, or give the address of"
-                " one that trains"
+                f"the run whose replicas {where} has ended: start it again, or give the address"
+                " of a run that trains"
             )
         self._asked = time.monotonic()
 
@@ -200,8 +200,8 @@ class Running:
         self._changed = now
         if now - self._began > RUNNING_S:
             raise RefusedStart(
-                "a run trains at this store already: a replica joins it with --join, and a new run"
-                " needs another store, or starts after its end"
+                "a run trains at this store already: start this replica with --join to join"
+                " that run, or start a new run at another store, or after the end of that run"
             )
 
     def _beats_of_others(self) -> list[bytes]:

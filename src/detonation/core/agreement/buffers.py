@@ -64,9 +64,9 @@ class BufferSync:
     def _warn(self, names: list[str], speaks: bool) -> None:
         if names and not self._warned and speaks:
             _log.warning(
-                "buffers differ between replicas, and become their mean at every comparison"
-                " (verify_every) and synchronize(); register_buffer(..., persistent=False) keeps"
-                " one private: %s",
+                "buffers differ between replicas, so every comparison (verify_every) and"
+                " synchronize() replace them by their mean: %s; pass persistent=False to"
+                " register_buffer to keep a buffer private",
                 first_names(names, 4),
             )
         self._warned |= bool(names)
@@ -84,7 +84,11 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
     found = []
     for difference in differences(link, by_key, device):
         if difference.name not in keys:
-            _log.warning("%s: their buffers have other names or shapes, and stay apart", difference)
+            _log.warning(
+                "%s: the buffers of these replicas have other names or shapes, so they are not"
+                " made equal",
+                difference,
+            )
             continue
         name = keys[difference.name]
         buffer = buffers[name]

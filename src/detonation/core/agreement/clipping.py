@@ -112,7 +112,7 @@ def _sharded_over(parameter: Tensor) -> tuple[Axis, ...]:
     names = mesh.mesh_dim_names
     if mesh.ndim > 1 and names is None:
         raise ValueError(
-            "a mesh of several dimensions needs names for clipping: mesh_dim_names of"
+            "clipping needs the names of the mesh's dimensions: pass mesh_dim_names to"
             " init_device_mesh"
         )
     found = []

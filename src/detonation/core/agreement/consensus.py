@@ -121,7 +121,8 @@ class StopConsensus:
         """
         if self.half_step:
             raise HalfStep(
-                f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all"
+                f"{self.half_step}; other replicas may have taken this step: load a checkpoint"
+                " on all replicas"
             )
         # check only the types here, because a conversion in every step would take time
         for group in self._base.param_groups:
@@ -328,7 +329,7 @@ class StopConsensus:
                 outcome = "repaired"
             else:
                 counts.desync(difference.odd[0], name)
-                outcome = "all stop"
+                outcome = "all replicas stop"
             if link.replica in (0, *difference.odd):
                 _log.warning("after step %d %s: %s", step, difference, outcome)
         return mended

@@ -65,7 +65,9 @@ def differences(
     if changing := _announced(link, everyone):
         return [Difference(CHANGE, tuple(changing), min(changing.values()))]
     if len(set(everyone)) > 1:  # checksum tables of different sizes would crash the receiver
-        return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
+        return [
+            Difference("the names of their tensors and options", tuple(range(1, link.replicas)), 0)
+        ]
     sums = [checksum(tensor).to(device) for tensor in tensors.values()]
     hashes = [hash63(text) for text in options.values()]
     sums += torch.tensor(hashes, dtype=torch.int64, device=device).unbind()

@@ -58,8 +58,8 @@ class Changed(str):
 
 
 AGAIN = (
-    "It ended this optimizer, which takes no step until the state is replaced on all ranks: load a "
-    "checkpoint or a state dict"
+    "This error ended the optimizer: load a checkpoint or a state dict on all ranks, because it"
+    " takes no step before"
 )
 """Text that is appended to the message of an error when the error is raised again."""
 
@@ -241,8 +241,8 @@ class FaultCounts:
         self._strikes[sender] += 1
         self._good[sender] = 0
         text = (
-            f"a message of {_sender(sender)} was refused at step {step}, and what it carried is"
-            f" lost: it {fault}"
+            f"a message of {_sender(sender)} was refused at step {step}, and its values are"
+            f" lost: the message {fault}"
         )
         self._warn(step, sender, text)
         if self._strikes[sender] >= STRIKES:
@@ -250,7 +250,10 @@ class FaultCounts:
 
     def refuse_sum(self, step: int) -> None:
         """Counts a nonfinite sum of an all-reduce at `step` whose contributions were all finite."""
-        fault = "added up to what is not finite: a link damages what it carries"
+        fault = (
+            "has a sum that is not finite, of values that are finite: a link damages what it"
+            " carries"
+        )
         self.refuse(_ALL_REPLICAS, fault, step)
 
     def misplace(self, sender: int, step: int) -> None:
@@ -271,14 +274,17 @@ class FaultCounts:
             if len(here) > 200:
                 here = here[:200] + "..."
             text = (
-                f"replica {sender} has other {OPTIONS} (lr, betas, ...) than the others at step"
-                f" {step}, here {here}: set them alike on all replicas, such as by a loss that is"
-                " averaged over them"
+                f"replica {sender} has other {OPTIONS} (lr, betas, ...) than the other replicas"
+                f" at step {step}; this replica has {here}: set the same options on all"
+                " replicas, such as by a loss that is averaged over them"
             )
             self._warn(step, sender, text)
             self._stop(_DESYNC, sender, OPTIONS)
         for sender in _odd({sender: digest >> 32 for sender, digest in digests.items()}):
-            text = f"replica {sender} received other messages than the others before step {step}"
+            text = (
+                f"replica {sender} received other messages than the other replicas before step"
+                f" {step}"
+            )
             self._warn(step, sender, text)
             if not self._repairs:
                 self._stop(_DESYNC, sender)
@@ -306,12 +312,12 @@ class FaultCounts:
         kind = fatal >> 56
         sender = fatal >> 32 & 0xFFFFFF
         number = fatal & _NO_NAME
-        name = "a state that its log names"
+        name = "a tensor that the log of that replica names"
         if number < len(self.names):
             name = self.names[number]
         if kind == _NON_FINITE:
             text = f"{self._signal} of {name} is not finite on replica {sender} at step {step}"
-            remedy = "lower lr, or clip"
+            remedy = "lower lr, or clip gradients"
             if self._policy == "skip":
                 text += f" for the {IN_A_ROW + 1}th time in a row"
             elif "gradient" in self._signal:
@@ -319,7 +325,7 @@ class FaultCounts:
             return NonFiniteGradient(f"{text}: {remedy}")
         if kind == _REFUSED:
             text = f"{STRIKES} messages of {_sender(sender)} were refused, the last at step {step}"
-            return BadPeer(f"{text}: the log says why")
+            return BadPeer(f"{text}: read the reasons in the log")
         if kind == _MISPLACED:
             return Desync(
                 f"replica {sender} added a message of another step, level or optimizer to the sum"
@@ -327,10 +333,13 @@ class FaultCounts:
             )
         if kind in (_CHANGING, _CHANGED_APART):
             return Desync(
-                f"{_replicas(sender)} began or ceased to train {name}, the others did not: freeze,"
-                " unfreeze and add parameters on all ranks between the same two steps"
+                f"{_replicas(sender)} began or ceased to train {name}, but the other replicas"
+                " did not: freeze, unfreeze and add parameters on all ranks between the same"
+                " two steps"
             )
-        return Desync(f"replica {sender} differs from the others in {name} after step {step}")
+        return Desync(
+            f"replica {sender} differs from the other replicas in {name} after step {step}"
+        )
 
     def _stop(self, kind: int, sender: int, name: str = "") -> None:
         parameter = name.partition(" (")[0]

@@ -53,7 +53,7 @@ norm."""
 _ROWS = attrgetter("rows")
 _REFUSED = itemgetter(-1)
 TOO_LARGE = f"has values that are not finite, or above {LIMIT:g}"
-TOO_LOUD = f"is more than {LOUDER:g} times as loud as most are, or were before"
+TOO_LOUD = f"has a norm over {LOUDER:g} times as large as most messages have, or had before"
 
 
 @dataclass(frozen=True)

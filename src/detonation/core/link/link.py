@@ -34,8 +34,8 @@ from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.schemes import bytes_per_rank, ring_bytes
 
 SAME_START = (
-    "Start all with the same settings, versions and weights (detonation.same_weights(model, axis)"
-    " makes them equal, after the last change of weights)"
+    "Start all replicas with the same settings, versions and weights (call"
+    " detonation.same_weights(model, axis) after the last change of weights to make them equal)"
 )
 
 

@@ -212,8 +212,8 @@ class _Lookout:
         moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
         if self.users and moves:
             raise RuntimeError(
-                f"the {type(optimizer).__name__} inside was stepped, which moves this replica"
-                " alone: call step() of the optimizer that detonation.replicate returned"
+                f"step() of the inner {type(optimizer).__name__} was called, which moves this"
+                " replica alone: call step() of the optimizer that detonation.replicate returned"
             )
 
 

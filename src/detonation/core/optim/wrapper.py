@@ -32,8 +32,8 @@ class OptimizerWrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "this optimizer holds links of its process and cannot be copied or pickled: use"
-            " state_dict()"
+            "this optimizer holds connections of its process and cannot be copied or pickled:"
+            " use state_dict()"
         )
 
     def unscale(self) -> Tensor | None:
@@ -134,8 +134,9 @@ def _refuse_hooks(hooks: Iterable[Callable[..., object]], does: str) -> None:
     names = names_of(hooks)
     if names:
         raise ValueError(
-            f"a checkpoint {does} no state dict, so this hook cannot change it: {names[0]}; remove"
-            " the hook, or save and load state_dict() of this optimizer, one file per rank"
+            f"a checkpoint {does} no state dict, so the hook {names[0]} would have no effect:"
+            " remove the hook, or save and load state_dict() of this optimizer, one file per"
+            " rank"
         )
 
 

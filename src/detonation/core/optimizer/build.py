@@ -147,13 +147,14 @@ def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
     """
     if not parameters:
         raise ValueError(
-            "no parameter of the optimizer requires a gradient: at least one must, to be replicated"
+            "no parameter of the optimizer requires a gradient: set requires_grad=True on at"
+            " least one parameter"
         )
     devices = {local(parameter).device for parameter in parameters.values()}
     if len(devices) != 1:
         raise ValueError(
-            f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))},"
-            " must be 1"
+            f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}:"
+            " move the model to one device"
         )
     for name, parameter in parameters.items():
         if parameter.dtype not in _DTYPES:
@@ -334,7 +335,9 @@ def compare_replicas(
         return rounded
     if again and not bits:
         return apart
-    raise Mismatch(f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")')
+    raise Mismatch(
+        f'replicas differ: {apart}. {SAME_START}; or pass Safety(equal="close") to go on'
+    )
 
 
 def compare_rounding_singly(

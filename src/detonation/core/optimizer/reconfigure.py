@@ -334,7 +334,8 @@ def _require_room(old: Replicator, new: Replicator) -> None:
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
     if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
         raise ValueError(
-            f"{new.scheme.name} cannot continue with these settings, which cannot hold its memory"
+            f"{new.scheme.name} cannot continue with these settings, which have no place for"
+            " its unsent values: keep the settings of its memory"
         )
 
 

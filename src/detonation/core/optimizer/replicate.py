@@ -132,15 +132,13 @@ def _given_levels(
     if levels is None:
         if axis is None or scheme is None:
             raise ValueError(
-                "replicate needs an axis and a scheme, or levels=[(axis, scheme), ...]"
+                "replicate needs an axis and a scheme: pass both, or levels=[(axis, scheme), ...]"
             )
         return [(axis, scheme)]
     if axis is not None or scheme is not None:
-        raise ValueError("replicate takes an axis and a scheme, or levels, not both")
+        raise ValueError("replicate takes an axis and a scheme, or levels: do not pass both")
     if not levels:
-        raise ValueError(
-            "levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]"
-        )
+        raise ValueError("levels is empty: pass an axis and a scheme, levels=[(axis, scheme), ...]")
     return levels
 
 
@@ -150,15 +148,18 @@ def check_order(schemes: Sequence[Scheme]) -> None:
     signals = [scheme.signal for scheme in schemes]
     if "parameters" in signals and "gradients" in signals[signals.index("parameters") :]:
         raise ValueError(
-            "levels that exchange gradients come before levels that exchange parameters"
+            "levels are in the wrong order: put levels that exchange gradients before levels"
+            " that exchange parameters"
         )
     gradients = [scheme for scheme in schemes if scheme.signal == "gradients"]
     if any(scheme.round.delay for scheme in gradients[:-1]):
-        raise ValueError("only the outermost level of gradients may be delayed")
+        raise ValueError(
+            "only the outermost level of gradients may be delayed: set delay=0 in the inner levels"
+        )
     for scheme in [scheme for scheme in schemes if isinstance(scheme, ParameterScheme)][:-1]:
         if not scheme.averages:
             raise ValueError(
-                f"{scheme.name} is a level of rounds inside another level, whose moves its anchor"
-                " would undo: take a scheme there that averages at once and in fp32, such as"
-                " local_sgd()"
+                f"{scheme.name} is a level of rounds inside another level, whose updates its"
+                " anchor would undo: take for the inner level a scheme that averages at once"
+                " and in fp32, such as local_sgd()"
             )

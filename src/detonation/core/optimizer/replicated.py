@@ -352,7 +352,8 @@ class Replicated(OptimizerWrapper):
         """
         if observer and len(self.levels) > 1:
             raise ValueError(
-                f"one level of replication can be recorded, this optimizer has {len(self.levels)}"
+                "only one level of replication can be recorded, but there are"
+                f" {len(self.levels)}: use one"
             )
         self.base_step.look = None
         if observer:

@@ -128,19 +128,24 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
     if len(schemes) > 1 or not isinstance(schemes[0], ParameterScheme):
         names = "+".join(scheme.name for scheme in schemes)
         raise ValueError(
-            f"balance=True needs one level of rounds, such as diloco(): replicas of {names} step"
-            " together"
+            "balance=True needs one level of rounds, such as diloco(), because replicas of"
+            f" {names} step together: pass balance=False"
         )
     if schemes[0].round.every == 1:
         raise ValueError(
-            f"balance=True needs rounds of several steps: {schemes[0].name} has every=1"
+            f"balance=True needs rounds of several steps, but {schemes[0].name} has every=1:"
+            " set every to at least 2"
         )
     if schemes[0].resume_from == "sent":
         raise ValueError(
-            f"balance=True is not for {schemes[0].name}, whose parameters follow the sent values"
+            f"balance=True is not for {schemes[0].name}, whose parameters follow the sent"
+            " values: pass balance=False"
         )
     if intra_node is not None:
-        raise ValueError("balance=True takes no intra_node: shard the model inside the node")
+        raise ValueError(
+            "balance=True does not work with intra_node: leave intra_node out, and shard the"
+            " model inside the node"
+        )
 
 
 def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
@@ -158,8 +163,8 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
         kept = scheme.feedback is not None and scheme.feedback.error_feedback
         if kept and isinstance(scheme.codec.precision, Sign) and not scheme.codec.selection.shared:
             _log.warning(
-                "%s keeps the errors of its signs, which are as large as its values and make the"
-                " loss far higher: pass error_feedback=False",
+                "%s keeps the rounding errors of its signs, which are as large as its values"
+                " and make the loss far higher: pass error_feedback=False",
                 scheme.name,
             )
 
@@ -187,15 +192,18 @@ def warn_of_second_momentum(
         return
     _warned.add(optimizer)
     remedy = (
-        "set it to 0, for Adam by betas=(0.0, 0.95), or take detonation.loco(), which leaves it as"
-        " it is"
+        "set it to 0, for Adam by betas=(0.0, 0.95), or take detonation.loco(), which needs no"
+        " such change"
     )
     if since:
-        remedy = "it was set later, as OneCycleLR and CyclicLR do without cycle_momentum=False"
+        remedy = (
+            "pass cycle_momentum=False to OneCycleLR or CyclicLR, which set it after replicate"
+            " was called"
+        )
     if _is_first(levels):
         text = (
-            "%s remembers a momentum, and that of %s (%s) on top of it makes the loss far"
-            " higher: %s"
+            "%s keeps its own momentum, and the momentum of %s in addition (%s) makes the loss"
+            " far higher: %s"
         )
         _log.warning(text, sparse[0].name, type(optimizer).__name__, own, remedy)
 
@@ -209,14 +217,14 @@ def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
 
 
 _CLOSE = (
-    "replicas round differently, so their weights stay close, not equal to the last bit: %s. Each"
-    ' step makes a part of them equal to those of replica 0; Safety(equal="bits") refuses such'
-    " replicas"
+    "replicas round differently, so their weights stay close, but not equal to the last bit:"
+    " %s. Each step makes a part of the weights equal to those of replica 0; pass"
+    ' Safety(equal="bits") to refuse such replicas'
 )
 _SINGLY = (
-    "replicas round differently: %s. Each operation of the optimizer's steps is rounded by itself"
-    " now, which takes longer and keeps the replicas equal to the last bit; with"
-    ' Safety(equal="close") torch takes the steps'
+    "replicas round differently: %s. Each operation of the optimizer's steps is now rounded by"
+    " itself, which takes longer and keeps the replicas equal to the last bit; pass"
+    ' Safety(equal="close") to let torch take the steps'
 )
 _warned: WeakSet[Optimizer | nn.Module] = WeakSet()
 
@@ -289,9 +297,9 @@ def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) ->
     if narrow and dtypes and model not in _warned:
         _warned.add(model)
         _log.warning(
-            "a policy of FSDP2 names no reduce_dtype: inside the node torch adds gradients in %s"
-            " before version 2.15 (%d bytes per parameter), and since then in the dtype of the"
-            " parameters (%d bytes): MixedPrecisionPolicy(..., reduce_dtype=...)",
+            "a policy of FSDP2 names no reduce_dtype: inside the node torch adds gradients in"
+            " %s before version 2.15 (%d bytes per parameter), and since then in the dtype of"
+            " the parameters (%d bytes): pass reduce_dtype to MixedPrecisionPolicy",
             ", ".join(map(str, narrow)),
             min(dtype.itemsize for dtype in narrow),
             max(dtype.itemsize for dtype in dtypes),
@@ -314,8 +322,9 @@ def _check_parameter(name: str, parameter: Tensor, others: set[int]) -> None:
     """
     if parameter.device.type == "meta":
         raise ValueError(
-            f"{name} is on the meta device, and has no weights yet: model.to_empty(device=...), "
-            'initialise them, detonation.same_weights(model, mesh["replicate"])'
+            f"{name} is on the meta device, and has no weights yet: call"
+            " model.to_empty(device=...), initialise the weights, and call"
+            ' detonation.same_weights(model, mesh["replicate"])'
         )
     if not isinstance(parameter, DTensor):
         return
@@ -356,9 +365,9 @@ def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
             if not others <= joined and not is_sharded_over(parameter, others):
                 raise ValueError(
                     f"{name} is held whole by the ranks {_listed(sorted(ranks))}, over which"
-                    f" {example} is sharded: shard it, too (dt.shard(model, mesh), or fully_shard"
-                    " at the root); or, where its gradient is equal on them, as under tensor"
-                    ' parallelism, replicate(..., intra_node=mesh["tensor"])'
+                    f" {example} is sharded: shard {name}, too (dt.shard(model, mesh), or"
+                    " fully_shard at the root); or, if its gradient is equal on these ranks, as"
+                    ' under tensor parallelism, pass replicate(..., intra_node=mesh["tensor"])'
                 )
 
 
@@ -375,8 +384,9 @@ def _check_averaged(
         )
     if intra_node is None and len(ranks) > 1:
         _log.warning(
-            "DistributedDataParallel makes the ranks of a node equal, and each sends the same"
-            ' messages: with intra_node=mesh["shard"] they cross the slow link once per node'
+            "DistributedDataParallel makes the ranks of a node equal, and each rank sends the"
+            ' same messages: pass intra_node=mesh["shard"] to send the messages over the slow'
+            " link only once per node"
         )
 
 

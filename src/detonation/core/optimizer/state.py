@@ -145,7 +145,8 @@ def _require_fit(local: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> No
         if tensor.shape != saved[key].shape:
             shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"
             raise ValueError(
-                f"{key} was saved with shape {shapes}: another model, or other shards or replicas?"
+                f"{key} was saved with shape {shapes}: load a state of the same model, shards"
+                " and replicas"
             )
 
 
@@ -220,7 +221,8 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     for other in (key for values in rest["state"].values() for key in values):
         if _MARKED.match(str(other)) and not other.startswith(mark):
             raise ValueError(
-                f"the saved optimizer state has {other}, not {mark}...: it is of another replica"
+                f"the saved optimizer state has {other}, not {mark}..., so another replica"
+                " saved it: load the file of this replica"
             )
     own = {
         p: {_without(mark, key): value for key, value in v.items()}
@@ -264,8 +266,8 @@ def warn_of_lost_memory(optimizer: "Replicated") -> None:
     if lost and (optimizer.coordinates.replica, optimizer.coordinates.shard) == (0, 0):
         schemes = ", ".join(scheme.name for _, scheme in optimizer.levels)
         _log.warning(
-            'the optimizer state that was loaded has no part "replication": what the replicas of %s'
-            " remember is lost, and their steps count from %d; save and load with"
+            'the optimizer state that was loaded has no part "replication": the unsent values'
+            " of the replicas of %s are lost, and their steps count from %d; save and load with"
             " detonation.save_checkpoint and load_checkpoint, with TrainingState, or with"
             " replica_state and load_replica_state beside the framework's own",
             schemes,

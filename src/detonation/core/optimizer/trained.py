@@ -129,7 +129,8 @@ class TrainedParameters:
             group["params"] = [shards.get(id(p), p) for p in group["params"]]
         if len({id(p) for p in self.everyone}) < len(self.everyone):
             raise ValueError(
-                "some parameters appear in more than one parameter group of the optimizer"
+                "some parameters appear in more than one parameter group of the optimizer: list"
+                " each parameter once"
             )
 
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
@@ -230,6 +231,6 @@ def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:
             " fully_shard (in Lightning, in configure_optimizers)"
         )
     return (
-        "replicate gets the model whose parameters the optimizer has, as they are after sharding,"
-        " loading and moving"
+        "pass replicate the model whose parameters the optimizer has, as they are after"
+        " sharding, loading and moving"
     )

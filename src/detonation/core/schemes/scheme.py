@@ -157,12 +157,12 @@ class Scheme:
         if self.link == "all-reduce" and not self.summable:
             raise ValueError(
                 "link is 'all-reduce', which needs fp32 or bf16 at shared indices and"
-                " aggregate='mean'"
+                " aggregate='mean': use link='auto'"
             )
         if not (self.aggregation.rowwise or hasattr(self.aggregation, "weights")):
             raise TypeError(
-                f"{type(self.aggregation).__name__} is not rowwise: it needs `weights`, see"
-                " NormWeighing"
+                f"{type(self.aggregation).__name__} does not aggregate row by row: define its"
+                " `weights`, as in NormWeighing"
             )
         if self.link == "owner" and not self.aggregation.rowwise:
             raise ValueError(
@@ -351,7 +351,10 @@ def register(function: Callable[P, S]) -> Callable[P, S]:
     """
     name = function.__name__
     if name in SCHEMES and SCHEMES[name].__module__ != function.__module__:
-        raise ValueError(f"scheme {name} is registered already, by {SCHEMES[name].__module__}")
+        raise ValueError(
+            f"scheme {name} is registered already, by {SCHEMES[name].__module__}: choose"
+            " another name"
+        )
     SCHEMES[name] = recorded = _recorded(function, name)
     return recorded
 

@@ -73,7 +73,9 @@ def _checked_data(config: Config) -> Data:
             " detonation.data.Data"
         )
     if not len(loaded.validation):
-        raise ValueError(f"data {config.data.name} has no held-out examples: validation needs one")
+        raise ValueError(
+            f"data {config.data.name} has no held-out examples: give at least one for validation"
+        )
     task = TASK_OF.get(config.model.name, loaded.kind)
     if task != loaded.kind:
         fitting = " or ".join(name for name, kind in TASK_OF.items() if kind == loaded.kind)
@@ -108,7 +110,8 @@ def _require_one_batch(config: Config, loaded: Data) -> None:
     if needed > available:
         sizes = f"{config.train.batch_size} x {described_mesh(config.mesh)}"
         raise ValueError(
-            f"train.batch_size {sizes} are {needed} examples, but there are {available}: take fewer"
+            f"train.batch_size {sizes} are {needed} examples, but the data have {available}:"
+            " set a smaller train.batch_size"
         )
 
 
@@ -187,7 +190,8 @@ def misfits(config: Config) -> list[str]:
     found = []
     if warmup >= steps:
         found.append(
-            f"schedule.warmup is {warmup}, all of the {steps} steps: the learning rate only rises"
+            f"schedule.warmup is {warmup}, all of the {steps} steps, so the learning rate only"
+            " rises: set a smaller warmup"
         )
     signs_alone = optimizer.name == "SignSGD" and not optimizer.arguments.get("momentum")
     if config.train.clip and signs_alone:
@@ -245,7 +249,8 @@ def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
     layers = list(layers_of(model))
     if not layers:
         raise ValueError(
-            f"{setting} works on layers, the elements of an nn.ModuleList, and the model has none"
+            f"{setting} works on layers, the elements of an nn.ModuleList, and the model has"
+            " none: leave it out"
         )
     return layers
 

@@ -294,7 +294,7 @@ def require_same_settings(membership: Membership, config: Config) -> None:
     for key in _differing(first, own):
         here = f"{key} is {own.get(key)!r} here"
         there = f"{first.get(key)!r} in the run"
-        remedy = _REMEDY.get(key, "all replicas train by the same recipe and --set")
+        remedy = _REMEDY.get(key, "give all replicas the same recipe and --set")
         raise ValueError(f"{here}, {there}: {remedy}")
 
 

@@ -114,7 +114,10 @@ def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
     if different:
         return [
             *sorted(lines),
-            f"They will not train together: other {', '.join(different)}. Make these alike.",
+            (
+                f"They will not train together, because these differ: {', '.join(different)}. Make"
+                " these alike."
+            ),
         ]
     same = [name for name in own if own[name] == other.get(name)]
     names = [name for name in own if not name.endswith(_SINGLY)]

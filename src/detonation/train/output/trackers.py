@@ -218,8 +218,8 @@ class Forgiving:
             if lines:
                 reason += f": {lines[0]}"
             self._warn(
-                f"logger {self._name} failed and gets no more ({reason}); metrics.jsonl has every"
-                " step"
+                f"logger {self._name} failed and gets no more records ({reason}); metrics.jsonl"
+                " has every step"
             )
 
 

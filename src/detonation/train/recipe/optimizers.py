@@ -24,7 +24,7 @@ REFUSED = {
         " of evaluations"
     ),
     "SparseAdam": "it takes sparse gradients only, and sharded gradients are dense",
-    **dict.fromkeys(("Adafactor", "Rprop"), "torch has no step of it for shards"),
+    **dict.fromkeys(("Adafactor", "Rprop"), "torch cannot take its step on shards"),
 }
 """Optimizers of torch that this library refuses, each with the reason."""
 
@@ -48,7 +48,9 @@ def require_optimizer(name: str) -> None:
     Does not import or check a name such as "package.module:function".
     """
     if name in REFUSED:
-        raise ValueError(f"optimizer {name} cannot be used: {REFUSED[name]}")
+        raise ValueError(
+            f"optimizer {name} cannot be used: {REFUSED[name]}; choose another optimizer"
+        )
     if ":" not in name:
         find_function("optimizer", name, optimizer_classes())
 

@@ -204,13 +204,13 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         if count > place.world_size:
             raise ValueError(
                 f"{count} {name} need as many processes, but the launcher started"
-                f" {place.world_size}: start more, or ask for fewer"
+                f" {place.world_size}: start more processes, or ask for fewer {name}"
             )
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
         remedy = (
-            "leave both out, and start as many on each node, or name the ranks of each: --set"
-            " mesh.nodes=[4,2]"
+            "leave both out, and start as many processes on each node, or name the ranks of"
+            " each node: --set mesh.nodes=[4,2]"
         )
         raise ValueError(f"{product}, but the launcher started {place.world_size}: {remedy}")
     return {**mesh, "replicas": replicas, "shards": shards}

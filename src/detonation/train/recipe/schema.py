@@ -347,12 +347,14 @@ class Config:
         require(0 <= self.seed < 2**31, "seed", self.seed, "within [0, 2**31)")
         one = len(self.levels) == 1 and self.scheme.name != "none"
         if not one:
-            allowed = "false: the log takes one level that agrees"
+            allowed = "false: the log needs one level whose scheme exchanges messages"
             require(not self.train.log_updates, "train.log_updates", True, allowed)
             publish = self.train.publish
-            require(not publish, "train.publish", publish, '"": a feed takes one level that agrees')
+            require(
+                not publish, "train.publish", publish, '"": a feed needs one level that exchanges'
+            )
         if self.scheme.name == "none":
-            allowed = "false: the outermost level never agrees"
+            allowed = "false: the outermost level exchanges nothing"
             require(not self.mesh.elastic, "mesh.elastic", True, allowed)
         last = self.levels[-1].replicas
         least = self.mesh.min_replicas

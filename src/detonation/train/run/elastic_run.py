@@ -145,16 +145,17 @@ class Losses:
         if change.left:
             self._losses.append({**found, "left": True})
             yield (
-                f"{names} left after step {change.next_step}, as asked; the others have the"
-                " momentum that was not sent"
+                f"{names} left after step {change.next_step}, as asked; the other replicas have"
+                " its unsent momentum"
             )
             return
         shares = [share for share in map(self._share, change.replicas) if share]
         examples = [[share.start, share.stop - 1] for share in shares]
         self._losses.append({**found, "memory_norm": norm, "examples": examples})
         line = (
-            f"lost {names} after step {change.next_step}, with the memory (here of norm"
-            f" {norm:.3g}); the others went on {seconds:.2f} s after the notice"
+            f"lost {names} after step {change.next_step}, with the unsent momentum (on this"
+            f" replica of norm {norm:.3g}); the other replicas went on {seconds:.2f} s after the"
+            " notice"
         )
         if shares:
             line += f"; step {change.next_step} may lack its {examples_in_words(shares)}"

@@ -56,7 +56,10 @@ def check_place(
             "scheme.adapt watches the link of replicas that stay: leave it out in an elastic run"
         )
     if request.join and number is not None:
-        raise ValueError(f"--replica {number} is not for --join, which gives the next number")
+        raise ValueError(
+            f"--replica {number} is not for --join, which gives the next number: leave"
+            " --replica out"
+        )
     if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < last):
         raise ValueError(
             f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}"

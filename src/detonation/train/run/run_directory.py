@@ -118,7 +118,10 @@ def kept_records(
     if damaged:
         said = [f"damaged lines in {file}, which are dropped: {damaged}"]
     if not kept and done == session.config.train.steps:
-        raise ValueError(f"all {done} steps have been taken, but {file} has no record of them")
+        raise ValueError(
+            f"all {done} steps have been taken, but {file} has no record of them: choose"
+            " another --out"
+        )
     if kept and done == session.config.train.steps and kept[-1].val_loss is None:
         raise ValueError(
             f"the run stopped at step {done}, before its end and without validation: give more"
@@ -179,7 +182,7 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
         return []
     line = (
         f"{reached - step} steps of the log follow: training goes on after step {reached}, with"
-        " empty memories"
+        " no unsent momentum"
     )
     return [*lines, line]
 

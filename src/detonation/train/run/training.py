@@ -72,7 +72,7 @@ def train_until_end(
         recording.close(ended=until == steps)
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
-        raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
+        raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
     except ReplicaLeft:  # only this replica leaves the run: the other replicas save and continue
         return {
             "stopped_after": session.optimizer.step_count,
