@@ -35,15 +35,17 @@ CEILINGS: dict[str, float] = {
     # replicas and ranks that meet nobody say why, strangers' connections to gloo are dropped, a
     # newcomer whose state cannot come is postponed, its shards keep one pace, and a run that was
     # killed has a page, small messages wait for one latency also on an elastic axis and in plans,
-    # and optimizers refuse what no step could use, and register a self-test (core: codes, calls)
-    "tokens of src": 340_360,
-    "tokens of core": 92_400,
+    # and optimizers refuse what no step could use, and register a self-test (core: codes, calls);
+    # groups are compared, a log belongs to a run, one checkpoint is loaded by its path, frozen weights are
+    # compared, a follower waits for its trainer, and each message names its object and a remedy
+    "tokens of src": 343_900,
+    "tokens of core": 93_250,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_370,  # for the same reasons
+    "cognitive complexity of src": 8_490,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,
