@@ -88,7 +88,8 @@ def test_train_alone_lists_all_that_a_run_can_be_made_of(capsys):
 @pytest.mark.parametrize("flags", [["--steps", "3"], ["quick-lm", "--print", "--web"]])
 def test_a_flag_that_would_train_nothing_is_refused(flags, capsys):
     assert run_command(["train", *flags]) == 2
-    said = "train needs a recipe, and --print takes no other flag: run detonation train without arguments for a list of the recipes"
+    said = "train needs a recipe, and --print takes no other flag: run detonation train "
+    said += "without arguments for a list of the recipes"
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
