@@ -96,13 +96,13 @@ REFUSED = [
         "the variable is set",
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         NONE,
-        "CUDA_VISIBLE_DEVICES=0,1 shows one",
+        "CUDA_VISIBLE_DEVICES=0,1 shows a GPU",
     ),
     (
         "SLURM gave GPUs to the job",
         {**SRUN, "SLURM_GPUS_ON_NODE": "8"},
         NONE,
-        "SLURM_GPUS_ON_NODE=8 shows one",
+        "SLURM_GPUS_ON_NODE=8 shows a GPU",
     ),
     (
         "SLURM gave none",
@@ -132,7 +132,7 @@ def test_a_gpu_that_a_rank_cannot_take_is_an_error_that_says_what_to_set(env, gp
 
 def test_cuda_is_refused_where_there_is_none():
     with pytest.raises(
-        ValueError, match=r"device is 'cuda', but torch .* sees no GPU: /dev/nvidia0 shows one"
+        ValueError, match=r"device is 'cuda', but torch .* sees no GPU: /dev/nvidia0 shows a GPU"
     ):
         choose_device({}, DRIVER, None, "cuda")
     with pytest.raises(ValueError, match="device is 'tpu'"):

@@ -38,7 +38,7 @@ BEFORE, FIRST = Standing(20), Standing(0)
         (
             0,
             [INSIDE, BEFORE],
-            "rank 0 has waited for 30 s in step 21, .*: rank 1 is between steps 20 and 21$",
+            "rank 0 has waited for 30 s in step 21 .*: rank 1 is between steps 20 and 21$",
         ),
         (0, [INSIDE, FIRST], "rank 1 has not begun its first step$"),
         (
@@ -53,7 +53,7 @@ BEFORE, FIRST = Standing(20), Standing(0)
             "rank 1 is in save_checkpoint after step 20, which all ranks must call$",
         ),
         (0, [Standing(20, "saving"), Standing(20, "saving")], None),
-        (0, [OUTSIDE, LEFT], "waited for 30 s after step 21, .*: rank 1 has left after step 21"),
+        (0, [OUTSIDE, LEFT], "waited for 30 s after step 21 .*: rank 1 has left after step 21"),
         (
             0,
             [INSIDE, INSIDE],

@@ -202,7 +202,7 @@ def warn_of_second_momentum(
         )
     if _is_first(levels):
         text = (
-            "%s keeps its own momentum, and the momentum of %s in addition (%s) makes the loss"
+            "%s keeps its own momentum, and the additional momentum of %s (%s) makes the loss"
             " far higher: %s"
         )
         _log.warning(text, sparse[0].name, type(optimizer).__name__, own, remedy)
