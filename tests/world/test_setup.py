@@ -460,7 +460,9 @@ def test_a_loaded_state_without_that_of_the_replica_is_warned_of(scheme):
 def test_a_momentum_on_top_of_the_one_that_a_scheme_remembers_is_warned_of_once(base, scheme, own):
     lines = warned_of(base, scheme)
     assert len(lines) == (own is not None)
-    assert all(line.startswith(f"{scheme.name} remembers") and own in line for line in lines)
+    assert all(
+        line.startswith(f"{scheme.name} keeps its own momentum") and own in line for line in lines
+    )
 
 
 def cycled(mesh, base, scheme, at, momentum):

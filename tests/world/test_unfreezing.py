@@ -228,7 +228,7 @@ def test_shards_of_replicas_that_disagree_all_stop(name):
     ((kind, text),) = errors
     assert (
         kind == Desync.__name__
-        and "replica 1 began or ceased to train layers.0.bias, the others" in text
+        and "replica 1 began or ceased to train layers.0.bias, but the other" in text
     )
 
 

@@ -317,7 +317,7 @@ class FaultCounts:
             name = self.names[number]
         if kind == _NON_FINITE:
             text = f"{self._signal} of {name} is not finite on replica {sender} at step {step}"
-            remedy = "lower lr, or clip gradients"
+            remedy = "lower lr, or clip"
             if self._policy == "skip":
                 text += f" for the {IN_A_ROW + 1}th time in a row"
             elif "gradient" in self._signal:
