@@ -171,7 +171,7 @@ def test_a_run_goes_on_with_the_majority_that_answers_at_the_start(meets, said, 
 def test_wrong_addresses_are_refused_in_one_line(meets):
     first, second, third = meets.addresses
     with pytest.raises(
-        ValueError, match="their number must be odd: .* 2 stores survive no more losses than"
+        ValueError, match=r"their number must be odd: .* 2 stores survive no more losses than"
     ):
         meets.client([first, second])
     with pytest.raises(ValueError, match="must be different: give each address once"):
