@@ -77,7 +77,7 @@ def test_clients_see_one_store_through_a_prefix_and_while_one_of_three_is_killed
     assert other.compare_set("record", "", "first") == b"first"
     assert store.compare_set("record", "", "second") == b"first"
     assert store.clone().multi_get(["key", "record"]) == [b"value", b"first"]
-    with pytest.raises(DistStoreError, match="no run/none in the store after"):
+    with pytest.raises(DistStoreError, match="no key run/none in the store after"):
         store.wait(["none"], timedelta(seconds=0.1))
     numbers: list[int] = []
 
@@ -170,7 +170,9 @@ def test_a_run_goes_on_with_the_majority_that_answers_at_the_start(meets, said, 
 
 def test_wrong_addresses_are_refused_in_one_line(meets):
     first, second, third = meets.addresses
-    with pytest.raises(ValueError, match="their number must be odd: 2 survive no more losses than"):
+    with pytest.raises(
+        ValueError, match=r"their number must be odd: .* 2 stores survive no more losses than"
+    ):
         meets.client([first, second])
     with pytest.raises(ValueError, match="must be different: give each address once"):
         meets.client([first, second, first])

@@ -597,7 +597,7 @@ def test_too_few_replicas_stop_and_say_how_many_are_left():
             communicator.countdown = 0
         with pytest.raises(
             dt.errors.ReplicaLost,
-            match=r"lost replica 1 after step 4: 3 of the .* are left, .* is 4",
+            match=r"lost replica 1 after step 4: 3 replicas are left, but .* is 4",
         ):
             trained(communicator, dt.demo(), torch.optim.AdamW)
 

@@ -114,7 +114,7 @@ def test_a_profile_from_before_silence_was_measured_is_read():
     [
         ("", "is no network profile"),
         ("[]", "has format None"),
-        ('{"format": 2}', "has format 2, this version reads 1: measure again"),
+        ('{"format": 2}', "has format 2, but this version reads 1: measure again"),
         ('{"format": 1}', "is damaged"),
         ('{"format": 1, "axes": {"a": 3}, "compute": null}', "is damaged"),
     ],
