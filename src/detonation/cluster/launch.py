@@ -366,7 +366,8 @@ def _reported(
     """Returns the error that this rank raises. The first rank that failed on its own reports its
     own error. A rank that lost another rank names the lost rank.
     """
-    if heartbeat is None:  # without a heartbeat yet, all ranks of a machine raise the same error
+    # before the first heartbeat all ranks of a machine raise the same error, so one rank tells it
+    if heartbeat is None:
         told = failure.complete and bool(position.local_rank)
         return WorldError(failure, position.world_size, told)
     error = WorldError(failure, position.world_size)

@@ -163,10 +163,11 @@ class Follower(AbstractContextManager["Follower"]):
         After a lost connection the model may return to an earlier step, because training may have
         restarted from a checkpoint.
 
-        If training calls `synchronize` after step `to`, `update(to=...)` may return the weights
-        from before that call, because the follower learns of the call only when its messages
-        arrive. Under a scheme with rounds or with a delay, repeat `update(wait_s=...)` until
-        `complete` is True. The model then has the weights after `synchronize`.
+        If training calls `synchronize` after step `to`, `update(to=...)` may leave the model with
+        the weights from before that call, because the follower learns of the call only when the
+        messages of the call arrive. If the scheme has rounds or a delay, call
+        `update(wait_s=...)` again until `complete` is True. The model then has the weights after
+        `synchronize`.
 
         Args:
             to: Apply steps up to this one, and wait for it.

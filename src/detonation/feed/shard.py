@@ -186,7 +186,7 @@ class ShardFollower:
 
 
 def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
-    """Returns the moment of training after `event`, if training was at the moment `before`."""
+    """Returns the moment that training reaches by `event` from the moment `before`."""
     if isinstance(event, Joined):
         return event.about["run"], event.about["step"], event.about["synchronized"]
     # the first event of a stream is a copy of the state, so `before` is known

@@ -543,10 +543,11 @@ def _require_members(texts: Sequence[str], step: int, optimizer: Replicated) -> 
 
 
 def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:
-    """Raises `ValueError` if training ran hooks before this step of its base optimizer, and this
-    base optimizer has no hooks of the same names.
+    """Raises `ValueError` if the base optimizer of the logged training had hooks that ran before
+    this step, and the base optimizer of `optimizer` has no hooks of the same names.
 
-    A record has the names of the hooks only if they changed. Old logs do not have these names.
+    A record lists the names of the hooks only if the list has changed since the last record. Old
+    logs do not have these names.
     """
     here = {name.rpartition(".")[2] for name in hooks_before(optimizer.base)}
     recorded = end.table().get("hooks", ())

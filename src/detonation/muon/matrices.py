@@ -182,8 +182,9 @@ def _take_by_owners(steps: list[_Sharded]) -> None:
 
 
 def _groups(steps: Sequence[_Sharded]) -> Iterator["_Group"]:
-    """Yields one group of matrices after the other; a group starts to send when it is made. Except
-    the last, each has `GROUP_BYTES` per rank or more, and at least as many matrices as ranks.
+    """Yields the matrices in groups, one group after the other. The transfer of a group starts when
+    the group is made. Every group but the last has at least `GROUP_BYTES` per rank, and at least as
+    many matrices as there are ranks.
     """
     ranks = len(steps[0].sizes)
     owners = owners_of([step.cost for step in steps], ranks)

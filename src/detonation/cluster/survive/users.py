@@ -118,7 +118,8 @@ class Host:
         training state, and the number `user` of the optimizer that lets it in.
         """
         store = self.membership.store
-        # write the optimizer first, because all ranks read it after the guest has used the address
+        # Write the optimizer's number before the address: once the guest has used the address, all
+        # ranks read this number.
         store.set(axis_key("door", guest), str(user))
         feed = axis_key("feed", guest, self.membership.shard)
         store.set(feed, f"{self.membership.replica} {address}")

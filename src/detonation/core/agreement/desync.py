@@ -24,8 +24,8 @@ CHANGE = "a change of the trained parameters"
 class Difference:
     """A tensor, named `name`, that differs between replicas.
 
-    If `name` is `CHANGE`, it is no tensor: the replicas `odd` announced that they began or stopped
-    training parameter number `source`.
+    If `name` is `CHANGE`, no tensor differs: the replicas that `odd` lists announced that they
+    began or stopped training the parameter with the number `source`.
 
     Args:
         odd: Replicas that differ.

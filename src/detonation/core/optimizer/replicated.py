@@ -446,9 +446,7 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def levels_back_on_error(self) -> Iterator[None]:
-        """Context manager whose body may build the levels for other parameters. If the body raises
-        an error, the old levels are restored.
-        """
+        """Context manager whose body may build other levels; an error restores the old levels."""
         by_level = self._by_level
         consensus = self._consensus
         replicators = self._replicators

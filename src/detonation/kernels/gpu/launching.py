@@ -98,8 +98,8 @@ class Places:
 
 
 class Slots:
-    """The rows of many tensors in one flat (matrix of all rows): the first row and the number of
-    coordinates of each tensor, in device memory.
+    """Where many tensors lie in one flat (the matrix of all rows): for each tensor its first row
+    and its number of coordinates, in device memory.
     """
 
     def __init__(
