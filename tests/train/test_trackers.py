@@ -117,7 +117,10 @@ def test_one_that_fails_is_told_of_once_and_training_goes_on(trained, when):
         "closing": "RuntimeError",
     }
     reason = {**reasons, "ending": "SystemExit: 3"}[when]
-    line = f"warning: logger wandb failed and gets no more records ({reason}); metrics.jsonl has every step; training goes on"
+    line = (
+        f"warning: logger wandb failed and gets no more records ({reason}); metrics.jsonl has every"
+        " step; training goes on"
+    )
     assert [text for text in shown if "warning" in text] == [line]
     assert len(written) == 6
     assert len(fake.records) == {"opening": 0, "writing": 3, "closing": 6, "ending": 0}[when]

@@ -177,8 +177,8 @@ class Adapter:
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
         # If the measured waits fit the link at the start of the run better than the current link,
-        # the link has recovered. Without this check `_factors` may find a speed between the speed at
-        # the start and the current speed.
+        # the link has recovered. Without this check `_factors` may find a speed between the
+        # speed at the start and the current speed.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)
