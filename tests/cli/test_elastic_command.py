@@ -200,6 +200,7 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
         first.wait_for_step(3)
         newcomer = start("newcomer", "--join", address)
         newcomer.wait_for_step(1)
+        first.wait_for_step(first.stdout.count("\nstep ") + 2)  # it has shown who joined
         end_first(first, address)
         second.wait_for_step(1)  # it writes now
         os.kill(newcomer.pid, signal.SIGTERM)
