@@ -272,11 +272,10 @@ def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int])
             found.append(torch.empty_like(local(parameter)))
             continue
         gradient = parameter.grad
-        if gradient is not None and gradient.stride() != parameter.stride():
-            parameter.grad = None
-        if parameter.grad is None:
+        if gradient is None or gradient.stride() != parameter.stride():
+            parameter.grad = None  # a `Piece` would keep a gradient that exists
             parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad
+            gradient = parameter.grad
         assert gradient is not None
         if isinstance(gradient, DTensor):
             gradient = gradient.to_local()
