@@ -75,11 +75,12 @@ with one sentence why."""
 SIZES = {
     "public names": 40,
     "verbs": 11,
-    "recipe keys": 118,  # train.constant_batch
+    "recipe keys": 119,  # train.constant_batch; optimizer.embedding_lr_ratio
     "private names of core that the application imports": 21,  # `worker.py` became three files; bytes of
     # full synchronisation among the replicas of each step
     "words of README": 960,  # the gain at every rate of a link, and what a second learning rate changes in each row
-    "words of docs": 54_500,  # sentences that can be read alone; nouns that pronouns had replaced;
+    "words of docs": 54_650,  # how `plan` counts a second learning rate, and how to take one;
+    # sentences that can be read alone; nouns that pronouns had replaced;
     # what a server does where nothing is new;
     # the self-test of an optimizer of your own, `vllm serve`;
     # what holds in partitions, set-up, unused and written weights; an elastic

@@ -17,7 +17,13 @@ from benchmarks.long_rounds import experiment as long_rounds
 from benchmarks.paper import experiment as paper
 from benchmarks.second_round.experiment import second_round
 
-from detonation.plan.losses import trained_by
+from detonation.plan.losses import TWO_RATES, trained_by
+
+AS_RECIPE = {"optimizer.ratio": TWO_RATES}
+"""Settings of the optimizers of benchmarks/size_law, as the recipe's own optimizers name them."""
+NAMES = {
+    f"benchmarks.size_law.optimizers:{name.lower()}": name for name in ("AdamW", "Muon", "SignSGD")
+}
 
 
 def losses(measured: Iterable[Measured]) -> list[Row]:
@@ -26,10 +32,11 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
     for scheme, recipe, replicas, runs, study, source in measured:
         size, settings = next(iter(runs.values())), _settings(next(iter(runs.values()))["sets"])
         own = {
-            key.removeprefix("optimizer."): value
+            AS_RECIPE.get(key, key.removeprefix("optimizer.")): value
             for key, value in settings.items()
             if key.startswith("optimizer.")
         }
+        own["name"] = NAMES.get(own["name"], own["name"])
         row = {
             "scheme": scheme.name,
             "arguments": {key: value for key, value in scheme.arguments.items() if key != "link"},
@@ -54,7 +61,8 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
             "steps",
             "replicas",
         )
-        key = json.dumps([row[part] for part in parts])
+        two_rates = TWO_RATES in own or own["name"] == "Muon"
+        key = json.dumps([*(row[part] for part in parts), two_rates])
         # More seeds say more than a lower loss on fewer.
         if key not in best or _order(row) < _order(best[key]):
             best[key] = row

@@ -183,8 +183,14 @@ LEFT_OUT = r"^Signum|^AdamW 0\.95, full$|Muon 0\.95|alpha"
 """Other momenta than those of the references, which cost more than schemes do, and what only answers a question."""
 
 
-PLANNED = ("text", "rounds", "size", "images")
-"""The studies that compare methods; the others change one thing of a method to answer a question."""
+PLANNED = {
+    **{study: study for study in ("text", "rounds", "size", "images")},
+    "groups": "text",
+    "long": "long rounds",
+}
+"""The studies that compare methods, each with the study whose data, batch and validation it has.
+The others change one thing of a method to answer a question.
+"""
 
 
 def second_round(path: Path = RESULTS) -> Iterator[Measured]:
@@ -192,7 +198,8 @@ def second_round(path: Path = RESULTS) -> Iterator[Measured]:
     done = rows(path)
     for each in methods():
         if each.best(done) and each.study in PLANNED and not re.search(LEFT_OUT, each.name):
-            yield from measured(each, done)
+            for scheme, recipe, replicas, runs, study, source in measured(each, done):
+                yield scheme, recipe, replicas, runs, PLANNED[study], source
 
 
 def main() -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.size_law import optimizers as size_law
 
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.cluster.processes.signals import Stop
+from detonation.models import build_model
 from detonation.train.loop.fit import fit
 from detonation.train.recipe.optimizers import build_optimizer
 from detonation.train.recipe.schema import OptimizerConfig
@@ -55,3 +57,39 @@ def test_groups_of_one_rate_are_as_they_were():
 def test_a_resumed_run_keeps_the_ratio():
     first, _ = rates(f"{TINY} schedule.floor=0.5 optimizer.name={NAME} optimizer.lr=0.1", done=4)
     assert first == pytest.approx([0.15, 0.05])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SignSGD", "Muon"])
+def test_embeddings_output_layer_and_norms_have_the_rate_of_the_recipe(name):
+    """As the optimizers of benchmarks/size_law, from whose runs `plan` takes losses."""
+    sizes = {"vocab": 16, "hidden_size": 16, "layers": 1, "heads": 2, "feed_forward": 16}
+    model = build_model("olmo2", sizes)
+    made = build_optimizer(OptimizerConfig(name, 0.1, embedding_lr_ratio=30), model)
+    measured = getattr(size_law, name.lower())([{"params": list(model.parameters())}], 0.1, 30)
+    assert rate_of_each(made) == rate_of_each(measured)
+    assert sorted(group["lr"] for group in made.param_groups) == [0.1, pytest.approx(3.0)]
+    assert [group.get("orthogonal") for group in made.param_groups] == [
+        None if name != "Muon" else True,
+        None if name != "Muon" else False,
+    ]
+
+
+def rate_of_each(optimizer):
+    return {
+        id(parameter): group["lr"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def test_a_model_without_embeddings_has_a_rate_for_its_biases():
+    made = build_optimizer(OptimizerConfig("SGD", 0.1, embedding_lr_ratio=3), torch.nn.Linear(2, 2))
+    assert [group["lr"] for group in made.param_groups] == [0.1, pytest.approx(0.3)]
+
+
+@pytest.mark.parametrize("ratio", [0, -1, float("inf"), float("nan")])
+def test_a_ratio_that_is_no_factor_is_refused(ratio):
+    with pytest.raises(
+        ValueError, match=r"embedding_lr_ratio is .*, but must be a finite number above 0"
+    ):
+        OptimizerConfig("AdamW", 0.1, embedding_lr_ratio=ratio)

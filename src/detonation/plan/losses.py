@@ -47,6 +47,15 @@ times log2(replicas). With an exchange every 30 steps and two replicas, the loss
 relative to the baseline is +1.0 % over 100 rounds and +4.4 % over 10 rounds. With eight replicas it
 is +6.2 % and +17.9 % (docs/findings.md).
 """
+TWO_RATES = "embedding_lr_ratio"
+"""Setting of an optimizer that gives embeddings, output layer and norms a learning rate of their
+own. Measurements with and without it are compared by `_comparable`.
+"""
+ONE_RATE = 0.099
+"""With a learning rate of its own for embeddings, AdamW's loss after 300 steps on quick-lm is lower
+by this part (docs/findings.md). So a lead over a baseline with one learning rate is reduced by it.
+It halves with length as a lead does: after 3,000 steps it was 3.2 %.
+"""
 SPREAD = 0.07
 """Half width of the 95 % interval of an estimate that comes from a single seed. It was measured
 with three seeds on text (docs/findings.md).
@@ -94,6 +103,13 @@ class Loss:
     def is_full(self) -> bool:
         """True if this is full synchronisation of fp32 gradients, which is a baseline."""
         return self.scheme == "full" and self.arguments["precision"] == "fp32"
+
+    @property
+    def has_two_rates(self) -> bool:
+        """True if embeddings had a learning rate of their own. Muon updates them by AdamW, so it
+        always has two.
+        """
+        return TWO_RATES in self.settings or self.optimizer.startswith("Muon")
 
     @property
     def task(self) -> tuple[str, str, int, int]:
@@ -158,6 +174,8 @@ class Estimate:
         seeds: Number of compared pairs of runs.
         exponent: The baseline's loss falls as steps ** -exponent.
         far: Differences between the run and the measurement, in words.
+        reduced: The part by which a lead counts less, because the measured baseline had one
+            learning rate.
     """
 
     loss: Loss
@@ -166,6 +184,7 @@ class Estimate:
     seeds: int
     exponent: float
     far: tuple[str, ...] = field(default=())
+    reduced: float = 0.0
 
     @property
     def steps_factor(self) -> float:
@@ -190,22 +209,29 @@ class Estimate:
         far = ""
         if self.far:
             far = f"; this run has {', '.join(self.far)}, for which the interval is wider"
-        return f"{self.loss.conditions}, {_counted(self.seeds, 'seed')}{far}"
+        rates = ""
+        if self.reduced:
+            rates = (
+                "; the baseline there had one learning rate, and with a second one for embeddings"
+                f" its loss would be {self.reduced:.1%} lower, which is counted"
+            )
+        return f"{self.loss.conditions}, {_counted(self.seeds, 'seed')}{far}{rates}"
 
 
 def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
     """Returns the estimate for `scheme` with `optimizer`; None if no comparable run was measured.
 
     It uses the nearest measurement of the goal's recipe, not the best one. Nearest means: nearest
-    in the number of replicas; if equal, nearest in steps; if equal, with the most seeds; if equal,
-    nearest in size, because size has the smallest effect.
+    in the number of replicas; if equal, with two learning rates; if equal, nearest in steps; if
+    equal, with the most seeds; if equal, nearest in size, because size has the smallest effect.
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
     found = [loss for loss in found if loss.recipe == goal.recipe]
     full = [loss for loss in loss_table() if loss.is_full and loss.optimizer == goal.baseline]
+    full.sort(key=lambda base: not base.has_two_rates)
     for loss in sorted(found, key=lambda loss: _distance(loss, goal)):
         for base in full:
-            if base.task == loss.task and base.losses.keys() & loss.losses.keys():
+            if _comparable(loss, base):
                 return _expected(loss, base, goal)
     return None
 
@@ -285,10 +311,33 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 _TASKS = {"vit": "vit-fashion", "t5": "t5-translation"}
 
 
-def _distance(loss: Loss, goal: Goal) -> tuple[float, float, int, float]:
-    steps = math.log(loss.steps / goal.steps)
-    size = math.log(loss.parameters / goal.parameters)
-    return abs(loss.doublings(goal.replicas)), abs(steps), -len(loss.losses), abs(size)
+def _distance(loss: Loss, goal: Goal) -> tuple[float, bool, float, int, float]:
+    replicas = abs(loss.doublings(goal.replicas))
+    steps = abs(math.log(loss.steps / goal.steps))
+    size = abs(math.log(loss.parameters / goal.parameters))
+    return replicas, not loss.has_two_rates, steps, -len(loss.losses), size
+
+
+def _comparable(loss: Loss, base: Loss) -> bool:
+    """True if both have the same task and a seed in common. With one optimizer, both must have two
+    learning rates, or both one: else the comparison would measure the second rate, not the scheme.
+    """
+    same_rates = loss.optimizer != base.optimizer or loss.has_two_rates == base.has_two_rates
+    return base.task == loss.task and bool(base.losses.keys() & loss.losses.keys()) and same_rates
+
+
+def _second_rate(loss: Loss, base: Loss) -> float:
+    """Returns by which part the loss of `base` would be lower with a second learning rate, if this
+    reduces the lead of `loss` over it; else 0.
+
+    A lead of another optimizer over a baseline with one rate is partly due to the missing second
+    rate: Muon, SignSGD and votes lost 7 to 11 % of it when AdamW got a second rate
+    (docs/findings.md). A scheme under the baseline's own optimizer gains by the second rate as
+    much as the baseline.
+    """
+    if base.has_two_rates or loss.optimizer == base.optimizer or loss.recipe != TEXT:
+        return 0.0
+    return ONE_RATE * _kept_lead(loss.steps / 300)
 
 
 def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
@@ -301,6 +350,9 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     if loss is base:
         return Estimate(loss, 0.0, (0.0, 0.0), seeds, exponent)
     low, high = interval or (cost - SPREAD, cost + SPREAD)
+    reduced = _second_rate(loss, base)
+    if reduced:
+        cost, low, high = ((1 + value) / (1 - reduced) - 1 for value in (cost, low, high))
     size = goal.parameters / loss.parameters
     length = goal.steps / loss.steps
     doublings = loss.doublings(goal.replicas)
@@ -311,7 +363,7 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     wider += PER_LONGER * longer
     if loss.arguments.get("every", 1) != 1:
         wider += PER_FEWER_ROUNDS * math.log2(loss.replicas) * shorter
-    lead = 0.5 ** (longer / HALVING)
+    lead = _kept_lead(length)
     far = []
     if doublings:
         far = [_counted(goal.replicas, "replica")]
@@ -321,7 +373,12 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
         elif not 0.5 < times < 2:
             far.append(f"{times:,.2g} times the {noun}")
     ends = (_shorter(low, lead) - wider, _shorter(high, lead) + wider)
-    return Estimate(loss, _shorter(cost, lead), ends, seeds, exponent, tuple(far))
+    return Estimate(loss, _shorter(cost, lead), ends, seeds, exponent, tuple(far), reduced)
+
+
+def _kept_lead(length: float) -> float:
+    """Returns the part of a lead that is left in a run `length` times as long; at most 1."""
+    return float(0.5 ** (max(0.0, math.log10(length)) / HALVING))
 
 
 def _shorter(cost: float, factor: float) -> float:

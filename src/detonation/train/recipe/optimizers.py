@@ -92,21 +92,30 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
 
 
 def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Returns one parameter group with all parameters.
+    """Returns the parameter groups of `model`: one, or two if parameters differ.
 
-    For Muon, a second group holds the embeddings and the output layer, because AdamW updates them.
+    For Muon, the second group holds the embeddings and the output layer, because AdamW updates
+    them. If these have a learning rate of their own, it holds the vectors (norms, biases), too.
     """
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         layers.append(head)
-    by_adamw = {id(p) for layer in layers for p in layer.parameters()}
-    if chosen.name != "Muon" or not by_adamw:
-        return [{"params": list(model.parameters())}]
-    return [
-        {"params": [p for p in model.parameters() if id(p) not in by_adamw]},
-        {"params": [p for p in model.parameters() if id(p) in by_adamw], "orthogonal": False},
-    ]
+    apart = {id(p) for layer in layers for p in layer.parameters()}
+    every = list(model.parameters())
+    options: dict[str, Any] = {}
+    if chosen.embedding_lr_ratio != 1:
+        apart |= {id(p) for p in every if p.ndim < 2}
+        options["lr"] = chosen.embedding_lr_ratio * chosen.lr
+    if chosen.name == "Muon":
+        options["orthogonal"] = False
+    if not options:
+        return [{"params": every}]
+    groups = (
+        {"params": [p for p in every if id(p) not in apart]},
+        {"params": [p for p in every if id(p) in apart], **options},
+    )
+    return [group for group in groups if group["params"]]
 
 
 def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:

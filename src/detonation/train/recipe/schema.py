@@ -39,14 +39,21 @@ class OptimizerConfig:
     Args:
         name: A class of torch.optim, `SignSGD`, `Muon` or "package.module:function".
         lr: The largest learning rate of the schedule, above 0.
+        embedding_lr_ratio: The learning rate of embeddings, output layer, norms and biases is this
+            many times `lr`; above 0.
     """
 
     name: str
     lr: float
     arguments: Table = field(default_factory=dict)
+    embedding_lr_ratio: float = 1.0
 
     def __post_init__(self) -> None:
+        ratio = self.embedding_lr_ratio
         require(0 < self.lr < math.inf, "optimizer.lr", self.lr, "a finite number above 0")
+        require(
+            0 < ratio < math.inf, "optimizer.embedding_lr_ratio", ratio, "a finite number above 0"
+        )
 
 
 @dataclass(frozen=True)

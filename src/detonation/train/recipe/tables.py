@@ -166,7 +166,8 @@ def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
     require_optimizer(name)  # report a wrong optimizer name before a missing learning rate
     lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
-    return OptimizerConfig(name, lr, arguments)
+    ratio = _typed(float, "optimizer.embedding_lr_ratio", arguments.pop("embedding_lr_ratio", 1.0))
+    return OptimizerConfig(name, lr, arguments, ratio)
 
 
 def _plain(key: str, kind: type[_T], table: Mapping[str, Any]) -> _T:
