@@ -398,6 +398,8 @@ def groups() -> Iterator[Method]:
     )
     muon = _by_groups("muon", "optimizer.momentum=0.8")
     yield _grouped("Muon, full", FULL + muon, MUON_RATES, (1, 0.3, 3, 10))
+    signum = _by_groups("signsgd", "optimizer.momentum=0.9")
+    yield _grouped("Signum 0.9, full", FULL + signum, SIGN_RATES, (3, 1, 10, 30))
 
 
 def long_groups() -> Iterator[Method]:

@@ -49,6 +49,10 @@ def muon(
 
 
 def signsgd(
-    params: Iterable[dict[str, Any]], lr: float, ratio: float = 1.0, weight_decay: float = 0.0
+    params: Iterable[dict[str, Any]],
+    lr: float,
+    ratio: float = 1.0,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    return dt.SignSGD(groups(params, lr, ratio), lr, weight_decay=weight_decay)
+    return dt.SignSGD(groups(params, lr, ratio), lr, momentum=momentum, weight_decay=weight_decay)
