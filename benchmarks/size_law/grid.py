@@ -86,10 +86,13 @@ def _muloco(every: int, settings: Sequence[tuple[float, float]]) -> Scheme:
 
 
 LONG_MULOCO, SHORT_MULOCO = _muloco(30, OUTER[::-1]), _muloco(5, OUTER[::-1])
-FIRST = (FULL, 1), (DILOCO, 8), (SIGNS, 8), (DILOCO, 2), (SIGNS, 2)
+FIRST = (FULL, 1), (DILOCO, 8)
 """What all sizes have before the rest begins."""
-SECOND = (FULL_MUON, 1), (LONG_MULOCO, 8), (LONG_MULOCO, 2)
-THIRD = (SHORT_MULOCO, 8), (SHORT_MULOCO, 2), (VOTES, 8), (VOTES, 2), (LOCO, 8), (LOCO, 2)
+SECOND = (DILOCO, 2), (FULL_MUON, 1), (LONG_MULOCO, 8), (LONG_MULOCO, 2)
+THIRD = (
+    *((SIGNS, 8), (SIGNS, 2), (SHORT_MULOCO, 8), (SHORT_MULOCO, 2)),
+    *((VOTES, 8), (VOTES, 2), (LOCO, 8), (LOCO, 2)),
+)
 FOURTH = (DILOCO, 4), (LONG_MULOCO, 4)
 """For the power in the number of replicas."""
 SETS_EXPONENT = {"adamw": (FULL, 1), "muon": (FULL_MUON, 1), "signsgd": (SIGNS, 8)}
@@ -103,7 +106,7 @@ def methods(done: Rows) -> Iterator[Method]:
             yield from tuning(scheme, replicas, done)
         for size in SIZES:
             yield from judging(size, part, done)
-    yield from judging(LARGEST, FIRST[:2], done)
+    yield from judging(LARGEST, FIRST, done)
 
 
 def judging(size: Size, part: Sequence[tuple[Scheme, int]], done: Rows) -> Iterator[Method]:
