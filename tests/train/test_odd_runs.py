@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from detonation import whole_files
 from detonation.checkpoint.files import disk
 from detonation.cluster.processes.failure import WorldError
 from detonation.train.loop import checks
+from detonation.train.loop.checkpoints import _require_same_optimizer
 from detonation.train.output import metrics
 from detonation.train.output.directory import RunDirectory, Unwritable, check_free
 
@@ -159,6 +161,15 @@ def test_what_changed_since_the_checkpoint_is_told_in_a_line(train, tmp_path, ca
         )
         said = capfd.readouterr().out
         assert "\nthe data have changed since the checkpoint: " in said and told in said
+
+
+@pytest.mark.parametrize(("ratio", "refused"), [(1.0, False), (30.0, True)])
+def test_a_checkpoint_of_a_build_without_a_second_rate_had_one_rate(ratio, refused):
+    was = {"name": "AdamW", "lr": 3e-3}
+    now = {**was, "embedding_lr_ratio": ratio}
+    expected = pytest.raises(ValueError, match=r"embedding_lr_ratio 1\.0, this run has 30")
+    with expected if refused else nullcontext():
+        _require_same_optimizer(Path("step-000002"), was, now)
 
 
 def test_a_setting_of_the_optimizer_that_the_checkpoint_would_override_is_refused(train):

@@ -20,7 +20,7 @@ from detonation.train.loop.checks import mark_of_data
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted
 from detonation.train.output.directory import Unwritable, remedy_of
-from detonation.train.recipe.schema import Config, Table
+from detonation.train.recipe.schema import Config, OptimizerConfig, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
 _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
@@ -206,6 +206,8 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
     """
     if was.get("name") != now["name"]:
         return
+    # a checkpoint of an older version may lack a setting, whose default then was in effect
+    was = {"embedding_lr_ratio": OptimizerConfig.embedding_lr_ratio, **was}
     for key in was.keys() | now.keys():
         if key != "lr" and was.get(key) != now.get(key):
             text = f"optimizer.{key} {was.get(key)}, this run has {now.get(key)}"
