@@ -285,8 +285,8 @@ def check_layout(
 
 
 def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Logs a warning once if the mixed-precision policy of FSDP2 has no `reduce_dtype`: torch's
-    version then determines the dtype in which FSDP2 adds gradients.
+    """Logs a warning once, on rank 0, if the mixed-precision policy of FSDP2 has no `reduce_dtype`:
+    torch's version then determines the dtype in which FSDP2 adds gradients.
 
     From version 2.15 on, torch uses the dtype of the parameter instead of `param_dtype`.
     """
@@ -294,7 +294,7 @@ def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) ->
     policies = [unit._get_fsdp_state()._mp_policy for unit in units]
     narrow = {policy.param_dtype for policy in policies if policy.reduce_dtype is None} - {None}
     dtypes = {each.dtype for each in parameters.values() if isinstance(each, DTensor)} - narrow
-    if narrow and dtypes and model not in _warned:
+    if narrow and dtypes and model not in _warned and dist.get_rank() == 0:
         _warned.add(model)
         _log.warning(
             "a policy of FSDP2 names no reduce_dtype: inside the node torch adds gradients in"
@@ -382,7 +382,7 @@ def _check_averaged(
             " call comm_hook(model, scheme) in place of replicate, or give DistributedDataParallel"
             ' the process group inside the node, and replicate intra_node=mesh["shard"]'
         )
-    if intra_node is None and len(ranks) > 1:
+    if intra_node is None and len(ranks) > 1 and dist.get_rank() == 0:
         _log.warning(
             "DistributedDataParallel makes the ranks of a node equal, and each rank sends the"
             ' same messages: pass intra_node=mesh["shard"] to send the messages over the slow'

@@ -275,8 +275,11 @@ def _large(factor: float) -> float:
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
-    """Returns the factor of the rate that explains a measured wait, as close to 1 as possible; 1 if
-    no factor explains the wait.
+    """Returns the factor of the rate that explains a measured wait, as close to 1 as possible.
+
+    If even a rate `_FURTHEST` times as high predicts a longer wait, it returns 1: something other
+    than the rate explains the wait. If even a rate `_FURTHEST` times lower predicts a shorter wait,
+    it returns about 1 / `_FURTHEST`.
 
     Args:
         waited_s: Measured wait.
