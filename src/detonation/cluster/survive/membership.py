@@ -174,8 +174,8 @@ class Membership:
             self._notice()
 
     def call_if_left(self) -> None:
-        """Makes all remaining ranks call `agree` if a rank has ended. It is for times when no
-        collective is running, because no collective can fail then.
+        """Makes all remaining ranks call `agree` if a rank has ended. Use it while no collective is
+        running: otherwise a failing collective shows the loss.
 
         Raises the error of this rank if this rank cannot continue.
         """
@@ -465,7 +465,8 @@ class Membership:
         self._hear(dict(zip(watched, found, strict=True)), count)
         lost = self._finds_loss(members, count)
         if lost:
-            # `call` names the old epoch: all ranks may have agreed without the lost rank meanwhile
+            # if all ranks have agreed without the lost rank meanwhile, this key of the old epoch
+            # does nothing
             self._beats.set(call, "1")
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
@@ -518,8 +519,8 @@ class Membership:
                 self.ports[rank] = name
 
     def _watch_record(self) -> None:
-        """Ends this process if its replica is not a member any more, but its main thread still
-        waits for something else.
+        """Ends this process if its replica is not a member any more, and its main thread has not
+        noticed this within `LEAVE_S`.
         """
         # read `self.epoch` only once, because another thread may change it between two uses
         epoch = self.epoch + 1

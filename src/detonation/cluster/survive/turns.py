@@ -197,9 +197,9 @@ def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agree
     """Returns the agreements in `pending` that take effect before `turn` (a step) of the optimizer
     `user`.
 
-    These are the last agreement at which no remaining rank had begun that turn, and all earlier
-    agreements. The last agreement replaces the earlier agreements, because a rank that had begun
-    the turn at an earlier agreement may be lost at a later agreement.
+    Take the last agreement at which no remaining rank had begun that turn: this agreement and all
+    before it take effect. An earlier agreement counts even if a rank had begun the turn then,
+    because that rank was lost later.
     """
     due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
     return [*pending[: max(due, default=0)]]

@@ -324,7 +324,7 @@ class AxisUser(AxisEnd):
         return False
 
     def leaving(self, step: int) -> list[int]:
-        if self.axis.acting not in (None, self):  # another optimizer's step: see `handing_over`
+        if self.axis.acting not in (None, self):  # replicas leave in the step of another optimizer
             return []
         leave = leaving_before(self.axis.departing, self.number, self.turn_of(step))
         return [self.layout.index(member) for member in leave if member in self.layout]
