@@ -462,7 +462,10 @@ def test_training_goes_on_with_a_full_disk_and_the_next_difference_has_it_all(tm
     follower = reader(tmp_path)
     disk.full = True
     loop.step(2)
-    assert "a file of step 5 could not be written" in loop.feed.trouble and "No space left" in caplog.text
+    assert (
+        "a file of step 5 could not be written" in loop.feed.trouble
+        and "No space left" in caplog.text
+    )
     assert loop.publish() == 0
     assert follower.update() == 3 and held(follower.model) == loop.hashes[3]
     disk.full = False

@@ -91,7 +91,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         elastic = elastic_axis(self._optimizer)
         with _as_saving():
             _meet(self._model, self._optimizer)
-        # before a group is opened, because this call can raise an error
+        # make the job first: it may raise an error, and then no group may be open
         job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
             self._open_group()
@@ -175,10 +175,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         try:
             self._outcome = saver.save(job)
             return
-        except NotSaved as error:  # this error is raised on all ranks
+        except NotSaved as error:  # `NotSaved` is raised on all ranks
             text = str(error)
             number = error.errno
-        except Exception as error:  # an error on this rank alone, such as a timeout of gloo
+        # any other error is raised on this rank alone, such as a timeout of gloo
+        except Exception as error:
             self._broken = True  # gloo cannot use a group after an error
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"

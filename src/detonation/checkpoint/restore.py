@@ -1,4 +1,4 @@
-"""Loads this rank's state from a checkpoint into a model and its optimizer."""
+"""Loads the state of this rank from a checkpoint into a model and its optimizer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -103,8 +103,9 @@ def restore(
 
 
 def compare_frozen(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> str:
-    """Compares the frozen weights of `model` with those that the checkpoint omits. Returns a text
-    if some were sharded otherwise and could not be compared. Changes no state.
+    """Compares the frozen weights of `model` with the checksums of the frozen weights that the
+    checkpoint omits. Returns a text if some were sharded in another way, so that they could not be
+    compared. Changes no state.
 
     Checkpoints of earlier versions do not describe the frozen weights that they omit.
 
@@ -448,7 +449,9 @@ def _assembled(
     if key not in file.boxes:
         return source.own(key, alike)
     if file.boxes[key].whole != tuple(parameter.shape):
-        raise ValueError(f"{key} is sharded unlike its parameter: resume with as many shards")
+        raise ValueError(
+            f"{key} is not sharded like its parameter: resume with as many shards as the saved run"
+        )
     return source.agreed(key, Box.of(parameter), alike, some=True)
 
 
@@ -534,7 +537,7 @@ def _merged(
         elif kind == _SERVER_RESIDUAL:
             merged[key] = torch.zeros_like(tensor)
         elif key in _BY_REPLICA:
-            # not loaded, because it is of other replicas: all begin with equally many local steps
+            # keep the initial value: the saved numbers are those of other replicas
             merged[key] = tensor
         else:
             merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))
@@ -551,7 +554,8 @@ def _merge_server_residual(
     """Adds the saved server residual (what owners have aggregated and not sent) to the `merged`
     state: to the residuals of the new owners or, without owners, to the memory of unsent values.
 
-    Returns a text that the residual was dropped, if this run has neither owners nor a memory.
+    If this run has neither owners nor a memory, the residual is dropped, and the returned text says
+    so.
     """
     residual = source.server_residual(prefix + _SERVER_RESIDUAL, channel, boxes)
     if residual is None:

@@ -241,8 +241,8 @@ class Follower(AbstractContextManager["Follower"]):
             host, port = self._addresses[shard]
         else:
             raise ValueError(
-                f"{len(self._addresses)} addresses were given, but training has {shard + 1} shards or"
-                " more: give one address for each shard, or only that of shard 0"
+                f"{len(self._addresses)} addresses were given, but training has {shard + 1} shards"
+                " or more: give one address for each shard, or only that of shard 0"
             )
         return Stream(
             host,

@@ -286,8 +286,8 @@ def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]
         for state in base.state.get(view, {}).values():
             if isinstance(state, Tensor) and state.ndim and state.shape != view.shape:
                 raise ValueError(
-                    f"{name} keeps state of whole matrices, so one process cannot follow its shards:"
-                    " shard the model with detonation.shard as in training"
+                    f"{name} keeps state of whole matrices, so one process cannot follow its"
+                    " shards: shard the model with detonation.shard as in training"
                 )
     if name == "Muon":
         raise ValueError(

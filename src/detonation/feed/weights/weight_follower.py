@@ -68,8 +68,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self._tensors = {name: each.detach() for name, each in weights(model).items()}
         if any(isinstance(each, DTensor) for each in self._tensors.values()):
             raise ValueError(
-                "the model is sharded, but only a whole model can follow the files of a weight feed:"
-                " give a whole model"
+                "the model is sharded, but only a whole model can follow the files of a weight"
+                " feed: give a whole model"
             )
         self._order: list[str] = []  # names of the tensors in the order of the files
         self._run = -1
