@@ -98,7 +98,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
             _set_timeout(timeout, self._group)
-        if elastic is not None:  # replicas may have joined or left since the last save
+        # a new saver, because replicas may have joined or left since the last save
+        if elastic is not None:
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
         # daemon: the thread may wait forever for a lost rank, and must not keep the process alive
         self._saver = self._saver or ShardSaver(

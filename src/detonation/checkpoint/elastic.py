@@ -173,8 +173,8 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """The coefficients of the rows that this rank owns (aggregates for all replicas), [owned,
-    chunk], computed from one tensor of the local shape for each parameter.
+    """Transforms `pieces`, one tensor of the local shape for each parameter, into coefficients.
+    Returns those of the rows that this rank owns (aggregates for all replicas): [owned, chunk].
     """
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))

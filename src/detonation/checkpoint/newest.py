@@ -336,7 +336,7 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     optimizer.drop_overlap()
     texts = texts_between(model, optimizer)
     saved = CheckpointReader(found.path, found.manifest)
-    with _refused_together(found, texts):  # one rank alone may hold a frozen weight that differs
+    with _refused_together(found, texts):  # possibly only one rank has a frozen weight that differs
         uncompared = compare_frozen(saved, model, optimizer)
     with _refused_together(found, texts):
         extra = found.manifest.given

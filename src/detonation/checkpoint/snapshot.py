@@ -280,7 +280,8 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
 
 
 def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dict[int, Snapshot]:
-    """`snapshot`, cut into the shards that this rank holds, by number.
+    """Cuts `snapshot` into the shards that this rank holds. Returns the parts by number of the
+    shard.
 
     Raises `ValueError` for a state of the optimizer that cannot be cut like its parameter.
     """

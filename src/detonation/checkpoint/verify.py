@@ -288,7 +288,7 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
 
 
 def _name_in_training(key: str) -> str:
-    """Name of a saved tensor in `Replicator.replicated`.
+    """Returns the name that `Replicator.replicated` gives to the tensor saved under `key`.
 
     >>> keys = ("model.a.b", "optimizer.a.b.step", "replica.0.anchor.a.b", "replica.0.m.a.b")
     >>> [*map(_name_in_training, keys)]

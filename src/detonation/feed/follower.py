@@ -85,7 +85,9 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def ahead(self) -> int:
-        """The number that `Feed.ahead` returned when the feed made the last copy of the state."""
+        """A number that the feed sent with the last copy of the state. For a joining replica it is
+        the number of the optimizer's turn minus the step number (see `Turns`).
+        """
         return int(self._shards[0].about.get("ahead", 0))
 
     @property

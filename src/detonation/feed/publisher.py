@@ -130,7 +130,9 @@ class Feed(StepRecorder):
         no pause between two copies.
         """
         self.ahead: Callable[[], int] = lambda: 0
-        """Returns a number that the feed adds to each copy of the state; see `Follower.ahead`."""
+        """Returns the number that followers read as `Follower.ahead`. The feed sends it with each
+        copy of the state.
+        """
         self.has_joined: Callable[[], bool] = lambda: False
         """Returns True if the process that follows this feed has joined training as a replica."""
         self._synchronized = 0  # calls of `synchronize` since the last step

@@ -78,8 +78,8 @@ class Player(PlayedMessages, ABC):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Does the same as `take`, for a step whose end has already been read. Returns None if the
-        step has no messages.
+        """Returns the next recorded messages of `place` (channel and bucket) in step `step`, whose
+        end has already been read; None if the step has no messages.
         """
         # -> [bytes] uint8
         if (place, step) in self._messages:
@@ -148,7 +148,7 @@ class Playback(Player):
         self._records = self._read()
 
     def read(self) -> LogRecord | None:
-        """Returns the next record of a step or of a `synchronize` call, up to step `to`."""
+        """Returns the next record that the replay needs; None after the last record."""
         return next(self._records, None)
 
     def next_end(self) -> LogRecord | None:
@@ -274,7 +274,8 @@ class Playback(Player):
         """Raises `ValueError` if the first file of the replay is of another run than the loaded
         checkpoint, unless this file begins with exactly the current state.
 
-        Older versions wrote no id. A state before the first step belongs to no run.
+        Logs of older versions hold no id of a run, and a state before the first step belongs to no
+        run: in both cases nothing is checked.
         """
         self.run = str(about.get("run", ""))
         known = self._optimizer.run.known

@@ -143,7 +143,7 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def _signed(table: Mapping[str, Any]) -> str:
-    """`table` as JSON, followed by the checksum of `table`.
+    """Returns `table` as JSON text that ends with the checksum of `table`.
 
     A reader compares its text with this text, so it refuses any other spelling of the same table.
     """

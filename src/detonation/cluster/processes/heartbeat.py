@@ -391,8 +391,9 @@ class Heartbeat:
 
 
 def silence_limit_s(silence_s: float, message_bytes: float, rate_bits_per_s: float) -> float:
-    """Returns the seconds without a heartbeat after which a rank counts as lost: `silence_s`, and
-    the transfer time of a message, because on a slow link heartbeats wait behind messages.
+    """Returns the seconds without a heartbeat after which a rank counts as lost. These are
+    `silence_s` plus the transfer time of a message, because on a slow link heartbeats wait behind
+    messages.
 
     >>> silence_limit_s(15, 1_000_000, 10e6)
     15.8

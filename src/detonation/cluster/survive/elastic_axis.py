@@ -203,7 +203,7 @@ def meet_replicas(addresses: str, replica: int, replicas: int) -> None:
 
 
 def take_place(store: Store, replica: int, replicas: int) -> None:
-    """Sets the position of this process that `place` returns."""
+    """Stores the position of this process in a run, so that `place` returns it."""
     global _place
     _place = Place(store, replica, replicas)
 

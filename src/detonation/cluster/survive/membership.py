@@ -566,8 +566,8 @@ class Membership:
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:
-        """Returns an `Awaited` for waiting in training, at most `patience_s`, for ranks that are
-        alive.
+        """Returns an `Awaited`, which logs the ranks that it waits for. It is for waiting in
+        training for ranks that are alive, at most `patience_s`.
         """
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S, ends=False)
 

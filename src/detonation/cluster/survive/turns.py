@@ -80,9 +80,11 @@ class AxisUsers:
     def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
-        self.entry = entry  # only in a replica that joins: where its first optimizer starts
+        # turn at which the first optimizer of a joining replica starts; None in other replicas
+        self.entry = entry
         self._users: dict[int, weakref.ref[AxisUser]] = {}
-        self._held: list[object] = []  # keeps optimizers alive until a replica has left
+        # references that keep optimizers alive until a replica has left
+        self._held: list[object] = []
 
     def next_number(self) -> int:
         """Returns the number of a new optimizer, and creates the `Turns` that count its steps."""

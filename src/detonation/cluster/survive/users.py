@@ -346,7 +346,8 @@ class AxisUser(AxisEnd):
 
         left: replicas that have left before this step.
         """
-        # one lock for all, because reports must say whether this step has begun with new members
+        # hold one lock throughout: a report of this rank must not be written after the members have
+        # changed and before the step has begun
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(left)

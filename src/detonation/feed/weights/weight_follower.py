@@ -280,7 +280,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             if (new.dtype, new.shape) != (own.dtype, own.shape):
                 raise ValueError(
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
-                    f" {own.dtype} {tuple(own.shape)}"
+                    f" {own.dtype} {tuple(own.shape)}: give a model of published types and shapes"
                 )
         # If an error interrupts this loop, the model has a mixture of old and new weights until the
         # next base. A step of -1 marks this mixture.
