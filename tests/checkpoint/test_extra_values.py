@@ -245,7 +245,10 @@ REFUSED = {
     "meta": (torch.zeros(2, device="meta"), "is a tensor without memory (meta)"),
     "objects": (np.array([Own()]), "is of numpy's type object, which is not saved"),
     "records": (np.zeros(1, [("a", "f4")]), "is of numpy's type [('a', '<f4')]"),
-    "enum": (local_enum(), "is an enum that no module has as local_enum.<locals>.Hidden"),
+    "enum": (
+        local_enum(),
+        "is an enum that its module does not have as local_enum.<locals>.Hidden",
+    ),
     "factory": (defaultdict(lambda: 1), "give dict(...) of it"),
     "key": ({Own: 1}, "the key <class 'test_extra_values.Own'> of extra['a'][2]['key'] is"),
     "cycle": (CYCLE, "extra is nested too deeply, or holds itself"),

@@ -112,7 +112,7 @@ def test_a_follower_for_which_there_is_no_seat_comes_again():
         with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as second:
             while not second.trouble:
                 second.update(wait_s=0.01)
-            assert "it has 1 followers, and takes no more" in second.trouble
+            assert "it has 1 followers, the most that it accepts" in second.trouble
             assert not second.ended
     feed.close()
 

@@ -364,7 +364,7 @@ def test_a_shard_whose_feed_was_found_late_may_end_after_the_others():
 def test_a_shard_that_ends_before_its_copy_came_is_not_waited_for():
     assert (
         worlds.run_alone(reached_late, 1, 2, 0)[0]
-        == "training has ended before the state of each of its shards came"
+        == "training has ended before the states of all its shards arrived"
     )
 
 
@@ -474,7 +474,7 @@ def test_who_follows_from_before_the_first_step_can_join_before_it():
     feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
     optimizer.record(feed)
     with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as follower:
-        with pytest.raises(LostFeed, match="call update first"):
+        with pytest.raises(LostFeed, match="call update before join"):
             follower.join(LoopbackCommunicator(1))
         while follower.step < 0:
             optimizer.synchronize()

@@ -189,7 +189,7 @@ def test_a_difference_that_is_none_is_refused(change):
 
 def test_a_plane_that_grows_without_bound_takes_no_memory():
     huge = encode_difference(torch.arange(10_000_000), torch.ones(10_000_000, dtype=torch.int16))
-    with pytest.raises(ValueError, match="has not 10 bytes"):
+    with pytest.raises(ValueError, match="does not have 10 bytes"):
         decode_difference(huge, 10, 1000)
 
 
@@ -308,7 +308,7 @@ def test_the_end_is_told(tmp_path):
     assert not follower.ended  # the model is not at it
     follower.update()
     assert follower.ended and follower.update(wait_s=1e9) == 3  # nothing is to come
-    with pytest.raises(dt.errors.LostFeed, match="ended after 3 steps, before 4"):
+    with pytest.raises(dt.errors.LostFeed, match="ended after 3 steps, before step 4"):
         follower.update(to=4)
 
 
@@ -462,7 +462,10 @@ def test_training_goes_on_with_a_full_disk_and_the_next_difference_has_it_all(tm
     follower = reader(tmp_path)
     disk.full = True
     loop.step(2)
-    assert "of step 5 a file is not written" in loop.feed.trouble and "No space left" in caplog.text
+    assert (
+        "a file of step 5 could not be written" in loop.feed.trouble
+        and "No space left" in caplog.text
+    )
     assert loop.publish() == 0
     assert follower.update() == 3 and held(follower.model) == loop.hashes[3]
     disk.full = False

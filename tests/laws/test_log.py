@@ -128,7 +128,7 @@ def test_a_step_in_between(log):
     assert (
         dt.replay(path.parent, optimizer) == STEPS and digest(model.parameters()) == weights[STEPS]
     )
-    with pytest.raises(dt.errors.DamagedLog, match="ends after 8 steps, not 20"):
+    with pytest.raises(dt.errors.DamagedLog, match="ends after step 8, before step 20"):
         dt.replay(path.parent, optimizer, to=20)
     with pytest.raises(ValueError, match="to is 3, but 8 steps were taken"):
         dt.replay(path.parent, optimizer, to=3)
@@ -353,7 +353,9 @@ def test_rotating_removes_what_checkpoints_have(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"replica0-shard0-{steps}.updates" for steps in (4, 6)
     ]
-    with pytest.raises(ValueError, match="begins after 4 steps, and replay would begin after 0"):
+    with pytest.raises(
+        ValueError, match="begins after 4 steps, but replay would begin after step 0"
+    ):
         dt.replay(tmp_path, started(LoopbackCommunicator(2), dt.demo())[1])
 
 
@@ -379,7 +381,10 @@ def test_old_files_that_cannot_be_removed_stay_and_do_not_end_the_run(
         patch.setattr(writer.Path, "unlink", stale)
         patch.setattr(writer.os, "close", closes)
         log.rotate(oldest=3)
-    assert f"an old file of the update log in {tmp_path} stays: Stale file handle" in caplog.text
+    assert (
+        f"an old file of the update log in {tmp_path} could not be removed: Stale file handle"
+        in caplog.text
+    )
     advance(model, optimizer, 0, [4])
     assert dt.replay(tmp_path, started(LoopbackCommunicator(2), dt.demo())[1]) == 5
 

@@ -221,7 +221,7 @@ def test_a_state_beyond_all_measure_is_refused_before_memory_is_taken():
 
         thread = threading.Thread(target=boast)
         thread.start()
-        with pytest.raises(dt.errors.LostFeed, match="a model as this one at most"):
+        with pytest.raises(dt.errors.LostFeed, match="the state of this model has at most"):
             dt.follow(nn.Linear(8, 8), f"127.0.0.1:{server.getsockname()[1]}", token=TOKEN)
         thread.join()
 

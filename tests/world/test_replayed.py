@@ -178,7 +178,7 @@ def test_a_file_that_is_missing_ends_the_replay(copied):
     assert (
         step == SAVED
         and found == seen[SAVED]
-        and "goes on with step 9 after 3: a file is missing" in said[0]
+        and "goes on with step 9 after step 3: a file is missing" in said[0]
     )
 
 

@@ -91,14 +91,15 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         elastic = elastic_axis(self._optimizer)
         with _as_saving():
             _meet(self._model, self._optimizer)
-        # before a group is opened, because this call can raise an error
+        # make the job first: it may raise an error, and then no group may be open
         job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
             self._open_group()
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
             _set_timeout(timeout, self._group)
-        if elastic is not None:  # replicas may have joined or left since the last save
+        # a new saver, because replicas may have joined or left since the last save
+        if elastic is not None:
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
         # daemon: the thread may wait forever for a lost rank, and must not keep the process alive
         self._saver = self._saver or ShardSaver(
@@ -175,10 +176,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         try:
             self._outcome = saver.save(job)
             return
-        except NotSaved as error:  # this error is raised on all ranks
+        except NotSaved as error:  # `NotSaved` is raised on all ranks
             text = str(error)
             number = error.errno
-        except Exception as error:  # an error on this rank alone, such as a timeout of gloo
+        # any other error is raised on this rank alone, such as a timeout of gloo
+        except Exception as error:
             self._broken = True  # gloo cannot use a group after an error
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"

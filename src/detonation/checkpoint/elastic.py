@@ -10,10 +10,10 @@ between saved replicas. They give replica j of the new run:
 
 The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, and so everything that
 is still to be sent: merged replicas are averaged, and a joining replica starts with zero. The
-second rule keeps the mean of the weights. So it also keeps the replicas' mean distance from their
-anchor, which is what the current round will send. Owners (replicas that aggregate rows for all)
-keep what they have aggregated and not sent yet, the server residual. It belongs to all replicas, so
-server residuals are assembled by coordinate and given to the new owners.
+second rule keeps the mean of the weights. So it also keeps what the current round will send: the
+mean of the replicas' distances from their anchor. Owners (replicas that aggregate rows for all)
+keep what they have aggregated and not sent yet, the server residual. This residual belongs to all
+replicas: the saved residuals are put together by coordinate, and given to the new owners.
 """
 
 from collections.abc import Sequence
@@ -79,8 +79,8 @@ class Elastic:
         return self._among
 
     def own(self, key: str, alike: bool) -> Tensor:
-        """A tensor of the base optimizer that is not sharded like its parameter, and so may differ
-        between shards.
+        """A tensor of the base optimizer's state that is not sharded like its parameter. Its value
+        may differ between shards.
 
         Raises `ValueError` if this tensor differs between shards and the number of shards has
         changed.
@@ -167,14 +167,14 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
         return first
     if not first.is_floating_point():
         raise ValueError(
-            f"{key} differs between replicas or shards: resume with the same numbers as before"
+            f"{key} differs between replicas or shards: resume with as many of both as were saved"
         )
     return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """The coefficients of the rows that this rank owns (aggregates for all replicas), [owned,
-    chunk], computed from one tensor of the local shape for each parameter.
+    """Transforms `pieces`, one tensor of the local shape for each parameter, into coefficients.
+    Returns those of the rows that this rank owns (aggregates for all replicas): [owned, chunk].
     """
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
@@ -201,7 +201,8 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
     units = [unit for unit in shard_units(model) if unit.reduce is not None]
     for unit in units:
         for name, parameter in unit.parameters.items():
-            # True without a second mesh dimension, which would be tensor parallelism
+            # a second mesh dimension would mean tensor parallelism, which this merge does not
+            # support
             one_axis = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
             if name in names and parameter.requires_grad and one_axis:
                 state[f"residual.{name}"] = _residual(saved, unit, name, parameter, own)

@@ -70,7 +70,7 @@ class Texts:
         count = self._of_first([len(content)], torch.int64)[0]
         if not count:
             return ""
-        # every rank needs a buffer of equal size; rank 0's content is broadcast
+        # only the content of rank 0 is sent: the other ranks need a buffer of the same size
         return os.fsdecode(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
 
     def _of_first(self, values: Sequence[int], dtype: torch.dtype) -> list[int]:

@@ -77,7 +77,7 @@ def inspect(
     if reason := _disagreement(views):
         return path, None, reason
     assert manifest is not None
-    # a checkpoint that the caller named may have a name without a step
+    # the caller may have named a checkpoint without a step in its name
     if retention.step_of(path) not in (-1, manifest.step):
         return path, None, f"its name is not that of step {manifest.step}"
     sharing = [rank for rank, other in enumerate(views) if other.file == view.file]
@@ -272,7 +272,7 @@ def find_named(path: Path, model: nn.Module, optimizer: Replicated) -> Found | N
     named = ""
     if retention.is_checkpoint(path):
         named = "named"
-    # a rank without a shared file system may lack the files by which another rank knows it
+    # without a shared file system, only some ranks may see that `path` is a checkpoint
     if candidates(path, texts) or not any(texts.gather(named)):
         return None
     own, held = held_shards(model, optimizer)
@@ -336,7 +336,7 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     optimizer.drop_overlap()
     texts = texts_between(model, optimizer)
     saved = CheckpointReader(found.path, found.manifest)
-    with _refused_together(found, texts):  # one rank alone may hold a frozen weight that differs
+    with _refused_together(found, texts):  # possibly only one rank has a frozen weight that differs
         uncompared = compare_frozen(saved, model, optimizer)
     with _refused_together(found, texts):
         extra = found.manifest.given

@@ -1,4 +1,4 @@
-"""Loads this rank's state from a checkpoint into a model and its optimizer."""
+"""Loads the state of this rank from a checkpoint into a model and its optimizer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -103,8 +103,8 @@ def restore(
 
 
 def compare_frozen(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> str:
-    """Compares the frozen weights of `model` with those that the checkpoint omits. Returns a text
-    if some were sharded otherwise and could not be compared. Changes no state.
+    """Compares the frozen weights of `model` with the checksums of those that the checkpoint omits.
+    Returns a text if different sharding made this impossible for some. Changes no state.
 
     Checkpoints of earlier versions do not describe the frozen weights that they omit.
 
@@ -448,18 +448,18 @@ def _assembled(
     if key not in file.boxes:
         return source.own(key, alike)
     if file.boxes[key].whole != tuple(parameter.shape):
-        raise ValueError(f"{key} is sharded unlike its parameter: resume with as many shards")
+        raise ValueError(f"{key} is not sharded like its parameter: resume with as many shards")
     return source.agreed(key, Box.of(parameter), alike, some=True)
 
 
 def _entry(key: str, prefix: str) -> str:
-    """The key that a saved entry has in the optimizer's own state.
+    """Returns the key of an entry in the optimizer's own state: `key` without `prefix`.
 
-    The prefix is unambiguous: no parameter has a name that is another parameter's name followed by
-    a dot and more.
+    The prefix contains the name of the parameter. It is unambiguous: no parameter's name begins
+    with another parameter's name and a dot.
 
-    Raises `ValueError` for a key with a dot. Only earlier versions wrote such keys, and they could
-    not read them.
+    Raises `ValueError` for a key with a dot. Only earlier versions wrote such keys, which even
+    these versions could not read.
     """
     spelled = key.removeprefix(prefix)
     if "." in spelled:
@@ -471,8 +471,8 @@ def _entry(key: str, prefix: str) -> str:
 
 
 def _as_dtensor(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Tensor:
-    """`tensor` as the local part of a DTensor like `parameter`; unchanged if `parameter` is
-    plain.
+    """Returns a DTensor that is sharded like `parameter` and has `tensor` as its local part. If
+    `parameter` is a plain tensor, returns `tensor` unchanged.
     """
     if not isinstance(parameter, DTensor):
         return tensor
@@ -534,7 +534,7 @@ def _merged(
         elif kind == _SERVER_RESIDUAL:
             merged[key] = torch.zeros_like(tensor)
         elif key in _BY_REPLICA:
-            # not loaded, because it is of other replicas: all begin with equally many local steps
+            # keep the initial value: the saved numbers are those of other replicas
             merged[key] = tensor
         else:
             merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))
@@ -551,7 +551,7 @@ def _merge_server_residual(
     """Adds the saved server residual (what owners have aggregated and not sent) to the `merged`
     state: to the residuals of the new owners or, without owners, to the memory of unsent values.
 
-    Returns a text that the residual was dropped, if this run has neither owners nor a memory.
+    If this run has neither owners nor a memory, drops the residual and returns a text about it.
     """
     residual = source.server_residual(prefix + _SERVER_RESIDUAL, channel, boxes)
     if residual is None:

@@ -155,7 +155,7 @@ class ShardSaver:
         except PeerLost as error:
             name = retention.checkpoint_name(job.step)
             raise NotSaved(
-                f"checkpoint {name} failed: {error}; the next one is of the replicas that are left"
+                f"checkpoint {name} failed: {error}; the remaining replicas save the next one"
             ) from error
 
     def _saved(self, job: SaveJob) -> Path:
@@ -181,7 +181,8 @@ class ShardSaver:
             if self._texts.rank == 0:
                 _warn_of_later(directory, step, common)
             kept = [saved for saved in common if saved <= step][: self._keep]
-            # old checkpoints stay until the node of a replica that joined late also has `keep`
+            # keep old checkpoints until every node has `keep` newer ones, also the node of a
+            # replica that joined late
             if len(kept) == self._keep:
                 retention.retire(directory, kept[-1])
         return directory / retention.checkpoint_name(step)
@@ -218,7 +219,8 @@ class ShardSaver:
             if own.shards == 1:
                 more = ": pass intra_node where the ranks of a node hold the model whole"
             raise ValueError(
-                f"{world_size} ranks are not {world}, each once; this one is {own.name}{more}"
+                f"{world_size} ranks save, but the state is of {world}, each saved by one rank;"
+                f" this rank is {own.name}{more}"
             )
         done = {
             p.name: shard_file.write_shard(p, each.tensors, each.rest) for p, each in paths.items()
@@ -256,7 +258,8 @@ class ShardSaver:
         if volumes.leads(self._texts.rank):
             with contextlib.suppress(OSError):
                 retention.abandon(self._directory, job.step)
-        # look again who shares a directory: a file system may have been mounted or unmounted
+        # find out again which ranks share a directory: a file system may have been mounted or
+        # unmounted
         self._volumes = None
         full = volumes.leaders[failed]
         needs = [
@@ -291,8 +294,10 @@ _warned: set[Path] = set()
 
 
 def _warn_of_later(directory: Path, step: int, saved: Sequence[int]) -> None:
-    """Warns once per directory and process if a checkpoint of a step after `step` is among those
-    that are `saved`: of an earlier run, or of this run before it went back to an earlier step."""
+    """Warns once per directory and process if one of the `saved` checkpoints has a later step than
+    `step`. Such a checkpoint is from an earlier run, or from this run before it returned to an
+    earlier step.
+    """
     place = directory.absolute()
     if place in _warned or max(saved, default=step) <= step:
         return

@@ -270,7 +270,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
     }
     all_pieces = [
         (each.link, p) for each in optimizer.build() for p in each.parameters.values()
-    ]  # a replicator may hold no piece of this shard
+    ]  # leave out replicators without a piece of this shard
     of_links = {
         link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
     }
@@ -280,7 +280,8 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
 
 
 def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dict[int, Snapshot]:
-    """`snapshot`, cut into the shards that this rank holds, by number.
+    """Cuts `snapshot` into the shards that this rank holds. Returns the parts by number of the
+    shard.
 
     Raises `ValueError` for a state of the optimizer that cannot be cut like its parameter.
     """
@@ -307,8 +308,8 @@ def _cut_shared(snapshot: Snapshot, part: Snapshot, pieces: Mapping[str, Tensor]
         if isinstance(piece, Piece) and box is not None:
             if box.whole != tuple(piece.whole.shape):
                 raise ValueError(
-                    f"{key} is not cut like its parameter, and nodes have different numbers of"
-                    " ranks"
+                    f"{key} is not cut like its parameter, so it cannot be saved if nodes have"
+                    " different numbers of ranks: start equally many ranks on each node"
                 )
             tensor = tensor[piece.rows].contiguous()
             part.boxes[key] = Box.of(piece)
@@ -318,8 +319,8 @@ def _cut_shared(snapshot: Snapshot, part: Snapshot, pieces: Mapping[str, Tensor]
 def _renumber(
     snapshot: Snapshot, part: Snapshot, replicator: Replicator, number: int, level: int
 ) -> None:
-    """Adds the local state of `replicator`, which has number `number` in `snapshot`, to `part` as
-    the state of `level`.
+    """Copies the local state of `replicator` from `snapshot` to `part`. In `snapshot` its keys have
+    the number `number`, in `part` the number `level`.
     """
     before = f"replica.{number}."
     for key, tensor in snapshot.tensors.items():

@@ -103,7 +103,8 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def verify(checkpoint: Path) -> VerifyReport:
-    """Checks every byte of `checkpoint`, and compares the tensors that replicas share.
+    """Checks every byte of `checkpoint`, and compares the tensors that must be equal on all
+    replicas.
 
     These tensors must be equal bit for bit, or equal up to rounding if training allowed its
     replicas to differ by rounding.
@@ -240,7 +241,7 @@ class _Comparison:
         for replica in others:
             other = self._saved.file(replica, shard)
             if _must_agree(other, self._saved.manifest) != keys:
-                raise CorruptCheckpoint(f"replicas {lowest} and {replica} have other tensors")
+                raise CorruptCheckpoint(f"replicas {lowest} and {replica} have different tensors")
             unequal = self._unequal(keys, first, other)
             if unequal:
                 self.differences.append(
@@ -280,13 +281,14 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
         return 0.0, True
     least = min(norms)
     name = _name_in_training(key)
-    # if no movement is recorded, the norm counts as movement: the tensor may have started at zero
+    # if the file has no movement of the tensor, its norm counts as movement, as if it had started
+    # at zero
     moved = max(file.moved.get(name, least) for file in (first, other))
     return far / (least or far), far <= tolerance(least, moved, eps) < math.inf
 
 
 def _name_in_training(key: str) -> str:
-    """Name of a saved tensor in `Replicator.replicated`.
+    """Returns the name that `Replicator.replicated` gives to the tensor saved under `key`.
 
     >>> keys = ("model.a.b", "optimizer.a.b.step", "replica.0.anchor.a.b", "replica.0.m.a.b")
     >>> [*map(_name_in_training, keys)]

@@ -18,7 +18,9 @@ from detonation.whole_files import read_json
 
 _POLL_S = 0.02
 _LEAVING_S = 15.0
-"""Seconds within which the other replicas must end after a replica that was not lost has ended."""
+"""Seconds after the successful end of a rank, within which all other ranks must end. The end of a
+replica that was asked to leave does not count.
+"""
 _log = logging.getLogger("detonation")
 
 
@@ -33,8 +35,8 @@ class RankExits:
     """Waits until all ranks of a world on this machine have ended, and removes ended ranks from
     `pids`.
 
-    With a `meeting` point, the failures of a lost replica do not count if the other replicas
-    continue.
+    If there is a `meeting` point (the store of a run that may lose replicas), the failures of a
+    lost replica do not count, as long as the other replicas continue.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class RankExits:
         self._survived: list[Failure] = []
         # until this time, other ranks may still report the root cause
         self._cause_deadline = float("inf")
-        self._end_deadline = float("inf")  # by this time, the last replicas must have ended
+        # at this time, the launcher kills ranks that have not ended
+        self._end_deadline = float("inf")
 
     def wait(self) -> Failure | None:
         """Waits until all ranks have ended. Returns the root cause of a failure; None if all ranks
@@ -120,8 +123,8 @@ class RankExits:
             os.kill(self._pids[rank], signal.SIGKILL)
 
     def _knows_cause(self) -> bool:
-        """True if a rank failed on its own, or if the time to wait for the failure of such a rank
-        is over.
+        """True if a failure is known that no other rank has caused, or if the launcher has waited
+        long enough for such a failure.
         """
         if any(not failure.network for failure in self._failures):
             return True

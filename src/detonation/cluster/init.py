@@ -185,10 +185,10 @@ def join_world(asked: str | None = None) -> torch.device:
 
 def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     """Starts a `waiting.Watch` of the default process group, unless this group is watched already.
-    `end` is passed to the `Watch`.
+    When a rank waits in vain, the watch calls `end` with the reason.
 
     The watch also makes the kernel drop connections of foreign programs to the ranks' ports. In a
-    world of one rank, only this is done.
+    world of one rank, the function only drops these connections.
     """
     global _watch
     store = distributed_c10d._get_default_store()
@@ -329,7 +329,8 @@ def leave() -> None:
         _watch.stop()
         _watch = None
     dist.destroy_process_group()
-    gc.collect()  # meshes, models and optimizers are in reference cycles, and refer to the group
+    # delete meshes, models and optimizers in reference cycles, because they refer to the group
+    gc.collect()
 
 
 def gpus_for(ranks: int) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 LOOPBACK = "lo"
 if sys.platform == "darwin":
     LOOPBACK = "lo0"
-_SIOCGIFADDR = 0x8915  # the number of this request on Linux
+_SIOCGIFADDR = 0x8915  # Linux's number of the request for an interface's IPv4 address
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that are reserved for documentation; packets to them use the default route."""
 _OF_THE_LINK = "20"
@@ -61,8 +61,9 @@ def way_towards(host: str) -> Way | None:
     """Returns the route to `host`, never over loopback; None if the kernel has no such route. Sends
     no packet.
 
-    The machine's own name may lead to loopback, as on Debian. In this case the result is the
-    default route. If there is no default route, the result is the only interface with an address.
+    If `host` is the machine's own name, it may resolve to loopback, as on Debian. In this case the
+    function returns the default route. If there is no default route, it returns the only interface
+    with an address.
     """
     if not host:
         return None

@@ -240,7 +240,7 @@ def _kill(pids: dict[int, int]) -> None:
     only when the file is complete.
     """
     for pid in pids.values():
-        with suppress(ProcessLookupError):  # another thread has already waited for this process
+        with suppress(ProcessLookupError):  # another thread has collected the exit code
             os.kill(pid, signal.SIGKILL)
     for rank, pid in list(pids.items()):
         with suppress(ChildProcessError):
@@ -354,8 +354,9 @@ def _require_start(
         use_interface(os.environ, interface)
     except ValueError as error:
         failure = failure_from_exception(position.rank, error)
-        if not position.local_rank:  # one rank per machine prints this shared error
-            fail(WorldError(failure, position.world_size))  # now, as other ranks may never start
+        if not position.local_rank:  # one rank of each machine prints the error
+            # print before meeting ranks that may never start
+            fail(WorldError(failure, position.world_size))
         failure = failure_from_exception(position.rank, refuse_world(position, error))
         raise WorldError(failure, position.world_size, reported=True) from error
 
@@ -363,10 +364,10 @@ def _require_start(
 def _reported(
     heartbeat: Heartbeat | None, failure: Failure, position: LaunchPosition
 ) -> WorldError:
-    """Returns the error that this rank raises. The first rank that failed on its own reports its
-    own error. A rank that lost another rank names the lost rank.
+    """Returns the error that this rank raises after `failure`. A rank that failed on its own posts
+    its error on the heartbeat board. A rank that lost a connection finds out which rank is lost.
     """
-    # before the first heartbeat all ranks of a machine raise the same error, so one rank tells it
+    # before the first heartbeat all ranks of a machine raise the same error, so only one prints it
     if heartbeat is None:
         told = failure.complete and bool(position.local_rank)
         return WorldError(failure, position.world_size, told)

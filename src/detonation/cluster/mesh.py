@@ -54,7 +54,7 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     if backends.get("cuda") != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # NCCL options replace the timeout of the default backend, so the same timeout is set here
+    # NCCL's options contain a timeout: set torch's default for the backend of the default group
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
     # The axis must send tensors of the same devices as the default group.
     # If NCCL is the only backend, the plain name "nccl" lets NCCL split the default group.
@@ -175,7 +175,7 @@ def init_mesh(
     sizes = _sizes(replicas, shards, world)
     taken = join_world(device)
     mesh = _mesh_of(sizes, taken.type, slow_axis_backend("replicate", taken.type, slow_backend))
-    # the timeouts come last, because new groups do not inherit the default group's timeout
+    # set timeouts last, when all groups of the mesh exist: a new group has torch's default timeout
     if timeout_s is not None:
         set_group_timeouts(timeout_s)
     watch_waiting()
@@ -339,7 +339,7 @@ def shard(
         )
         if unit is model or own_parameters:
             sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
-            # FSDP itself divides the sum, because in older versions the average of gloo is the sum
+            # let FSDP divide the sum: in older versions of torch, gloo's average is only a sum
             if mesh.device_type == "cpu":
                 sharded.set_force_sum_reduction_for_comms(True)
             units.append(sharded)

@@ -188,7 +188,7 @@ def _number(env: Mapping[str, str], name: str, default: int | str = "") -> int:
 
 def require_known_host(flag: str, addresses: str) -> None:
     """Raises `ValueError` if this machine cannot resolve a host in `addresses`, or if a host names
-    all interfaces. `addresses` are those of stores, which the user gave as the option `flag`.
+    all interfaces. `flag` is the option in which the user gave these addresses of stores.
     """
     for host, port in store_addresses(addresses):
         named = joined_address(host, port)

@@ -190,11 +190,11 @@ class UnevenAxis(Communicator):
         )
 
     def all_reduce(self, values: Tensor) -> Any:
-        """Always raises `ValueError`, like `all_gather`."""
+        """Always raises `ValueError`, because no process group has all ranks of the axis."""
         return self.all_gather(values)
 
     def all_to_all(self, mine: Tensor) -> Any:
-        """Always raises `ValueError`, like `all_gather`."""
+        """Always raises `ValueError`, because no process group has all ranks of the axis."""
         return self.all_gather(mine)
 
     @property

@@ -99,7 +99,8 @@ class Admission:
         """
         guest = self._axis.host.guest
         if self._feed is not None:
-            # send the queued steps, because the new replica needs the last step before it can join
+            # send the queued steps now: the new replica joins only after it has received the last
+            # step
             self._feed.flush()
             self._agree_on_copy(self._feed)
         if self._feed is not None and guest != self._guest:
@@ -151,7 +152,8 @@ class Admission:
             gc.collect()  # delete dropped optimizers that only reference cycles keep alive
         if self._several_optimizers():
             raise ValueError(
-                "several optimizers use the axis, but a newcomer can receive the state of one only"
+                "several optimizers use the axis, but a joining replica can receive the state of"
+                " only one: keep one optimizer on the axis"
             )
         way = self._axis.way_to(guest)
         host = "127.0.0.1"
@@ -266,7 +268,7 @@ class _Arrival:
             if self._follower.ended:
                 raise ReplicaLost(
                     f"training ended after {self._follower.step} steps, before replica"
-                    f" {self._guest.number} came in"
+                    f" {self._guest.number} joined"
                 )
             if self._announces_change():
                 deadline = time.monotonic() + self._timeout_s
@@ -287,7 +289,8 @@ class _Arrival:
             if pace.copy > self._copy_at_entry:
                 return False
             # This replica may have begun to wait for another copy of the state after it announced
-            # that it is ready. That copy cannot arrive while all replicas wait for this one.
+            # that it is ready. That copy cannot arrive, because all replicas now wait for this
+            # replica and take no step.
             if not self._is_ready or pace.limit == BEFORE_COPY:
                 # another shard of this replica may wait for data that only this shard receives
                 pace.close()
@@ -296,8 +299,7 @@ class _Arrival:
                 pace.close()
             late = f"the weights of step {entry.step} did not come"
             if self._follower.step == entry.step:
-                # the other replicas first end open rounds, and receive all messages that are in
-                # flight
+                # before a replica joins, the others call `synchronize`, which ends open rounds
                 late = f"the others did not synchronize after step {entry.step}"
             self._follow(deadline, late)
         return True
@@ -328,8 +330,8 @@ class _Arrival:
         return True
 
     def _has_copy(self) -> bool:
-        """True if all shards of this replica have a copy of the state from a replica that still
-        trains, and each later step arrives.
+        """True if all shards of this replica have a copy of the state, the replica that sent the
+        copy still trains, and each later step arrives.
         """
         pace = self._pace
         given = self._guest.giver in self._guest.members
@@ -358,7 +360,7 @@ class _Arrival:
             guest.hosts.require()
 
     def _needs_copy(self) -> bool:
-        """True if the received copy of the state has no use any more: later steps do not arrive, or
+        """True if this shard needs a new copy of the state: later steps do not arrive any more, or
         the replica that sends them has left training.
         """
         if self._has_copy():
@@ -373,8 +375,8 @@ class _Arrival:
         )
 
     def _keep_pace(self) -> None:
-        """Applies the steps that all shards of this replica have received. Asks for a new copy of
-        the state if one of the shards needs it.
+        """Applies the steps that all shards of this replica have received. If any shard needs a new
+        copy of the state, all shards ask for one.
         """
         pace = self._pace
         follower = self._follower

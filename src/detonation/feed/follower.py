@@ -85,7 +85,9 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def ahead(self) -> int:
-        """The number that `Feed.ahead` returned when the feed made the last copy of the state."""
+        """A number that the feed sent with the last copy of the state. For a joining replica it is
+        the number of the optimizer's turn minus the step number (see `Turns`).
+        """
         return int(self._shards[0].about.get("ahead", 0))
 
     @property
@@ -136,9 +138,8 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def complete(self) -> bool:
-        """True if no round is open and no message of an earlier step is missing. If rounds have
-        several steps, or if messages have a delay, this is True only after training has called
-        `synchronize`.
+        """True if no round is open and no message of an earlier step is missing. Under a scheme
+        with rounds or a delay, the value is True only after training has called `synchronize`.
         """
         return all(shard.complete for shard in self._shards)
 
@@ -186,7 +187,8 @@ class Follower(AbstractContextManager["Follower"]):
             moved = self._advance(to)
             if to is not None and self.step > to:
                 raise LostFeed(
-                    f"training was at step {self.step} already when its state came, beyond {to}"
+                    f"training was at step {self.step} already when its state arrived, so update"
+                    f" cannot return to step {to}"
                 )
             if self.step == to or (moved and to is None):
                 return self.step
@@ -210,12 +212,12 @@ class Follower(AbstractContextManager["Follower"]):
             Mismatch: The replicas differ.
         """
         if self.step < 0:
-            raise LostFeed("there is no state yet to join with: call update first")
+            raise LostFeed("no copy of the training state has arrived yet: call update before join")
         return joined_optimizer(self.model, self._shards, self._make, axis, safety or Safety())
 
     def turn_to(self, address: str) -> None:
-        """Follows the same training through the feed at `address` from now on. This feed first
-        sends a copy of the state.
+        """Follows the same training through the feed at `address` from now on. First receives a
+        copy of the state from this feed.
         """
         self.address = address
         self._addresses = [host_and_port(each) for each in address.split(",")]
@@ -241,8 +243,8 @@ class Follower(AbstractContextManager["Follower"]):
             host, port = self._addresses[shard]
         else:
             raise ValueError(
-                f"there are {len(self._addresses)} addresses, and training has {shard + 1} shards"
-                " or more"
+                f"{len(self._addresses)} addresses were given, but training has {shard + 1} shards"
+                " or more: give one address for each shard, or only that of shard 0"
             )
         return Stream(
             host,
@@ -275,11 +277,11 @@ class Follower(AbstractContextManager["Follower"]):
                         f" {stream.trouble}"
                     )
             if self.ended and to is not None:
-                raise LostFeed(f"training has ended after {self.step} steps, before {to}")
+                raise LostFeed(f"training has ended after {self.step} steps, before step {to}")
             is_last = self._came() == self._seen and self.limit == NO_LIMIT
             over = all(stream.ended for stream in self._streams) and is_last
-            if over and not self.ended:  # no further step can arrive on all shards
-                raise LostFeed("training has ended before the state of each of its shards came")
+            if over and not self.ended:  # all streams have ended, but not at a common step
+                raise LostFeed("training has ended before the states of all its shards arrived")
             rest_s = 1.0
             if deadline is not None:
                 rest_s = min(1.0, deadline - time.monotonic())
@@ -289,8 +291,8 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _came(self) -> tuple[object, ...]:
-        """Counts the events and the ended streams of each shard. `_wait` returns when one of these
-        counts changes.
+        """Returns for each shard the number of received events, whether its stream has ended, and
+        why the feed refused it. `_wait` returns when one of these values changes.
         """
         return tuple((stream.came, stream.ended, stream.refusal) for stream in self._streams)
 
@@ -446,7 +448,7 @@ def follow(
         _require_no_folder(address)
         follower = Follower(model, address, checked_token(token), optimizer, most_behind)
     elif token is not None or optimizer is not None:
-        raise ValueError("a directory of weights takes neither token nor optimizer")
+        raise ValueError("a directory of weights takes neither token nor optimizer: leave them out")
     else:
         follower = WeightFollower(model, folder_at(address))
     deadline = time.monotonic() + timeout_s

@@ -148,7 +148,7 @@ when no file is left.
 REFUSAL_LINE_S = 60.0
 """Smallest number of seconds between two log lines about refused connections."""
 SHORTEST_FRAMES = 4096
-"""Largest number of bytes of a follower's request."""
+"""Largest number of bytes of the frame in which a follower sends its request."""
 STUCK_S = 30.0
 """Seconds after which the feed disconnects a follower that reads nothing."""
 _log = logging.getLogger("detonation.feed")
@@ -212,7 +212,7 @@ class Listener:
             frames = FrameSocket(connection, prove_to_follower(connection, self._token), feeds=True)
             kind, content = frames.receive(SHORTEST_FRAMES)
             if kind != WANT:
-                raise BadFrame("it does not say what it wants")
+                raise BadFrame(f"its first frame is of kind {kind}, not a request")
             wanted = table_of(content)
         except OSError as error:  # `Refused` and `BadFrame` are also OSErrors
             self._refuse(connection, peer, str(error) or type(error).__name__)
@@ -243,8 +243,8 @@ class Listener:
 
 
 def _few_are_left(descriptor: int) -> bool:
-    """True if this process can open only few more files. `descriptor` belongs to the newest file,
-    and the system gives a new file the lowest free number.
+    """True if this process can open only few more files. The system gives a new file the lowest
+    free number, so the number of the newest file, `descriptor`, shows how many are open.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft != resource.RLIM_INFINITY and descriptor >= soft - RESERVED_FILES

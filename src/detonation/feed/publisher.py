@@ -120,7 +120,7 @@ class Feed(StepRecorder):
         self._about: dict[str, Any] = {"about": dict(about or {}), "run": run}
         self._run = run
         self._returns = 0  # number of times that training returned to an earlier state
-        self._lock = threading.Lock()  # protects the two lists below
+        self._lock = threading.Lock()  # protects `_coming` and `_subscribed`
         self._coming: list[Subscription] = []
         self._subscribed: list[Subscription] = []
         self._levels: object = None  # the optimizer's levels at the last copy of the state
@@ -130,7 +130,9 @@ class Feed(StepRecorder):
         no pause between two copies.
         """
         self.ahead: Callable[[], int] = lambda: 0
-        """Returns a number that the feed adds to each copy of the state; see `Follower.ahead`."""
+        """Returns the number that followers read as `Follower.ahead`. The feed sends it with each
+        copy of the state.
+        """
         self.has_joined: Callable[[], bool] = lambda: False
         """Returns True if the process that follows this feed has joined training as a replica."""
         self._synchronized = 0  # calls of `synchronize` since the last step
@@ -227,12 +229,12 @@ class Feed(StepRecorder):
             for each in self._subscribed:
                 each.let_in()
         self.disconnect(
-            "replicas, settings or trained parameters have changed, and it takes another copy"
+            "replicas, settings or trained parameters have changed, so it needs a new copy"
         )
 
     def end(self, what: str, optimizer: Replicated) -> None:
-        """Sends the records of a step, or of a call of `synchronize`, to the followers when it has
-        ended.
+        """Sends the records of the step or of the `synchronize` call that has just ended to the
+        followers.
         """
         messages, goes_on = self.take_messages(what, optimizer)
         if what == "step":
@@ -306,7 +308,10 @@ class Feed(StepRecorder):
                     self._coming.append(Subscription(connection, peer, self._most_behind))
                     return
             kind = BYE
-            answer = {"ended": False, "reason": f"it has {here} followers, and takes no more"}
+            answer = {
+                "ended": False,
+                "reason": f"it has {here} followers, the most that it accepts",
+            }
         with contextlib.suppress(OSError):
             connection.send(kind, encoded(answer))
         connection.close()
@@ -320,8 +325,8 @@ class Feed(StepRecorder):
         if not coming:
             return
         try:
-            # Check again, because only after the first step are the collectives and the closeness
-            # of the replicas final.
+            # Check again: before the first step it is unknown which collectives the scheme uses,
+            # and whether replicas are only close to each other.
             require_followable(optimizer)
         except ValueError as error:
             for each in coming:
@@ -334,7 +339,7 @@ class Feed(StepRecorder):
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
-        self._options = []  # so the next step sends all options of all parameter groups
+        self._options = []  # makes the next step send all options of all parameter groups
         self._sent = {}
         now = time.monotonic()
         if not self.first_copy:
@@ -363,8 +368,8 @@ class Feed(StepRecorder):
         return found
 
     def _is_new(self, record: LogRecord) -> bool:
-        """True unless `record` holds a buffer that has not changed since it was last sent. Most
-        models have buffers that never change.
+        """False if `record` holds a buffer of the model that has not changed since it was last
+        sent; otherwise True. Most models have buffers that never change.
         """
         if record.kind != MESSAGE or not BUFFERS <= record.place < NORM:
             return True

@@ -80,7 +80,7 @@ class ShardFollower:
 
     @property
     def complete(self) -> bool:
-        """True unless a round may still be open or messages of earlier steps are missing."""
+        """True if no round can be open and no message of an earlier step is missing."""
         opens = self.optimizer is not None and self.optimizer.levels[0][1].round.stays_open
         return self.moment is not None and (not opens or self.moment[2] > 0)
 
@@ -145,7 +145,9 @@ class ShardFollower:
         assert optimizer is not None
         for key, here in identity(optimizer).items():
             if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
-                raise ValueError(f"training has {key} {about.get(key)}, this model has {here}")
+                raise ValueError(
+                    f"{key} is {about.get(key)} in training, but {here} in this process"
+                )
         may_differ = self._joins and about.get("equal", "bits") != "bits"
         if round_like(about, optimizer) != about["selftest"] and not may_differ:
             there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -174,7 +176,7 @@ class ShardFollower:
             buffer.copy_(sent.view(buffer.shape))
 
     def _clip(self, base: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Clips the gradients by the norm over all shards. Training has sent this norm."""
+        """Clips the gradients by their norm over all shards, which training has sent."""
         if self._norm is None:
             return
         gradients = [
@@ -193,7 +195,7 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
     assert before is not None
     run, _, synchronized = before
     end = event.records[-1]
-    # no new moment, because shards may have written different weights at the same moment
+    # keep the moment: a write counts no step, and each shard may have another number of writes
     if end.kind == WRITTEN:
         return before
     if end.kind == SYNCHRONIZE:
@@ -208,8 +210,8 @@ def scheme_of_training(about: dict[str, Any]) -> Scheme:
     name = about["scheme"]
     if ":" in name:
         raise ValueError(
-            f"training names its scheme as {name}: import and register it under a name, on both"
-            " sides"
+            f"training uses the scheme {name}, which has no registered name: register it under a"
+            " name in training and in this process"
         )
     return scheme(name, about["arguments"])
 
@@ -302,7 +304,7 @@ def _hand_over(
             full = f"{level}.{key}"
             name = key.partition(".")[2]
             if not shared_state.is_shared(full) or full not in found[0]:
-                state[key] = tensor.clone()  # state of this replica alone begins empty
+                state[key] = tensor.clone()  # the private state of a new replica begins empty
             elif name in parameters:
                 state[key] = _whole([each[full] for each in found], _boxes(shards, name), tensor)
             else:

@@ -40,10 +40,14 @@ number of local steps.
 def require_followable(optimizer: Replicated) -> None:
     """Raises `ValueError` if the messages of `optimizer` alone do not determine the weights."""
     if len(optimizer.levels) > 1:
-        raise ValueError("a feed needs an optimizer with one level of replication, not several")
+        raise ValueError(
+            "a feed needs an optimizer with one level of replication, not several: use"
+            " detonation.Feed.of_weights"
+        )
     if optimizer.settings.intra_node is not None:
         raise ValueError(
-            "a feed cannot serve intra_node, whose ranks share the messages of some parameters"
+            "a feed cannot serve intra_node, whose ranks share the messages of some parameters: use"
+            " detonation.Feed.of_weights"
         )
     if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
         why = (
@@ -131,7 +135,7 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
             here = f"{whole} {part.dtype}"
             there = f"{box.whole} {tensor.dtype}"
             raise ValueError(
-                f"{key.removeprefix('model.')} is {there} in training, is {here} here: another"
+                f"{key.removeprefix('model.')} is {there} in training, but {here} here: another"
                 " model"
             )
         part.copy_(tensor)
@@ -192,7 +196,8 @@ def load_shared_state(
                 loaded = saved.tensor(found[full])
             if loaded.shape != tensor.shape:
                 raise ValueError(
-                    f"{full} is {tuple(loaded.shape)} in training, is {tuple(tensor.shape)} here"
+                    f"the state {full} has shape {tuple(loaded.shape)} in training, but"
+                    f" {tuple(tensor.shape)} here"
                 )
             mine[key] = loaded
         replicator.local_state().load(mine)
@@ -281,11 +286,14 @@ def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]
         for state in base.state.get(view, {}).values():
             if isinstance(state, Tensor) and state.ndim and state.shape != view.shape:
                 raise ValueError(
-                    f"{name} keeps state of whole matrices: its shards cannot be followed in one"
-                    " process"
+                    f"{name} keeps state of whole matrices, so one process cannot follow its"
+                    " shards: shard the model with detonation.shard as in training"
                 )
     if name == "Muon":
-        raise ValueError("Muon moves whole matrices: its shards cannot be followed in one process")
+        raise ValueError(
+            "Muon moves whole matrices, so one process cannot follow its shards: shard the model"
+            " with detonation.shard as in training"
+        )
 
 
 def _tree(parameters: Mapping[str, Tensor]) -> nn.Module:

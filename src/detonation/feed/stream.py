@@ -88,8 +88,8 @@ class Stream:
     new event.
 
     A copy of the state may have at most `most_bytes`, and so may the records of one step. While
-    `most_waiting` events wait in `inbox`, the stream does not read. The feed then disconnects this
-    follower.
+    `most_waiting` events wait in `inbox`, the stream reads no data. If this lasts too long, the
+    feed disconnects this follower.
 
     reconnects: if True, the stream reconnects after a lost connection and asks for another copy of
     the state. If False, the stream is `lost` after that.
@@ -113,7 +113,7 @@ class Stream:
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
-        # True while the connection exists that brought the last copy of the state
+        # True if the present connection has brought a copy of the state
         self.current = False
         self.failures = 0  # number of failed attempts since the last copy of the state
         self.lost = False  # True if no more data can arrive, because this stream does not reconnect
@@ -124,7 +124,7 @@ class Stream:
         self._most_waiting = most_waiting
         self._changed = changed
         self._frames: FrameSocket | None = None
-        self._dropped = False  # True after `restart`: the rest of this connection is ignored
+        self._dropped = False  # True after `restart`: this connection's data are ignored
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
         self._thread.start()
@@ -132,8 +132,8 @@ class Stream:
     @property
     def gone(self) -> bool:
         """True if the feed is unreachable and has not announced the end of training."""
-        # While the stream is connected, `failures` still counts the attempts before this
-        # connection, so it is not enough to compare `failures`.
+        # The number of failures alone is not enough: while the stream is connected, `failures`
+        # still counts the failed attempts before this connection.
         return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
@@ -224,8 +224,8 @@ class Stream:
         size = about.get("state_bytes")
         if type(size) is not int or not 0 < size <= self._most_bytes:
             raise Refused(
-                f"its state has {str(size)[:30]} bytes, a model as this one at most"
-                f" {self._most_bytes:,}"
+                f"its state has {str(size)[:30]} bytes, but the state of this model has at most"
+                f" {self._most_bytes:,}: give the model that is trained"
             )
         joined = Joined(
             about, Path(tempfile.mkdtemp(prefix="detonation-follow-")) / "state.safetensors"
@@ -247,7 +247,9 @@ class Stream:
                 lambda: len(self.inbox) < self._most_waiting or self._closed.is_set()
             )
             if self._dropped:  # a copy of the state must be the next event in the inbox
-                raise ConnectionResetError("too far from the other shards")
+                raise ConnectionResetError(
+                    "its steps were too far from those of the other shards, so it needs a new copy"
+                )
             self.inbox.append(event)
             self.current = self.current or isinstance(event, Joined)
             self.came += 1

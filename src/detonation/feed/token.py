@@ -74,7 +74,7 @@ def checked_token(token: bytes | None) -> bytes:
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
     """Runs the feed's side of the handshake; returns the key that authenticates the frames.
 
-    Raises as `prove_to_feed`.
+    Raises the same errors as `prove_to_feed`.
     """
     deadline = time.monotonic() + HANDSHAKE_S
     mine = secrets.token_bytes(_NONCE)
@@ -113,7 +113,7 @@ def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     """Returns the next `count` bytes of a connection.
 
-    Raises `ConnectionError` if it ends before, and `TimeoutError` at the `deadline`.
+    Raises `ConnectionError` if the connection ends before, and `TimeoutError` at the `deadline`.
     """
     found = b""
     while len(found) < count:

@@ -77,7 +77,7 @@ class LogRecord:
     def table(self) -> dict[str, Any]:
         found = json.loads(bytes(self.content))
         if not isinstance(found, dict):
-            raise DamagedLog("a record of a log is no table")
+            raise DamagedLog("the content of a log record is no JSON table")
         return found
 
 
@@ -97,7 +97,7 @@ def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
         head = zlib.crc32(octets[: _CHECKED.size])
         if magic == _MAGIC and len(content) == count and zlib.crc32(content, head) == checksum:
             return LogRecord(kind, place, step, content), rest
-    raise DamagedLog("a record of a step is not whole")
+    raise DamagedLog("a record of a step is incomplete")
 
 
 def whole_records(path: Path) -> Iterator[LogRecord]:
@@ -115,8 +115,8 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
         starts = [match.start() for match in re.finditer(_MAGIC, rest)]
         if any(_found(rest[start:]) for start in starts if start):
             raise DamagedLog(
-                f"{path} is damaged at byte {at:,}: whole records follow; restore it, or replay to"
-                " before"
+                f"{path} is damaged at byte {at:,}, and whole records follow: restore the file, or"
+                " replay only the steps before the damage"
             )
 
 
@@ -129,7 +129,7 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
     record = None
     if len(head) == _HEADER.size:
         count = _HEADER.unpack(head)[4]
-        # a damaged count could ask for more bytes than the memory holds
+        # a damaged record may claim more bytes than fit into memory
         if count <= size - at - len(head):
             record = _found(memoryview(head + file.read(count)))
     if record is None:
@@ -178,32 +178,34 @@ class StepRecorder(StepObserver, ABC):
 
     def __init__(self) -> None:
         self.records = True  # False if nobody reads the records
-        # messages, each with the step count at its arrival
+        # messages of the current step, each with the optimizer's step count when it arrived
         self._messages: list[tuple[int, Copy]] = []
-        # Copied messages with the record that ends them, or copied weights with None.
+        # Queue of steps: copied messages and the record that ends their step, or copied weights and
+        # None.
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
-        # 1 if an accelerator copies messages to the host, which takes until the next step
+        # number of steps that stay in the queue: 1 if an accelerator copies messages to the host,
+        # because the copy ends only in the next step
         self._late = 0
         self._options: list[dict[str, Any]] = []  # the last recorded options of each group
         self._members: list[tuple[int, ...]] = []  # ids of each group's parameters
-        self._texts: list[str] = []  # text for each group that names these parameters
+        self._texts: list[str] = []  # for each group, a text that names its parameters
         # the optimizer of the last recorded step or `synchronize`
         self._optimizer: Replicated | None = None
-        self._last = -1  # step count at the last recorded end of a step
+        self._last = -1  # number of steps at the last record that ends a step
         self._weights = WrittenWeights()
         self._watched: object = None  # the optimizer's levels when the watched weights were chosen
         self._numbers: dict[str, int] = {}  # numbers of the model's parameters, by name
         self._written: Copies = []  # weights that other code wrote before the current step
         self._warned = False
         self._hooks: list[str] = []  # the last recorded hooks before steps of the base optimizer
-        self._warned_of: list[str] = []  # the hooks of which the last warning told
-        # True if stamps (they change if a tensor is written) were taken in this step, before the
-        # hooks that run after the base optimizer.
+        self._warned_of: list[str] = []  # the hooks that the last warning named
+        # True if stamps of the weights were taken in this step before the hooks after the base
+        # optimizer. A stamp changes if its tensor is written.
         self._moved = False
-        # Stamps of the base optimizer's state at the last recorded end of a step. A stamp changes
-        # if its tensor is written. None if no stamps were taken.
+        # Stamps of the base optimizer's state, taken at the last record that ends a step; None if
+        # none were taken. A stamp changes if its tensor is written.
         self._state: dict[Any, Any] | None = None
-        self._left = False  # True if the next record does not continue from the last recorded end
+        self._left = False  # True if training has left the state after the last recorded step
         # digest of the state from which training continues after a load or a reset
         self._origin: dict[str, str] = {}
 
@@ -232,8 +234,8 @@ class StepRecorder(StepObserver, ABC):
         self._moved = False
 
     def moved(self, optimizer: Replicated) -> None:
-        """Takes stamps of the weights before the hooks that run after the base optimizer. So writes
-        by these hooks are found and recorded.
+        """Marks the weights before the hooks after the base optimizer run, so that writes of these
+        hooks to weights are found and recorded.
         """
         if self.records and self._watched is not None and hooks_after(optimizer.base):
             self._take_stamps(optimizer)
@@ -309,8 +311,8 @@ class StepRecorder(StepObserver, ABC):
             self._late = int(message.device.type != "cpu")
 
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
-        """Returns the messages of the step or `synchronize` call that ends now, and True if it
-        continues the last recorded one.
+        """Returns the messages of the step or `synchronize` call that ends now. Also returns True
+        if this call or step directly follows the last recorded one.
 
         If training returned to an earlier state, this method drops messages that were in flight,
         because the repeated steps send other messages.
@@ -373,8 +375,8 @@ class StepRecorder(StepObserver, ABC):
         self._state = None
 
     def _warn_of_hooks(self, hooks: list[str]) -> None:
-        """Warns once about hooks that run before steps of the base optimizer, because they may
-        change gradients and their changes are not recorded.
+        """Warns once about each new list of hooks that run before steps of the base optimizer,
+        because they may change gradients, and these changes are not recorded.
         """
         if hooks and hooks != self._warned_of:
             self._warned_of = hooks
@@ -443,8 +445,9 @@ class Tapes(StepObserver):
 
 
 def agreed_digest(optimizer: Replicated) -> str:
-    """Returns a digest of all state on which replicas agree between steps, in this shard: weights
-    and base optimizer state, or with rounds the anchor and the outer optimizer.
+    """Returns a digest of the state of this shard on which replicas agree between steps: weights
+    and base optimizer state or, under a scheme with rounds, the anchor and the outer optimizer's
+    state.
     """
     found = [each.replicated() for each in optimizer.build()]
     return digest(tensor for mine in found for _, tensor in sorted(mine.items()))
@@ -453,8 +456,8 @@ def agreed_digest(optimizer: Replicated) -> str:
 def _state_stamps(optimizer: Replicated) -> dict[Any, Any]:
     """Returns stamps that change if code writes to the state of the base optimizer or replaces it.
 
-    With rounds, each replica has its own state of the base optimizer. This state is not recorded,
-    so there are no stamps of it.
+    Under a scheme with rounds, each replica has its own state of the base optimizer. This state is
+    not recorded, so there are no stamps of it.
     """
     if any(each.scheme.signal == "parameters" for each in optimizer.build()):
         return {}

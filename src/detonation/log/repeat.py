@@ -69,8 +69,8 @@ class Player(PlayedMessages, ABC):
         while not self._messages[place, step]:
             if not self._load():
                 raise DamagedLog(
-                    f"the record of step {step} has no message of place {place}: it is of"
-                    " another run"
+                    f"the log has no message of step {step} for channel and bucket {place}: it"
+                    " is the log of another run"
                 )
         content = self._messages[place, step].popleft().content
         if not self._messages[place, step]:
@@ -78,8 +78,8 @@ class Player(PlayedMessages, ABC):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Does the same as `take`, for a step whose end has already been read. Returns None if the
-        step has no messages.
+        """Returns the next recorded messages of `place` (channel and bucket) in step `step`, whose
+        end has already been read; None if the step has no messages.
         """
         # -> [bytes] uint8
         if (place, step) in self._messages:
@@ -135,7 +135,8 @@ class Playback(Player):
             if files:
                 known = f"the log of {self._rank} in {directory} begins after {files[0][0]} steps"
             raise ValueError(
-                f"{known}, and replay would begin after {first}: it needs a checkpoint between"
+                f"{known}, but replay would begin after step {first}: load a checkpoint from which"
+                " the log continues"
             )
         self._identity = identity(optimizer)
         self._optimizer = optimizer
@@ -147,7 +148,7 @@ class Playback(Player):
         self._records = self._read()
 
     def read(self) -> LogRecord | None:
-        """Returns the next record of a step or of a `synchronize` call, up to step `to`."""
+        """Returns the next record that the replay needs; None after the last record."""
         return next(self._records, None)
 
     def next_end(self) -> LogRecord | None:
@@ -157,7 +158,7 @@ class Playback(Player):
         try:
             end = super().next_end()
         except DamagedLog:
-            # otherwise the damage is after step `to` and does no harm
+            # if step `to` is reached, damage in later records does no harm
             if self._optimizer.step_count < self._to:
                 raise
             return None
@@ -179,7 +180,7 @@ class Playback(Player):
             while (end := self.next_end()) is not None:
                 if end.kind == STEP and end.step != step + 1:
                     raise DamagedLog(
-                        f"it goes on with step {end.step} after {step}: a file is missing"
+                        f"the log goes on with step {end.step} after step {step}: a file is missing"
                     )
                 if end.kind == STEP:
                     _require_hooks(end, self._optimizer)
@@ -198,8 +199,8 @@ class Playback(Player):
             yield from self._read_file(begun, path, following)
 
     def _read_file(self, begun: int, path: Path, following: float) -> Iterator[LogRecord]:
-        """Yields the records of the file at `path`, which begins after `begun` steps. The next file
-        begins after `following` steps.
+        """Yields the records of the file at `path` that the replay needs. The file begins after
+        `begun` steps, and the next file after `following` steps.
         """
         waiting = list[LogRecord]()  # messages wait here until the record that ends their step
         for record in self._records_of(path):
@@ -209,8 +210,8 @@ class Playback(Player):
             if record.step > following + self._delay:
                 return
             if record.step > following:
-                # The next file contains these steps again, because training repeated them. So only
-                # the messages that were in flight are used from this file.
+                # Training returned to an earlier step: the next file has this step again. From this
+                # file, use only messages that were in flight at that step.
                 waiting = [each for each in waiting if each.step < following]
             if not self._is_before_first(record, begun):
                 yield from waiting
@@ -220,7 +221,9 @@ class Playback(Player):
         """Checks the START record of a file, and yields all later records."""
         for number, record in enumerate(whole_records(path)):
             if (record.kind == START) != (number == 0):
-                raise DamagedLog(f"{path} is no log of one rank")
+                raise DamagedLog(
+                    f"{path} is no log of one rank: only its first record must be a START record"
+                )
             if record.kind == START:
                 self._check(path, record, _first_options(path))
             else:
@@ -230,8 +233,8 @@ class Playback(Player):
         """True if the state after `first` steps already includes the step that `record` ends, so
         that the replay must skip this step.
         """
-        # At step `first` a weight may have been written after the checkpoint, so its record is not
-        # skipped.
+        # Do not skip weights that were written at step `first`: this may have happened after the
+        # checkpoint was saved.
         if record.kind == WRITTEN:
             return record.step < self.first
         return (record.kind == STEP or begun < self.first) and record.step <= self.first
@@ -263,14 +266,16 @@ class Playback(Player):
             weights = about.get("start", "")
         if weights and weights != digest(self._optimizer.model.parameters()):
             raise ValueError(
-                f"{path} begins with other weights than this run: another seed, model or init_from"
+                f"{path} begins with other weights than this run: replay with the seed, model and"
+                " init_from of the logged run"
             )
 
     def _check_run(self, path: Path, step: int, about: dict[str, Any]) -> None:
         """Raises `ValueError` if the first file of the replay is of another run than the loaded
         checkpoint, unless this file begins with exactly the current state.
 
-        Older versions wrote no id. A state before the first step belongs to no run.
+        Logs of older versions hold no id of a run, and a state before the first step belongs to no
+        run: in both cases nothing is checked.
         """
         self.run = str(about.get("run", ""))
         known = self._optimizer.run.known
@@ -313,7 +318,7 @@ class Playback(Player):
                 f" {mine[odd]} here)"
             )
         if about.get("close") and (self._exact or about.get("taken_over")):
-            return "it is of one of several replicas, whose weights were close to its own"
+            return "it is of one replica, and the weights of the others were only close to its own"
         return ""
 
     def _check_identity(self, path: Path, about: dict[str, Any]) -> None:
@@ -321,21 +326,21 @@ class Playback(Player):
         replicas that this file names.
         """
         replicas = about.get("replicas")
-        # an elastic run loses and gains replicas between steps, so each file may have another
-        # number
+        # replicas leave and join an elastic run, so each file has its own number of replicas
         if type(replicas) is int and hasattr(self._axis, "next_size"):
             self._axis.next_size = replicas
             self._identity["replicas"] = replicas
         for key, now in self._identity.items():
             if about.get(key) != now:
                 raise ValueError(
-                    f"{path} was written with {key} {about.get(key)}, this run has {now}"
+                    f"{path} was written with {key} {about.get(key)}, this run has {now}: replay"
+                    f" with the same {key}"
                 )
 
 
 def _first_options(path: Path) -> dict[str, Any]:
-    """Returns the options of the first parameter group at the first step of a file. Training tested
-    its rounding with these options, and a scheduler may have changed them later.
+    """Returns the options of the first parameter group at the first step of a file. The self-test
+    of rounding in training used these options; a scheduler may have changed them later.
     """
     for record in whole_records(path):
         if record.kind in (STEP, SYNCHRONIZE):
@@ -407,7 +412,7 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         optimizer.record(None)
     if to is not None and optimizer.step_count < to:
         raise DamagedLog(
-            f"the log in {directory} ends after {optimizer.step_count} steps, not {to}"
+            f"the log in {directory} ends after step {optimizer.step_count}, before step {to}"
         )
     return optimizer.step_count
 
@@ -494,7 +499,8 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
     optimizer.run.known = reader.run or optimizer.run.known
-    optimizer.zero_grad()  # gradients hold the last update, and the next backward would add to it
+    # the gradients still hold the last update, to which the next backward would add
+    optimizer.zero_grad()
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
@@ -518,7 +524,7 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
     _require_hooks(end, optimizer)
     if end.step != optimizer.step_count + 1:
         raise DamagedLog(
-            f"the log goes on with step {end.step} after {optimizer.step_count} steps: a file is"
+            f"the log goes on with step {end.step} after step {optimizer.step_count}: a file is"
             " missing"
         )
     optimizer.zero_grad()
@@ -566,8 +572,8 @@ def _write_again(record: LogRecord, optimizer: Replicated) -> None:
     own = [local(parameter.detach()) for parameter in parameters[record.place : record.place + 1]]
     if [each.nbytes for each in own] != [len(record.content)]:
         raise DamagedLog(
-            f"the record of a weight written after step {record.step} fits no weight here: it is "
-            "of another model"
+            f"after step {record.step}, training wrote a weight that does not fit the weight at its"
+            " place here: the log is of another model"
         )
     if record.content:  # a shard may be empty
         octets = torch.frombuffer(bytearray(record.content), dtype=torch.uint8)

@@ -99,7 +99,7 @@ class UpdateLog(StepRecorder):
         # the write of the last step, which a thread may still execute
         self._writing: Future[None] | None = None
         self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
-        self._identity: dict[str, Any] = {}  # the settings of the run at the steps in `_kept`
+        self._identity: dict[str, Any] = {}  # settings of the run in the steps that `_kept` holds
         self._start: dict[str, Any] = {}  # digest of the weights before the first step
 
     def begin(self, optimizer: Replicated) -> None:
@@ -120,7 +120,7 @@ class UpdateLog(StepRecorder):
         return {name for name, p in parameters.items() if id(p) in own} | optimizer.frozen.keys()
 
     def end(self, what: str, optimizer: Replicated) -> None:
-        """Records a step, or a call of `synchronize`, when it has ended."""
+        """Writes the records of the step or the `synchronize` call that has just ended."""
         first = optimizer.coordinates.replica == 0
         may_follow = any(isinstance(axis, ElasticCommunicator) for axis, _ in optimizer.levels)
         self.records = self.records and (first or may_follow)
@@ -136,7 +136,7 @@ class UpdateLog(StepRecorder):
                 return
             if another:
                 self._close_file()
-            if not self.records:  # the file was closed, and its last step could not be written
+            if not self.records:  # closing the last file may have failed, which ends the log
                 return
             if self._file < 0:
                 if self._kept:
@@ -160,7 +160,7 @@ class UpdateLog(StepRecorder):
             self._kept.clear()
             self._levels = optimizer.build()
             self._identity = _settings(optimizer)
-        # so that each kept step contains the hooks and all options of the parameter groups
+        # forget what was recorded, so that each kept step has the hooks and all options
         self._options = []
         self._hooks = []
         self.add_written()
@@ -195,7 +195,9 @@ class UpdateLog(StepRecorder):
                     path.unlink(missing_ok=True)
         except OSError as error:
             _log.warning(
-                "an old file of the update log in %s stays: %s", self.directory, error.strerror
+                "an old file of the update log in %s could not be removed: %s",
+                self.directory,
+                error.strerror,
             )
 
     def close(self) -> None:
@@ -210,7 +212,7 @@ class UpdateLog(StepRecorder):
                 self.flush()
                 self._finish()
                 os.fsync(self._file)
-            # closing may fail, but the thread has already written all data or the log has ended
+            # an error in closing does no harm: all data are written, or the log has ended
             with suppress(OSError):
                 self._closing()
         self._file = -1
@@ -220,8 +222,8 @@ class UpdateLog(StepRecorder):
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
-        """Ends the log after its last complete step if the code in the `with` block fails to
-        write.
+        """Context manager: if a write in its block fails, the log ends after its last complete
+        step.
         """
         try:
             yield
@@ -257,7 +259,7 @@ class UpdateLog(StepRecorder):
         self.hand_on([noted(START, first, about)])
 
     def _warn_of_earlier(self, rank: str, run: str) -> None:
-        """Warns that this log replaces the log of another run in its directory."""
+        """Warns if this log replaces the log of another run in the same directory."""
         earlier = segments(self.directory, rank)
         step = 0
         if earlier and _run_of(earlier[-1][2]) != run:
@@ -328,7 +330,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
     Raises `ValueError` if the optimizer has several levels of replication.
     """
     if len(optimizer.levels) > 1:
-        raise ValueError("an update log has one level of replication, not several")
+        raise ValueError("an update log has one level of replication, not several: use one scheme")
     ((axis, scheme),) = optimizer.levels
     rank = optimizer.coordinates
     arguments = {name: str(value) for name, value in scheme.arguments.items()}
@@ -350,7 +352,8 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
 
 def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Returns digests of a self-test with the scheme and the base optimizer. They show how this
-    process rounds. They also depend on `options`, by default the options of `optimizer`.
+    process rounds. The digests also depend on the parameter group's `options`, by default those of
+    `optimizer`.
     """
     ((_, scheme),) = optimizer.levels
     found: dict[str, str] = {}

@@ -50,8 +50,8 @@ class BlockIntegers:
     def encode(
         self, values: Tensor, places: Tensor | None = None, marked: Tensor | None = None
     ) -> Tensor:
-        """Quantizes each line of `values`. Where `marked` is True, marks the number at `places` as
-        not sent.
+        """Quantizes each line of `values`. `places` are positions in a line: if `marked` is True
+        for a position, its number is encoded as not sent.
         """
         # shapes: values [..., n] fp32, places, marked [marks] -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
@@ -62,8 +62,9 @@ class BlockIntegers:
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # shape [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # shape [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # A scale of 0 or a nonfinite scale makes the quotients of its block nonfinite.
-        # The bit mask below keeps the code of a nonfinite quotient inside this block.
+        # A scale of 0 becomes the smallest normal number. A nonfinite scale makes quotients NaN,
+        # and torch does not define the code of NaN: the bit mask below keeps this code within its
+        # own bits.
         normal = scales.float().clamp_(min=torch.finfo(torch.float32).tiny)
         per_step = normal.reciprocal_().unsqueeze(-1)
         codes = (blocks * per_step).round_().clamp_(-self.largest, self.largest)
@@ -75,8 +76,8 @@ class BlockIntegers:
         return _aligned(torch.cat([packed, scales.view(torch.uint8)], -1))
 
     def decode(self, encoded: Tensor, count: int, places: Tensor | None = None) -> Tensor:
-        """Decodes messages of `count` numbers each. A number at `places` that is marked becomes
-        0.
+        """Decodes messages of `count` numbers each. `places` are the positions of numbers that may
+        be marked as not sent; a marked number becomes 0.
         """
         # shapes: encoded [..., bytes] uint8, places [marks] int64 -> [..., count] fp32
         blocks = -(-count // self.block)
@@ -134,11 +135,11 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     the code for a number that was not sent. If no rank of the replica used a parameter, its
     residual stays unchanged.
 
-    lacks: the parameters without a gradient on this rank, whose zeros the next call sums. unused:
-    the parameters in `lacks` that no rank of the replica used, set by a call. residual: `[nodes -
-    1, n]` fp32, the rounding errors for each other node, in node order; None before the first use.
-    local: the process group of this node; None if the node has one rank. sizes: the number of
-    elements of each trained parameter in a shard, in the order of messages.
+    lacks: the parameters without a gradient on this rank; FSDP2 passes zeros as their gradients to
+    the next call. unused: the parameters in `lacks` that no rank of the replica used, set by a
+    call. residual: `[nodes - 1, n]` fp32, the rounding errors for each other node, in node order;
+    None before the first use. local: the process group of this node; None if the node has one rank.
+    sizes: the number of elements of each trained parameter in a shard, in the order of messages.
     """
 
     def __init__(
@@ -501,7 +502,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         (arrived,), _ = self._link.wait(
             [self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))]
         )
-        # inference mode is off, because training after an evaluation changes this tensor in place
+        # switch inference mode off, because training after an evaluation changes this tensor in
+        # place
         with torch.inference_mode(False):
             exact = (
                 arrived[:, : own.nbytes]

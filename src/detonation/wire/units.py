@@ -102,9 +102,10 @@ class ShardUnit:
         """
 
         def loaded(*_: object) -> None:
-            # without a reshard, a gathered unit would not exchange in the next forward pass
+            # reshard the unit: while it is gathered, its next forward pass would exchange nothing
             reshard(unit)
-            for name, (parameters, own_name) in places.items():  # `assign` makes new parameters
+            # loading with `assign=True` replaces parameters
+            for name, (parameters, own_name) in places.items():
                 if (now := parameters.get(own_name)) is not None:
                     self.parameters[name] = now
             self.gather.forget()
@@ -256,7 +257,8 @@ def resync_weights(model: nn.Module) -> None:
     Example:
         >>> resync_weights(nn.Linear(2, 2))
     """
-    reshard(model)  # a unit that is gathered already would not exchange in the next forward pass
+    # reshard all units: while a unit is gathered, its next forward pass would exchange nothing
+    reshard(model)
     for unit in shard_units(model):
         unit.gather.forget()
 

@@ -33,7 +33,9 @@ _EXTRA = "extra"
 _TYPE = "$type"
 _VALUE = "value"
 _LARGEST_PLAIN = 2**63
-"""Integers from this size on are written in hexadecimal, because Python limits decimal digits."""
+"""Integers of this magnitude or larger are written in hexadecimal, because Python limits the number
+of decimal digits of an integer.
+"""
 _REMEDY = (
     "give numbers, texts, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, enums, dates "
     "or paths, or write it to a file of your own"
@@ -41,9 +43,11 @@ _REMEDY = (
 
 
 def encoded_extra(extra: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """`extra` as a JSON table of at most `most` bytes, which shares no memory with it.
+    """Encodes `extra` as a JSON table of at most `most` bytes. The table shares no memory with
+    `extra`.
 
-    Raises `ValueError` with the key of a value that would not come back equal or is too large.
+    Raises `ValueError` with the key of a value that is too large, or that reading would not restore
+    to an equal value.
     """
     encoder = _Encoder()
     try:
@@ -348,7 +352,8 @@ def _written_enum(value: enum.Enum, path: str) -> list[Any]:
     found = _enum_class(kind.__module__, kind.__qualname__)
     if found is not kind:
         raise ValueError(
-            f"{path} is an enum that no module has as {kind.__qualname__}: give its value"
+            f"{path} is an enum that its module does not have as {kind.__qualname__}: give its"
+            " value"
         )
     name = value.name
     if isinstance(value, enum.Flag) and name not in kind.__members__:

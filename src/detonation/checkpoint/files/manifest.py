@@ -73,10 +73,10 @@ class Manifest:
         return decoded_extra(self.extra)
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
-        """Names of the files on other nodes: all files of a directory from which no file is
-        `present`.
+        """Names of the files on other nodes. If none of the files of a directory is `present` here,
+        the directory is on another node.
 
-        If no file at all is present, all files are missing, and the result is empty.
+        If no file at all is present, they count as missing instead, and the result is empty.
         """
         by_volume = dict(zip(self.files, self.volumes or [0] * len(self.files), strict=True))
         here = {volume for name, volume in by_volume.items() if present(name)}
@@ -84,7 +84,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that can change the last bit of results."""
+    """Versions of python, torch and detonation, which can change the last bit of results."""
     return {
         "detonation": __version__,
         "torch": torch.__version__,
@@ -143,7 +143,7 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def _signed(table: Mapping[str, Any]) -> str:
-    """`table` as JSON, followed by the checksum of `table`.
+    """Returns `table` as JSON text that ends with the checksum of `table`.
 
     A reader compares its text with this text, so it refuses any other spelling of the same table.
     """

@@ -140,7 +140,7 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            # without names of wrappers, which earlier versions of this library kept in keys
+            # remove names of wrappers from keys: earlier versions of this library wrote them
             self._saved_as = {bare_name(key): key for key in self._file.entries}
             self.keys = sorted(self._saved_as)
             rest = json.loads(bare_name(self._file.metadata.get("json", "")))
@@ -181,7 +181,10 @@ class ShardReader:
             if key.startswith(MOVED):
                 moved[key.removeprefix(MOVED)] = value
                 if not isinstance(value, float) or not 0 <= value < math.inf:
-                    raise CorruptCheckpoint(f"{self._path.name} has a movement that is no distance")
+                    raise CorruptCheckpoint(
+                        f"{self._path.name} says that {key} moved by {str(value)[:30]}: this is no"
+                        " distance"
+                    )
         return moved
 
     def tensor(self, key: str) -> Tensor:

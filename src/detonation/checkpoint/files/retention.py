@@ -77,8 +77,8 @@ def is_checkpoint(path: Path) -> bool:
 def begin(directory: Path, step: int) -> None:
     """Creates the temporary directory for the checkpoint of `step`.
 
-    Temporary directories that a crash left behind get their final name if they are complete, and
-    are removed if they are not.
+    A crash may have left temporary directories. Complete ones get their final name, and all others
+    are removed.
     """
     if directory.is_dir():
         for probe in directory.glob(f"{PROBE}*"):
@@ -115,7 +115,7 @@ def retire(directory: Path, step: int) -> None:
             disk.remove(_aside(old))
     except OSError as error:
         # the new checkpoint is complete even if old checkpoints cannot be removed
-        _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
+        _log.warning("an old checkpoint in %s could not be removed: %s", directory, error.strerror)
 
 
 def abandon(directory: Path, step: int) -> None:

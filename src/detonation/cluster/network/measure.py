@@ -101,7 +101,7 @@ class Everyone:
         return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
     def send_to_all(self, value: Any) -> list[Any]:
-        """Returns the JSON `value` of each rank, in rank order. In the place of a lost rank is the
+        """Returns the JSON `value` of each rank, in rank order. For a lost rank, the list holds the
         value of another rank.
         """
         found = [value]
@@ -124,8 +124,8 @@ def probe_axis(
 
     All groups of the axis send at the same time, and each rank sends and receives simultaneously,
     as in training. The measurement takes about `budget_s` seconds and skips message sizes that do
-    not fit into this time. A link with a long latency takes more time, because at least one
-    operation must reach a size that shows the rate.
+    not fit into this time. A link with a long latency takes more time: its rate shows only in large
+    messages, so the sizes grow until at least one operation shows the rate.
     """
     everyone = everyone or Everyone(device, axis)
     per_node = everyone.size // axis.size()
@@ -162,7 +162,8 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     latency = 0.0
     slope = 0.0
     scale = y
-    # errors are relative to the fit; relative to `y`, short noisy times would weigh too much
+    # divide each error by the fitted time: the measured time `y` would give too much weight to
+    # times that noise has made short
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))
@@ -176,9 +177,9 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Extends the line of each operation to the largest size that any operation has measured. An
-    operation that stopped at a quarter of this size or less gets the rate of the operation that
-    reached this size.
+    """Extends the line of each operation to the largest size that any operation has measured. If an
+    operation was measured only up to a quarter of this size, its line follows the rate of the
+    operation that reached this size.
     """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent
@@ -195,8 +196,8 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
 def _samples(
     link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool
 ) -> list[Sample]:
-    """Measures growing message sizes until the budget is used up and a size has shown the link's
-    rate.
+    """Measures messages of growing size. Stops when `budget_s` is used up and a message was large
+    enough to show the link's rate.
 
     All ranks agree on the last size, so that all measure the same sizes.
     """
@@ -210,7 +211,7 @@ def _samples(
         if len(samples) > 1:
             left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
-            # if no size has shown the link's rate yet, measure on, even beyond the time budget
+            # measure on beyond the budget while no message was large enough to show the link's rate
             if shown and repeats < _FEWEST:
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
@@ -219,7 +220,7 @@ def _samples(
         times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
         low, median, high = statistics.quantiles(times, n=4)
-        # a mean and no median, because training also waits for delayed and resent packets
+        # use the mean, not the median, because training also waits for delayed and resent packets
         samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
         longer = samples[-1].seconds / samples[0].seconds
         shown = shown or longer > _SHOWS
@@ -293,7 +294,8 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
         short = agreed[:size]
         long = agreed[size:]
         for a, b in pairs:
-            # the difference of almost equal times is noise, so use at least a tenth of the time
+            # if both times are almost equal, their difference is noise: use a tenth of the long
+            # message's time
             seconds = max(long[a] - short[a], 0.1 * long[a])
             rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
             samples.append(LinkSample(a, b, short[a], rate))

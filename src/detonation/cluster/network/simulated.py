@@ -167,7 +167,7 @@ class _Scheduler:
         self._turns = [threading.Semaphore(0) for _ in range(replicas)]
         self._running = [True] * replicas
         self._open: dict[int, _Collective] = {}
-        self._idle = 0  # how many times in a row a replica ran and got no result
+        self._idle = 0  # number of waits since a replica last got a result
 
     def begin(self) -> None:
         """Lets the first replica run."""
@@ -199,7 +199,7 @@ class _Scheduler:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
         if len(collective.inputs) == self.replicas - 1:
-            # all replicas have started this collective, so each of them refers to it already
+            # the last replica starts this collective now, and all others keep a reference to it
             del self._open[number]
         return collective
 

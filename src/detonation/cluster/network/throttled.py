@@ -120,7 +120,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
     def _throttled(
         self, kind: str, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor
     ) -> Callable[[], Tensor]:
-        exchange = self._started % _WINDOW  # the same number on all ranks
+        exchange = self._started % _WINDOW  # a column of `_left`, the same on all ranks
         self._left[dist.get_rank(), exchange] = self.leave(kind, message, self.size())
         self._started += 1
         wait_for_result = start(message)

@@ -24,14 +24,17 @@ group, of saving and of the mesh axis.
 """
 _SAFE_OPEN = 4096
 _MOST_OPEN = 1 << 20
-"""A higher limit is useless, and slows down programs that try each number up to the limit."""
+"""Largest limit of open files that a rank sets. A higher limit would slow down programs that try to
+close each number up to the limit.
+"""
 _SO_ATTACH_FILTER = 26  # Python has no name for this socket option
 _DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)
 """A program for Linux's packet filter (BPF): "return 0" keeps no byte, which drops the packet."""
 
 
 def allow_open_files(ranks: int = 1) -> None:
-    """Raises the soft limit of open files of this process to its hard limit.
+    """Raises the soft limit of open files of this process to its hard limit, but to at most
+    `_MOST_OPEN`.
 
     gloo aborts the process if it accepts a connection when no file descriptor is free. It also
     never closes connections of foreign programs. Raises `ValueError` if the hard limit is too low

@@ -127,8 +127,8 @@ def root_cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def describe(error: BaseException) -> str:
-    """Describes an error in one line: its message, after the error's class if the message alone is
-    unclear.
+    """Describes an error in one line: its message. If the message alone is unclear, the class of
+    the error comes first.
     """
     lines = str(error).strip().splitlines()
     if not lines:

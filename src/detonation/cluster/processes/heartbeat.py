@@ -243,7 +243,8 @@ class Heartbeat:
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
-        # a lost board is no error now: it may end with the first rank that leaves the barrier
+        # ignore a lost board from now on: its store may end with the first rank that leaves the
+        # barrier
         self._leaving = True
         barrier()
         self.stop()
@@ -319,7 +320,8 @@ class Heartbeat:
         awake = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
-            if now - awake > _MISSED * BEAT_S:  # this process itself was suspended, so begin anew
+            # this process was suspended: restart its time limits
+            if now - awake > _MISSED * BEAT_S:
                 last_beat = self._answered = now
             awake = now
             if self._neighbour_count != latest:
@@ -339,7 +341,9 @@ class Heartbeat:
                 self._end(self._explained(self._lost_message([neighbour], silence), silence))
 
     def _explained(self, text: str, silence: float) -> Reason:
-        """Does the work of `explain`, in the thread that holds the lock `_reporting`."""
+        """Finds the reason for a lost connection, and posts it, as `explain` says. The calling
+        thread must hold the lock `_reporting`.
+        """
         try:
             lost = self._silent_ranks()
             if lost:
@@ -387,8 +391,9 @@ class Heartbeat:
 
 
 def silence_limit_s(silence_s: float, message_bytes: float, rate_bits_per_s: float) -> float:
-    """Returns the seconds without a heartbeat after which a rank counts as lost: `silence_s`, and
-    the transfer time of a message, because on a slow link heartbeats wait behind messages.
+    """Returns the seconds without a heartbeat after which a rank counts as lost. These are
+    `silence_s` plus the transfer time of a message, because on a slow link heartbeats wait behind
+    messages.
 
     >>> silence_limit_s(15, 1_000_000, 10e6)
     15.8

@@ -6,13 +6,13 @@ reason.
 
 A replica is *preparing* until it has done all its own checks; after that it is *prepared*. If a
 preparing replica fails, it writes the reason to the store in which the other replicas wait for it.
-The other replicas end with that reason, unless all replicas are already prepared. They survive the
-loss of a replica that wrote no reason.
+The other replicas end with that reason, unless all replicas are already prepared. If a replica is
+lost without a reason in the store, the other replicas continue.
 
-Before replicas have met, their store may contain reasons of an earlier start. So a reason that a
-rank finds there when it comes is valid for `FRESH_S` seconds, once for each rank, and only until
-the failed replica starts again. A reason that arrives while the rank waits is always valid, because
-clocks of machines may differ.
+Before replicas have met, their store may contain reasons of an earlier start. So if a rank finds a
+reason there at its start, the reason counts only for `FRESH_S` seconds after it was written, and
+once for each rank. A failed replica that starts again removes its reason. A reason that arrives
+while the rank waits always counts, because clocks of machines may differ.
 """
 
 import json
@@ -112,8 +112,8 @@ class Preparation:
         self._announces = self._all_prepared = False
 
     def begin(self) -> None:
-        """Lets other replicas refuse the start until all are `prepared`, even after training
-        steps.
+        """From now on, this rank obeys refusals of other replicas until all replicas are
+        `prepared`, even if training steps have begun.
         """
         self._announces = True
 
@@ -154,7 +154,7 @@ def is_prepared(store: Store, rank: int) -> bool:
 
 
 def note_refusal(store: Store, replica: int, reason: str, waiting: bool = False) -> None:
-    """Writes the `reason` why `replica` cannot start to `store`.
+    """Writes a refusal into `store`: the `reason` why `replica` cannot start.
 
     waiting: True if the reason is only for ranks that already wait in the store, not for ranks that
     start later.
@@ -197,8 +197,8 @@ def _prepared(rank: int) -> str:
 
 
 def _said(store: Store) -> dict[str, Any]:
-    """Returns the newest refusal; an empty dictionary if there is none. One request reads it, so
-    that no rank can remove the refusal in between.
+    """Returns the newest refusal; an empty dictionary if there is none. Reads it in one request.
+    With a second request, another rank could remove the refusal in between.
     """
     said: dict[str, Any] = json.loads(store.compare_set(_KEY, "", "").decode() or "{}")
     return said

@@ -102,7 +102,8 @@ def rendezvous_store(
                 who=f"rank {rank} of {world_size}",
                 whom=describe_store_host(os.environ),
                 limit_s=timeout_s,
-                answer_s=timeout_s,  # a proxy may accept and close before rank 0 listens
+                # a proxy may accept connections, and close them, until rank 0 listens
+                answer_s=timeout_s,
             )
             if not _agent_hosts_store(os.environ):
                 _require_same_world(store, rank, world_size)
@@ -327,9 +328,8 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 
 
 def hosts_store(env: Mapping[str, str], rank: int) -> bool:
-    """True if the store may end when `rank` ends, before other machines have read the store. The
-    agent of torchrun's first machine, if it hosts the store, ends after any rank on that machine
-    has failed.
+    """True if the end of `rank` may end the store before other machines have read it. If the agent
+    of torchrun hosts the store, the agent ends after any rank on its machine has failed.
     """
     if _agent_hosts_store(env):
         return env.get("GROUP_RANK") == "0" and env.get("GROUP_WORLD_SIZE") != "1"
@@ -337,8 +337,8 @@ def hosts_store(env: Mapping[str, str], rank: int) -> bool:
 
 
 def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
-    """Writes the network interface that the user chose to `env`. If `interface` is "", only checks
-    the interface that `env` names.
+    """Sets the variables of `env` that name the network interface, to the `interface` that the user
+    chose. If `interface` is "", only checks the interface that `env` names.
 
     Raises `ValueError` if this machine does not have the interface.
     """
@@ -379,7 +379,7 @@ def keep_to_one_interface(
     Collective over the ranks of `store`.
 
     If all ranks share a loopback interface, they use it. Otherwise gloo gets the interface that
-    leads to MASTER_ADDR. Without that, gloo would listen on the address of the machine's name,
+    leads to MASTER_ADDR, because by default gloo listens on the address of the machine's name,
     which may be loopback. NCCL never chooses loopback, and may use several interfaces. An interface
     that the user chose always takes precedence.
 

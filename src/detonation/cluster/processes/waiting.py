@@ -294,7 +294,7 @@ class Watch:
         due = self._line_s
         self._ports.drop_strangers()
         while not self._stopped.wait(self._line_s / 4):
-            self._ports.drop_strangers()  # also for groups that were made meanwhile
+            self._ports.drop_strangers()  # again, because training may have created groups
             now = time.monotonic()
             standing = self._standing()
             try:

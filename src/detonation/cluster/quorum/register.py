@@ -162,9 +162,9 @@ class Proposal:
             self._ballot = (max(cell.promised[0] for cell in known) + 1, self._who)
 
     def _settled(self, cell: Cell, value: bytes | None) -> bool:
-        """True if the chosen `cell` already has the `value` that this change gives it, and no
-        earlier attempt of this proposal can still change that value. A majority may still accept an
-        earlier attempt until a higher ballot overtakes it.
+        """True if the chosen `cell` already has the `value` that this change writes, so that
+        nothing must be written. False if an earlier attempt of this proposal is undecided, because
+        a majority may still accept that attempt.
         """
         return value == cell.value and (not self._tried or self._counts(cell) is not None)
 
@@ -235,7 +235,9 @@ class Removal:
         self.over = len(self._told) >= self._majority
 
     def lost(self, store: int) -> None:
-        """Does nothing: `request` asks a store again that has not confirmed the removal."""
+        """Does nothing, because `request` repeats the request until the store has confirmed the
+        removal.
+        """
 
     def again(self) -> None:
         """Does nothing: no other client can beat a removal."""

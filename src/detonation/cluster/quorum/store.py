@@ -147,8 +147,9 @@ def meeting_store(addresses: str, limit_s: float = _TIMEOUT_S) -> Store:
 
 
 def refuse_replica(addresses: str, replica: int, reason: str) -> None:
-    """Writes the `reason` why `replica` cannot start to the store at `addresses`, in which the
-    other replicas look for it while they wait. Does nothing if the store is unreachable.
+    """Tells the other replicas the `reason` why `replica` cannot start. Writes the reason into the
+    store at `addresses`, which replicas read while they wait. Does nothing if the store is
+    unreachable.
     """
     with suppress(DistError, RuntimeError, OSError, ValueError):
         note_refusal(meeting_store(addresses, _TELL_S), replica, reason)

@@ -253,8 +253,8 @@ class Stores:
         return None, {}
 
     def _admit(self, connection: Connection) -> None:
-        """Starts to use the store of `connection`, which answers, if it is one of the stores on
-        which all clients have agreed.
+        """Records that the store of `connection` answers. If all clients have agreed on the stores
+        of the run, the store is used only if it is one of them.
         """
         with self._changed:
             connection.since = 0.0

@@ -203,7 +203,7 @@ def meet_replicas(addresses: str, replica: int, replicas: int) -> None:
 
 
 def take_place(store: Store, replica: int, replicas: int) -> None:
-    """Sets the position of this process that `place` returns."""
+    """Stores the position of this process in a run, so that `place` returns it."""
     global _place
     _place = Place(store, replica, replicas)
 
@@ -525,7 +525,7 @@ class Guest:
         formed = self._ahead.formed if self._ahead else []
         report = RankReport(_ALL, [], {}, entry.step, self.number, ahead=formed)
         if not has_state:
-            self.withdraw()  # before the report, so that no agreement names this replica
+            self.withdraw()  # withdraw first, so that no agreement admits this replica
             report = replace(report, guest=-1)
         self._answered = entry
         postponed = self.postponed
@@ -560,7 +560,7 @@ class Guest:
                 )
             except RuntimeError:  # another replica was lost in the meantime
                 agreement = self.membership.agree(replace(report, floor=floor, guest=-1, ahead=[]))
-                # keep an agreement after which a member began the turn with the lost replica
+                # drop the earlier agreements, unless a member began the turn after one of them
                 if turn_of(agreement.next_turns, entry.user) <= entry.turn:
                     agreed = []
                 agreed.append(agreement)
@@ -579,7 +579,7 @@ class Guest:
                 return agreement
             self.members = agreement.members
             self._note(agreement)
-        # report only until an agreement admits this replica: a later report is one of a member
+        # until an agreement admits this replica, it reports as a guest
         if report:
             key = f"{self._epoch + 1}/report/{self.membership.rank}"
             self._store.set(key, json.dumps(vars(report)))

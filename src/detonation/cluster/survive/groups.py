@@ -251,8 +251,9 @@ class NumberedCollective:
 
 
 def floor_after(floor: int, kept: Mapping[int, NumberedCollective]) -> int:
-    """Returns the number up to which this rank has finished all collectives, if it has finished all
-    collectives up to `floor`. kept: the collectives that the rank still holds, by number.
+    """Returns the highest number up to which this rank has finished all collectives. At least all
+    collectives up to `floor` are finished. kept: the collectives that the rank still holds, by
+    number.
     """
     while (following := kept.get(floor + 1)) and following.finished:
         floor += 1

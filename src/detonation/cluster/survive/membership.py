@@ -174,8 +174,8 @@ class Membership:
             self._notice()
 
     def call_if_left(self) -> None:
-        """Makes all remaining ranks call `agree` if a rank has ended. It is for times when no
-        collective is running, because no collective can fail then.
+        """Makes all remaining ranks call `agree` if a rank has ended. Use it while no collective is
+        running: otherwise a failing collective shows the loss.
 
         Raises the error of this rank if this rank cannot continue.
         """
@@ -465,7 +465,8 @@ class Membership:
         self._hear(dict(zip(watched, found, strict=True)), count)
         lost = self._finds_loss(members, count)
         if lost:
-            # `call` names the old epoch: all ranks may have agreed without the lost rank meanwhile
+            # if all ranks have agreed without the lost rank meanwhile, this key of the old epoch
+            # does nothing
             self._beats.set(call, "1")
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
@@ -518,8 +519,8 @@ class Membership:
                 self.ports[rank] = name
 
     def _watch_record(self) -> None:
-        """Ends this process if its replica is not a member any more, but its main thread still
-        waits for something else.
+        """Ends this process if its replica is not a member any more, and its main thread has not
+        noticed this within `LEAVE_S`.
         """
         # read `self.epoch` only once, because another thread may change it between two uses
         epoch = self.epoch + 1
@@ -565,8 +566,8 @@ class Membership:
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:
-        """Returns an `Awaited` for waiting in training, at most `patience_s`, for ranks that are
-        alive.
+        """Returns an `Awaited`, which logs the ranks that it waits for. It is for waiting in
+        training for ranks that are alive, at most `patience_s`.
         """
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S, ends=False)
 

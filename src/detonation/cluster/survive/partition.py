@@ -84,8 +84,8 @@ class PartitionWatch:
         return self._replicas(self._silent_ranks(time.monotonic()))
 
     def ask_all(self) -> list[int]:
-        """Asks all ranks of the same shard that have answered before, at the same time. Returns the
-        replicas whose rank does not answer now.
+        """Tests at the same time whether the kernels of all ranks of the same shard answer. Skips
+        ranks that have never answered. Returns the replicas whose rank does not answer now.
         """
         peers = [rank for rank in self._peers() if rank in self._reached]
         before = time.monotonic()
@@ -147,8 +147,8 @@ class PartitionWatch:
 
     def _judge(self, now: float, waited: float) -> None:
         """Records which replicas are unreachable or late. The thread that sends heartbeats then
-        makes all ranks agree on the members. If all ranks have come and answer, but the exchange
-        does not end, this rank fails.
+        makes all ranks agree on the members. If all ranks have begun the exchange and answer, but
+        the exchange does not end, this rank fails.
         """
         membership = self._membership
         silent = self._silent_ranks(now)
@@ -176,8 +176,8 @@ class PartitionWatch:
 
     def _silences(self, now: float) -> dict[int, float]:
         """Returns, for each rank that has answered before, the seconds for which it has not
-        answered. They count from its last answer, or from the first question in this wait if the
-        question is later. They are negative before the first question.
+        answered. The seconds count from the rank's last answer, or from the first question to it
+        during this wait, whichever is later. They are negative before the first question.
         """
         asked = self._since + WAIT_LINE_S
         found = {}
@@ -187,8 +187,8 @@ class PartitionWatch:
         return found
 
     def _ask(self, now: float, every_s: float) -> None:
-        """Asks the kernel of each rank that has not answered for `every_s` seconds, each in a
-        thread of its own.
+        """Tests whether the kernel of each rank that has not answered for `every_s` seconds answers
+        now. Each test has its own thread.
         """
         for rank in self._peers():
             name = self._membership.ports.get(rank, "")
@@ -203,7 +203,7 @@ class PartitionWatch:
             if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
                 self._reached[rank] = time.monotonic()
             else:
-                self._stopped.wait(1.0)  # a refusal comes without delay, so pause
+                self._stopped.wait(1.0)  # a refused connection returns at once: pause
         finally:
             self._asking.discard(rank)
 

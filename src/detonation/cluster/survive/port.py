@@ -155,7 +155,8 @@ class Presence:
     def _is_gone(self, rank: int) -> bool:
         if self._store.check([axis_key("left", rank)]):
             return True
-        if not self._store.check([axis_key("beat", rank)]):  # the rank is still starting
+        # the rank has not sent its first heartbeat yet
+        if not self._store.check([axis_key("beat", rank)]):
             return False
         now, beat = time.monotonic(), self._store.get(axis_key("beat", rank))
         seen, since = self._beats.get(rank, (b"", now))
@@ -195,7 +196,7 @@ class Running:
         if not changed:
             return
         pause_s = 4 * max([_PRESENT_S, *map(pace_of, beats)])
-        if now - self._changed > pause_s:  # heartbeats after a pause: a run has just begun
+        if now - self._changed > pause_s:  # the first heartbeats after a pause: a run begins
             self._began = now
         self._changed = now
         if now - self._began > RUNNING_S:

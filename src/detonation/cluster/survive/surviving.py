@@ -96,7 +96,7 @@ class SurvivingCommunicator(AxisEnd):
         self._kept: dict[int, NumberedCollective] = {}
         self._started = self._floor = floor
         self._entry = entry
-        # the joining replica: before which turn of an optimizer it joins, and its number
+        # the turn (step of an optimizer) before which a replica joins, and the replica's number
         self.guest: tuple[int, int] | None = None
         self.axis = self
         self.awaits = -1
@@ -106,10 +106,10 @@ class SurvivingCommunicator(AxisEnd):
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
         """The optimizer in whose step replicas leave now; None if no replica is leaving."""
-        self.handed: Sequence[int] = ()  # the replicas that leave in the step of `acting`
+        self.handed: Sequence[int] = ()  # replicas that leave in that step
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
-        self._own: AxisUser | None = None  # the user for calls that no optimizer makes
-        for agreement in let_in:  # reports say which replicas leave or join
+        self._own: AxisUser | None = None  # the axis user for collectives that no optimizer starts
+        for agreement in let_in:  # the ranks' reports say which replicas will leave or join
             for report in agreement.reports.values():
                 leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
                 self.departing |= leaving
@@ -145,7 +145,8 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             entry = self.users.entry
             if entry:
-                self.settle()  # wait, so that a report that the step has not begun stays true
+                # wait for a running recovery: it has reported that the step has not begun
+                self.settle()
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
             if entry:  # begin the step, as all ranks do before they compare states
@@ -229,7 +230,7 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def is_first(self) -> bool:
-        """True on the first of the replicas that are not about to leave."""
+        """True on the lowest-numbered replica, not counting replicas that are about to leave."""
         stay = [member for member in self.layout if member not in self.departing]
         return stay[:1] == [self._membership.replica] and not self._membership.leaves
 
@@ -506,13 +507,13 @@ class SurvivingCommunicator(AxisEnd):
             ended = each.flight is not None and each.flight.ended
             if each.result is None and each.kind != "all_to_all" and ended:
                 floor = each.floor
-                each.floor = 0  # so that `_take` deletes nothing during this loop
+                each.floor = 0  # keeps `_take` from deleting from `_kept`
                 self._take(each)
                 each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        with self._changed:  # a new optimizer must be in both lists of the report or in neither
+        with self._changed:  # a new optimizer must be in both `turns` and `alive`, or in neither
             turns = list(self.users.turns)
             alive = self.users.hold()
         return RankReport(
@@ -535,7 +536,7 @@ class SurvivingCommunicator(AxisEnd):
         `agreements`; None if there is no such group.
         """
         ahead = self._ahead
-        if self.guest is None:  # the replica joins now, or never
+        if self.guest is None:  # no join is pending, so the group is used now or never
             self._ahead = None
         if ahead and agreements and agreements[-1].formed:
             return ahead.take()
@@ -567,9 +568,9 @@ class SurvivingCommunicator(AxisEnd):
         return True
 
     def _copied(self, each: NumberedCollective, holder: int, report: RankReport) -> bool:
-        """Copies the result of the collective `each` from the member with index `holder`, which
-        made `report`, to all members without it. Returns False if another replica is lost
-        meanwhile.
+        """Copies the result of the collective `each` from one member to all members that lack the
+        result. This member has the index `holder`, and `report` is its report. Returns False if
+        another replica is lost meanwhile.
         """
         held = each.result
         if held is None:

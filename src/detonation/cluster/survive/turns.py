@@ -80,9 +80,11 @@ class AxisUsers:
     def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
-        self.entry = entry  # only in a replica that joins: where its first optimizer starts
+        # turn at which the first optimizer of a joining replica starts; None in other replicas
+        self.entry = entry
         self._users: dict[int, weakref.ref[AxisUser]] = {}
-        self._held: list[object] = []  # keeps optimizers alive until a replica has left
+        # references that keep optimizers alive until a replica has left
+        self._held: list[object] = []
 
     def next_number(self) -> int:
         """Returns the number of a new optimizer, and creates the `Turns` that count its steps."""
@@ -197,9 +199,9 @@ def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agree
     """Returns the agreements in `pending` that take effect before `turn` (a step) of the optimizer
     `user`.
 
-    These are the last agreement at which no remaining rank had begun that turn, and all earlier
-    agreements. The last agreement replaces the earlier agreements, because a rank that had begun
-    the turn at an earlier agreement may be lost at a later agreement.
+    Take the last agreement at which no remaining rank had begun that turn: this agreement and all
+    before it take effect. An earlier agreement counts even if a rank had begun the turn then,
+    because that rank was lost later.
     """
     due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
     return [*pending[: max(due, default=0)]]

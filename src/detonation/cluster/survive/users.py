@@ -324,7 +324,7 @@ class AxisUser(AxisEnd):
         return False
 
     def leaving(self, step: int) -> list[int]:
-        if self.axis.acting not in (None, self):  # another optimizer's step: see `handing_over`
+        if self.axis.acting not in (None, self):  # replicas leave in the step of another optimizer
             return []
         leave = leaving_before(self.axis.departing, self.number, self.turn_of(step))
         return [self.layout.index(member) for member in leave if member in self.layout]
@@ -346,7 +346,8 @@ class AxisUser(AxisEnd):
 
         left: replicas that have left before this step.
         """
-        # one lock for all, because reports must say whether this step has begun with new members
+        # hold one lock throughout: a report of this rank must not be written after the members have
+        # changed and before the step has begun
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(left)

@@ -145,9 +145,9 @@ def decode_difference(
     if not 0 <= count <= patterns:
         raise ValueError(f"a difference has {count} changes of {patterns} patterns")
     gaps, zigzag = (_numbers(planes, name, count) for name in ("gaps", "deltas"))
-    positions = (gaps + 1).cumsum(0) - 1  # positions may wrap around if a gap is too wide
+    positions = (gaps + 1).cumsum(0) - 1  # the sum overflows if a gap is too wide
     if count and max(int(gaps.max()), int(positions[-1])) >= patterns:
-        raise ValueError("a difference goes beyond the weights")
+        raise ValueError("a difference changes a position beyond the last weight")
     return positions, ((zigzag >> 1) ^ -(zigzag & 1)).to(torch.int16)
 
 
@@ -191,5 +191,5 @@ def _expanded(plane: Tensor, count: int) -> Tensor:
     except zlib.error as error:
         raise ValueError(f"a plane of a difference is damaged: {error}") from error
     if len(content) != count or not coder.eof:
-        raise ValueError(f"a plane of a difference has not {count} bytes")
+        raise ValueError(f"a plane of a difference does not have {count} bytes")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

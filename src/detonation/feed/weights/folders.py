@@ -84,7 +84,7 @@ class RemoteFolder:
         self._system, self._path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
 
     def names(self) -> list[str]:
-        # the folder does not exist before its first file is written
+        # on such file systems a folder does not exist before its first file is written
         with _os_errors(), contextlib.suppress(FileNotFoundError):
             return [
                 str(path).rpartition("/")[2]
@@ -180,7 +180,7 @@ def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], 
             f"{file.name} is no file of a weight feed ({str(error)[:80]})"
         ) from error
     if not isinstance(about, dict) or about.get("step") != file.step:
-        raise CorruptCheckpoint(f"{file.name} is not the file of its step")
+        raise CorruptCheckpoint(f"{file.name} holds another step than its name says")
     tensors = {}
     for name, entry in entries.items():
         if 0 in entry.shape:

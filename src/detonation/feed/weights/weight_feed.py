@@ -107,7 +107,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
                 self._go_on(tensors, step, self._folder)
             self.trouble = ""
         except OSError as error:
-            self.trouble = f"of step {step} a file is not written: {error}"
+            self.trouble = f"a file of step {step} could not be written: {error}"
             _log.warning("%s", self.trouble)
         return self.bytes_written - before
 
@@ -117,7 +117,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             try:
                 self._write(self._folder, self._run, END, self.step, {}, {})
             except OSError as error:
-                self.trouble = f"the end is not published: {error}"
+                self.trouble = f"the end of training could not be published: {error}"
                 _log.warning("%s", self.trouble)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -151,8 +151,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
         }
-        # Another process may start a run of the same number now. This random name lets readers
-        # reject the differences of that process.
+        # Another process may start a run with the same number at the same time. The random name in
+        # this base lets readers reject the differences of that process.
         state = secrets.token_hex(8)
         base = {name: tensor_of(held[name], like[name]) for name in like}
         self._write_base(folder, self._run + 1, step, state, base)
@@ -229,7 +229,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
                 if name.removesuffix(".part") in old:
                     folder.remove(name)
         except OSError as error:
-            _log.warning("old files of the weight feed stay: %s", error)
+            _log.warning("old files of the weight feed could not be removed: %s", error)
 
 
 def _begun(names: Iterable[str]) -> list[WeightFile]:

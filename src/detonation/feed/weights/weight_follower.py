@@ -68,7 +68,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self._tensors = {name: each.detach() for name, each in weights(model).items()}
         if any(isinstance(each, DTensor) for each in self._tensors.values()):
             raise ValueError(
-                "the model is sharded: the files of a weight feed are followed in a whole model"
+                "the model is sharded, but only a whole model can follow the files of a weight"
+                " feed: give a whole model"
             )
         self._order: list[str] = []  # names of the tensors in the order of the files
         self._run = -1
@@ -79,7 +80,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self.joins = 0
         self.trouble = ""
         self._absent_line_due = time.monotonic() + ABSENT_LINE_S
-        self._absent = ""  # says that there is no directory; "" if there is one
+        # a text that says that the directory is missing; "" if the directory exists
+        self._absent = ""
         self._files()
 
     @property
@@ -132,10 +134,11 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         """Raises `LostFeed` if no later file can bring the weights to step `to`."""
         if self.step > to:
             raise LostFeed(
-                f"training was at step {self.step} already when its weights came, beyond {to}"
+                f"training was at step {self.step} already when its weights arrived, so update"
+                f" cannot return to step {to}"
             )
         if ended:
-            raise LostFeed(f"training has ended after {self.step} steps, before {to}")
+            raise LostFeed(f"training has ended after {self.step} steps, before step {to}")
 
     def patches(self, to: int | None = None, wait_s: float | None = None) -> list[WeightPatch]:
         """Applies steps as `update` does, and returns the changed values, for a server that keeps
@@ -258,7 +261,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             self.trouble = str(error)
             return False
         except OSError as error:
-            # the feed has removed the file, because this reader is too far behind
+            # usually the feed has removed this old file, because the reader is too far behind
             self.trouble = f"{file.name} cannot be read: {error}"
             return False
         return True
@@ -277,10 +280,10 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             if (new.dtype, new.shape) != (own.dtype, own.shape):
                 raise ValueError(
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
-                    f" {own.dtype} {tuple(own.shape)}"
+                    f" {own.dtype} {tuple(own.shape)}: give a model of published types and shapes"
                 )
-        # If an error interrupts this loop, the model has a mixture of weights until the next base.
-        # Step -1 says so.
+        # If an error interrupts this loop, the model has a mixture of old and new weights until the
+        # next base. A step of -1 marks this mixture.
         self._run = self.step = -1
         for name, new in tensors.items():
             own = self._tensors[name]
