@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks.compare.tuning import Rows, losses
-from benchmarks.second_round.grid import PAIRS, REFERENCES, methods
+from benchmarks.second_round.grid import ALSO, PAIRS, REFERENCES, methods
 
 SHARE = 0.05
 
@@ -28,6 +28,7 @@ def differences(done: Rows) -> Iterator[Difference]:
     """Each pair of methods that a table or `pairs` compares over three seeds or more, once."""
     every = {(each.study, each.name, each.replicas): each for each in methods()}
     asked = [(key, base) for key in every for base in REFERENCES.get(key[0], ()) if key != base]
+    asked += [(key, base) for study in ALSO for key in ALSO[study] for base in REFERENCES[study]]
     asked += [(("text", *one), ("text", *other)) for one, other in PAIRS]
     for one, other in dict.fromkeys(asked):
         p = paired_p(losses(every[one].judged(done)), losses(every[other].judged(done)))

@@ -32,7 +32,7 @@ from benchmarks.compare.tuning import Rows, against, measured, run_missing
 from benchmarks.second_round import corrected, variants
 from benchmarks.second_round.averages import DECAY, Averaging
 from benchmarks.second_round.figure import figure
-from benchmarks.second_round.grid import AVERAGED, PAIRS, REFERENCES, methods
+from benchmarks.second_round.grid import ALSO, AVERAGED, PAIRS, REFERENCES, methods
 
 import detonation as dt
 
@@ -108,7 +108,7 @@ def table(done: Rows, study: str) -> str:
         head += ["averaged weights", "to its averaged weights, %"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for key, each in every.items():
-        if each.study == study or key in REFERENCES[study]:
+        if each.study == study or key in (*REFERENCES[study], *ALSO.get(study, ())):
             runs = each.judged(done)
             sent = f"{per_parameter(done[each.tried(done)[0].key]):.4f}"
             cells = [each.name, str(each.replicas), each.chosen(done), sent, str(len(runs))]

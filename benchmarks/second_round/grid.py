@@ -24,6 +24,15 @@ REFERENCES = {
     "muon": (("text", "Muon 0.8, full", 2), ("text", "AdamW 0.999, full", 2)),
 }
 """The methods (study, name, replicas) that those of a study are compared with."""
+ALSO = {
+    "groups": (
+        ("text", "muloco 5, 2bit, rescaled, Muon 0.8", 2),
+        ("text", "muloco 5, 2bit, rescaled, Muon 0.8", 8),
+        ("text", "muloco 30, 2bit, Muon 0.8", 2),
+    )
+}
+"""Methods of the study of text in the table of another study: Muon always gives tables and head a
+rate of their own."""
 AVERAGED = "groups", "long"
 """Studies that also validate an average of the weights."""
 
