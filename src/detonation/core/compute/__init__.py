@@ -1,6 +1,6 @@
 """Arithmetic on tensors (bit packing, bitmaps, checksums, top-k, sums in a fixed order) in plain
 torch, and in compiled kernels where these exist.
 
-Only `kernel_library` imports `detonation.kernels`. Every package of core may call the functions of
-this package, which know nothing of the format of messages.
+In core only `kernel_library` imports `detonation.kernels`. Every package of core may call the
+functions of this package, which know nothing of the format of messages.
 """

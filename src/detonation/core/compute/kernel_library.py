@@ -1,4 +1,4 @@
-"""Access to the compiled kernels: no other module of the package imports `detonation.kernels`."""
+"""Access of core to the compiled CPU kernels. No other module of core imports them."""
 
 from __future__ import annotations
 
