@@ -82,15 +82,15 @@ _THROUGH = {
 
 
 def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu") -> None:
-    """Checks that a transport fulfils the interface of a communicator. Also checks that schemes
-    over this transport obey laws 2 (replicas agree), 4 (bytes are known) and 9 (private state
-    resumes exactly).
+    """Checks that the communicators of an axis fulfil the interface `Communicator`. Also checks
+    that schemes over this axis obey laws 2 (replicas agree), 4 (bytes are known) and 9 (private
+    state resumes exactly).
 
-    Each end (the communicator of one replica) is used by its own thread. As in `check_scheme`, only
+    A thread of its own uses each end (the communicator of one replica). As in `check_scheme`, only
     one replica computes at a time between collectives.
 
     Args:
-        ends: Of one axis, one for each replica, in their order.
+        ends: The communicators of one axis, one for each replica, in replica order.
         device: Of the tensors, as in `check_scheme`.
 
     Raises:

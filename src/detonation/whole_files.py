@@ -180,7 +180,7 @@ def sync_entries(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot do this for directories
+        if error.errno != errno.EINVAL:  # EINVAL: the file system cannot sync directories
             raise
     finally:
         os.close(descriptor)

@@ -27,7 +27,7 @@ ends.
 def load_tokenizer(name: str) -> Any:
     """Loads the tokenizer from a directory, or by its id on the hub; the prefix `hf:` is optional.
 
-    It runs no code of the hub. Raises `ValueError` if the tokenizer cannot be loaded.
+    This function runs no code from the hub. Raises `ValueError` if the tokenizer cannot be loaded.
     """
     transformers = needs("transformers", "models")
     transformers.utils.logging.set_verbosity_error()
@@ -44,8 +44,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
-    """Returns the tokenizer of a task of this package, also if the task reads bytes; None for a
-    task without a tokenizer.
+    """Returns the tokenizer of the built-in task `task`. If the task reads bytes, the ids of the
+    tokenizer are bytes. Returns None for a task without a tokenizer.
 
     Raises `ValueError` for the same reasons as `load_tokenizer`.
     """

@@ -72,7 +72,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True even if the axis has size 1, for a single replica or for a replica on one GPU."""
+        """True if there are several ranks, even with one replica, or with one rank per replica."""
         return bool(self.total_size > 1)
 
     dp_shard_enabled = dp_replicate_enabled
@@ -290,7 +290,7 @@ class _LastRound(TrainerCallback):
     on_epoch_end = on_evaluate = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._optimizer = None  # a later call of `evaluate` may call `on_evaluate` again
+        self._optimizer = None  # so that `on_evaluate` does nothing if `evaluate` is called later
 
 
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
@@ -339,8 +339,8 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
 def _training() -> tuple[Any, str | None]:
     """Returns the Trainer whose `train` is running, and the checkpoint from which it resumes.
 
-    It searches the calling frames, because the Trainer passes neither of these objects to its
-    callbacks.
+    The function searches the frames of its callers, because the Trainer passes neither itself nor
+    the checkpoint to callbacks.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -398,7 +398,7 @@ def _replicate_inside(
             parameters = [parameters]
         parameters = [*parameters]
         mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
-        # in this case the parameters belong to another model of this accelerator
+        # parameters that are not in this optimizer belong to another model of the accelerator
         if mine.isdisjoint(map(id, parameters)):
             return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):

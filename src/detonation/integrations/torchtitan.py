@@ -118,7 +118,8 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        # keep the first value, because a second trainer with this configuration would read infinity
+        # keep the first value: a second trainer with this configuration reads infinity, which is
+        # set below
         if self._clip is None:
             self._clip = training.max_norm
         # with an infinite limit, torchtitan measures the norm before the exchange but does not clip
@@ -195,8 +196,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         """Replicates the optimizer along `axis`.
 
         Args:
-            scheme: Scheme in code, unless the flag sets another.
-            steps: Length of training.
+            scheme: Scheme that was passed in code; the flag `--optimizer.scheme` overrides it.
+            steps: Number of training steps.
         """
         if len(self.optimizers) > 1:
             kinds = ", ".join(type(each).__name__ for each in self.optimizers)
@@ -285,7 +286,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     ) -> Any:
         """Saves the state of the replicas, and after it torchtitan's state. Collective.
 
-        torchtitan writes its metadata last. A checkpoint is valid only after this.
+        torchtitan writes its metadata last. A checkpoint without metadata is not valid.
         """
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
@@ -314,7 +315,8 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
             loaded = load_checkpoint(own, model, optimizers.replicated)
             if loaded is None:
                 remedy = (
-                    "set load_step to an earlier one, or initial_load_path to load its model alone"
+                    "set load_step to an earlier step, or set initial_load_path to load only the"
+                    " model of this checkpoint"
                 )
                 raise ValueError(
                     f"{checkpoint_id} has no directory detonation, the state of the replicas:"

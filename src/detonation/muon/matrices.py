@@ -225,7 +225,8 @@ class _Group:
         ]
         sent: list[list[Tensor]] = [[] for _ in self._owned]
         for each, *parts in zip(self._mine, *shards, strict=True):
-            # `cat` copies the parts, because a sum of products may depend on its first address
+            # `cat` copies the parts to new memory, because the bits of a matrix product may depend
+            # on the address of the matrix
             result, notes = each.step.whole(torch.cat(parts, each.dim))
             for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
                 pieces.extend((_to_bytes(shard), _to_bytes(notes)))

@@ -228,8 +228,8 @@ class StopConsensus:
             counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
-        """Runs the collectives that `end` of `step`, or `begin` of the next step, runs on other
-        ranks, if this rank announces a change of the trained parameter `name`.
+        """Called on a rank that announces that it starts or stops training `name`. Runs the
+        collectives that other ranks run in `end` of `step`, or in `begin` of the next step.
         """
         if not self._arrived(step):
             return
@@ -245,8 +245,9 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
-        """Runs the collectives that `verify` runs on other ranks after `step` steps, if this rank
-        announces a change of the trained parameter `name`."""
+        """Called on a rank that announces that it starts or stops training `name`. Runs the
+        collectives that other ranks run in `verify` after `step` steps.
+        """
         self._drain(replicators, step)
         for replicator in replicators:
             link = replicator.link
@@ -349,8 +350,8 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _arrived(self, until: float) -> bool:
-        """True if a message was to arrive since the last call of this method, at a step up to
-        `until`. The result is the same on all ranks. Also counts the faults of these messages.
+        """True if messages were due since the last call of this method, at steps up to `until`. The
+        result is the same on all ranks. Also counts the faults of these messages.
         """
         found = False
         for counts in self.counts:

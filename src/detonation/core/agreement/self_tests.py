@@ -57,8 +57,8 @@ def register_step_test(optimizer: type[Optimizer], test: StepTest) -> None:
     operations of which most optimizers consist.
 
     Args:
-        optimizer: The class; its subclasses are tested by operations. Call it with groups that
-            hold the options of another instance.
+        optimizer: The class. The self-test makes an instance with the parameter groups of another
+            instance. Subclasses are not included.
     """
     _TESTED[optimizer] = test
 
