@@ -116,8 +116,8 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
 
 
 class _InTurns(Communicator):
-    """The communicator `end`, for a thread that holds the lock `turn` at all times except during
-    collectives.
+    """Wraps the communicator `end` for a thread that holds the lock `turn`. The thread releases the
+    lock only during collectives.
     """
 
     def __init__(self, end: Communicator, turn: threading.Lock) -> None:
@@ -179,7 +179,7 @@ def _require_collectives(end: Communicator, device: torch.device) -> None:
     received values.
     """
     replicas = end.size()
-    # the sum of these numbers is exact in any order
+    # whole numbers, so that their sum is exact in any order
     every = [torch.arange(5.0) * (replica + 1) for replica in range(replicas)]
     octets = [torch.arange(3 * replicas) + 16 * replica for replica in range(replicas)]
     rows = torch.stack(octets).to(torch.uint8).to(device)
@@ -209,7 +209,9 @@ def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
 
 
 def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Returns the update that a single message gives, and this message."""
+    """Encodes `flat` in one message. Returns the update that this message alone gives, and the
+    message.
+    """
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     message = codec.encode(selected)

@@ -242,9 +242,7 @@ def _fashion_mnist(raw: Path, ready: Path) -> None:
 
 
 _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
-"""The end of a footnote that stands where the space between two words, or before a quotation,
-should be.
-"""
+"""The end of a footnote that is followed by a word or a quotation without a space between them."""
 
 
 def _bible(raw: Path, ready: Path) -> None:

@@ -38,7 +38,7 @@ def load_tokenizer(name: str) -> Any:
     path = name.removeprefix("hf:")
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the libraries that read these files raise many types of errors
+    except Exception as error:  # the libraries that read tokenizers raise many types of errors
         problem = f"data.tokenizer {name} is no directory, and no tokenizer that the hub gives us"
         raise ValueError(f"{problem}: {first_line(error)}") from error
 

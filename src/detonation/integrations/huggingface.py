@@ -1,9 +1,9 @@
 """Accelerate, the Trainer of Transformers, TRL and PEFT: FSDP2 shards inside each replica, and a
 scheme connects the replicas.
 
-Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. After
-this, the module replicates the optimizer inside the wrapper. A directory `detonation` beside the
-files of these libraries contains the state that differs between replicas.
+Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. Then
+this module replicates the optimizer inside the wrapper. A directory `detonation` beside the files
+of these libraries contains the state that differs between replicas.
 """
 
 import math
@@ -103,7 +103,7 @@ def prepare(
     """Prepares model, optimizer and other objects as `accelerator.prepare` does. The optimizer then
     also exchanges updates between replicas by `scheme`.
 
-    `save_state` and `load_state` also include the state of the replicas after this call. If the
+    After this call, `save_state` and `load_state` also include the state of the replicas. If the
     scheme has rounds or a delay, call `replicated(optimizer).synchronize()` before you use the
     model.
 
@@ -205,8 +205,8 @@ class Replicate(TrainerCallback):
         skip_checkpoints(_NAME, _PART_OF_REPLICAS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Replicates the optimizer after it has been sharded and loaded, and loads the state of the
-        replicas.
+        """Replicates the optimizer after the Trainer has sharded the model and loaded the
+        optimizer. Then loads the state of the replicas.
         """
         trainer, checkpoint = _training()
         # check again, because a callback that `add_callback` adds gets no call of `on_init_end`
@@ -455,7 +455,7 @@ def _save_part(
     """Saves the exact state of every rank in the directory `part`. Collective."""
     state = AcceleratorState()
     # An earlier run may have left a later step in this directory. The first rank of each node
-    # removes it, because nodes need not share a file system.
+    # removes the directory, because nodes need not share a file system.
     if state.is_local_main_process:
         shutil.rmtree(part, ignore_errors=True)
     state.wait_for_everyone()

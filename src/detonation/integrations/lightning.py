@@ -120,7 +120,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         self._scheme = scheme
         self._own_clip = clip
         self._clip = 0.0
-        # for each directory of checkpoints, which ranks see which volume
+        # for each directory of checkpoints: the volumes, and the ranks that see each volume
         self._volumes: dict[Path, Volumes] = {}
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
@@ -136,8 +136,8 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of the sampler with which each rank gets different batches, also the shards of
-        one replica.
+        """Arguments of the sampler with which each rank gets different batches, even if ranks are
+        shards of the same replica.
         """
         replicas = 1
         replica = 0
@@ -270,7 +270,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         # has none.
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
-        if self.local_rank == 0:  # another run may have left a later step in this directory
+        if self.local_rank == 0:  # another run may have left the state of a later step
             shutil.rmtree(path / PART, ignore_errors=True)
         self.barrier()
         if trains:

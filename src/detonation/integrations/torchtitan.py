@@ -1,8 +1,9 @@
 """torchtitan: FSDP2 shards inside each replica as torchtitan does, and a scheme connects the
 replicas.
 
-torchtitan's command line names a function that returns a configuration. If the command line names
-this function through the present module, the configuration also has replicas:
+torchtitan's command line names a function that returns a configuration. With the flag `--module
+detonation.integrations.torchtitan`, this module calls the function and adds replicas to the
+configuration:
 
     torchrun ... -m torchtitan.train --module detonation.integrations.torchtitan --config
     llama3.llama3_8b \
@@ -134,8 +135,8 @@ class _Sharding:
                 # torchtitan divides each loss by the tokens of all R replicas, so multiply
                 # gradients by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
-                # gloo cannot multiply while it sums, and the gradient of a single shard would be
-                # multiplied twice
+                # On CPUs, FSDP2 must multiply apart from the sum, because gloo cannot multiply
+                # while it sums. With a single shard this would multiply the gradient twice.
                 if parallel_dims.world_mesh.device_type == "cpu":
                     several = parallel_dims.get_mesh("fsdp").size() > 1
                     module.set_force_sum_reduction_for_comms(several)

@@ -276,4 +276,4 @@ def _to_bytes(tensor: Tensor) -> Tensor:
 
 
 def _from_bytes(content: Tensor, dtype: torch.dtype) -> Tensor:
-    return content.clone().view(dtype)  # a copy, because the bytes may begin at any offset
+    return content.clone().view(dtype)  # a copy is aligned; the bytes may begin anywhere

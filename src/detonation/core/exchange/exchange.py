@@ -206,7 +206,8 @@ class AllReduce(Exchange):
         digits = total[count * self._k :]  # the last collective carries the status digits
         runs.sort(key=itemgetter(0))
         if message.played:
-            # The log does not record which replicas were absent, so all count as absent.
+            # The log does not record which replicas were absent, so the status of any replica may
+            # be missing.
             absent = {*range(link.replicas)}
         elif link.observer:
             if len(runs) > 1:

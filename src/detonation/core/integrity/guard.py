@@ -157,8 +157,8 @@ def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The smallest and the largest valid value of the first 11 columns of the table that
-    `decide_usable` makes, without step and checksum. Also returns a row of zeros with a 1 in the
-    column of the step, with which the step is added.
+    `decide_usable` makes, without step and checksum. Also returns a row with 1 in the column of the
+    step and 0 in all other columns: the caller adds this row times the step.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
     """
@@ -443,8 +443,10 @@ class Guard(SumGuard):
     def _compare_received(
         self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int
     ) -> None:
-        """Compares the digests that all replicas sent of the bytes they received earlier. The
-        digests differ if only some replicas received a damaged message."""
+        """Compares the digests in the messages of all replicas: each is a digest of the bytes that
+        the sender received earlier. The digests differ if only some replicas received a damaged
+        message.
+        """
         received = [(row[7], fault) for row, fault in zip(rows, faults, strict=True)]
         self._received[self._opened] = hash63(repr(received))
         self._received.pop(self._opened - 2 - self._delay, None)

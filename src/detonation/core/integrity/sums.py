@@ -188,7 +188,7 @@ def statuses_of_sum(
     replicas = len(digits) // DIGITS
     is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
     if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
-        # One communicator represents all replicas: its sum contains each number `replicas` times.
+        # One communicator simulates all replicas, so the sum contains each number `replicas` times.
         digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
     found = []

@@ -72,7 +72,8 @@ def exchange_bytes(
     local_ranks: int = 1,
     bare: bool = False,
 ) -> int:
-    """Bytes that one of `replicas` sends on a ring if each message has `rows` rows.
+    """Bytes that one of `replicas` replicas sends in an exchange over a ring, if each message has
+    `rows` rows.
 
     For n bytes and R replicas, an all-reduce sends 2 n (R - 1) / R bytes, and an all-gather
     n (R - 1) bytes. In an exchange through owners, a replica sends R - 1 slices of its message and
