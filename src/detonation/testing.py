@@ -299,7 +299,7 @@ def _replicas_agree(
     run: Callable[..., list[Any]] = simulate_replicas,
 ) -> None:
     """Trains a small model with several replicas, and checks laws 2, 4, 5 and 9. One parameter of
-    the model gets no gradient. `run` runs the replicas.
+    the model gets no gradient. `run` calls a function for each replica, and returns the results.
     """
 
     def act(communicator: Communicator) -> tuple[str, list[int], bool]:

@@ -1,5 +1,6 @@
 """The interface of data sets, and the drawing of batches. Seed and step determine a batch, so a
-resumed run needs no saved state of the data.
+resumed run draws the same batches. A stream also saves its position, so that a resumed run need not
+read the data before it.
 """
 
 import hashlib

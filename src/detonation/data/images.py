@@ -344,7 +344,8 @@ def _files(path: Path) -> list[Path]:
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in SUFFIXES)
     if not files:
         raise ValueError(
-            f"{path} holds no images in folders of classes ({', '.join(sorted(SUFFIXES))})"
+            f"{path} holds no images in folders of classes: put images"
+            f" ({', '.join(sorted(SUFFIXES))}) into one folder for each class"
         )
     return files
 

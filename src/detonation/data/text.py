@@ -163,7 +163,7 @@ def _streamed(
     if not first:
         raise ValueError(f"{source} holds no rows")
     if name not in first[0]:
-        raise ValueError(f"no column {name}: name one of {', '.join(first[0])}")
+        raise ValueError(f"{source} has no column {name}: name one of {', '.join(first[0])}")
     held_out = [str(row[name]).encode() for row in first if row[name]]
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:

@@ -193,7 +193,7 @@ def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
         if set(row) != set(first):
             raise ValueError(
                 f"{source}: pair {number} has the columns {', '.join(row)}, but the first pair"
-                f" {', '.join(first)}"
+                f" has {', '.join(first)}: give all pairs the same columns"
             )
         yield [row[name] for name in first]
 

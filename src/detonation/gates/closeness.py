@@ -261,7 +261,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 def farthest(rows: Sequence[Sequence[float]]) -> float:
     """Returns the largest distance of a row from the first of `rows`, relative to the first row's
-    norm.
+    norm. A row has the projections of a tensor on one rank.
 
     >>> farthest([[4.0, 0.0], [4.0, 1.0], [4.0, 0.0]])
     0.25

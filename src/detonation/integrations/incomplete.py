@@ -24,7 +24,7 @@ _FOLDER = re.compile(r"checkpoint_[0-9]+")
 def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
     """Makes `train(resume_from_checkpoint=True)` skip incomplete checkpoints.
 
-    It changes the Trainer whose constructor is among the callers of this function.
+    The function changes the Trainer whose constructor is among its callers.
 
     Args:
         name: Pattern of the names of the Trainer's checkpoints.

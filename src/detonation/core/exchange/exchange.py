@@ -84,7 +84,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def receive(self, message: Message) -> Received:
-        """Waits for the messages of all replicas."""
+        """Waits for the messages of all replicas, and validates them."""
 
     @abstractmethod
     def play(self, message: Message, playback: PlayedMessages) -> None:
