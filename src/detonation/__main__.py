@@ -12,7 +12,9 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Runs the command line. If a package is missing, it names the extra to install."""
+    """Runs the command line. If an optional package is missing, prints the name of the extra to
+    install.
+    """
     end_at_once()
     try:
         code = _run_somewhere()

@@ -138,8 +138,8 @@ def make(
 
 
 def plain_types(value: object, hint: Any) -> str:
-    """Returns the types in the annotation `hint` as text, if all of them are plain and `value` has
-    none of them. Returns "" if `value` has one of these types, or if a type is not plain.
+    """Returns the types in the annotation `hint` as text, if `value` has none of these types.
+    Returns "" if `value` has one of them, or if a type is not plain (a key of `_PLAIN`, or None).
 
     An int counts as a float, but a bool does not count as an int.
 

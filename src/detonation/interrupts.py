@@ -144,7 +144,7 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if receive in _receivers:  # a forked child process may have emptied the list
+        if receive in _receivers:  # in a forked child process, `_forget` empties the list
             _receivers.remove(receive)
         if begun and _watch is not None:
             _watch.close()
@@ -164,7 +164,7 @@ def raising(handlers: Mapping[int, Any] | None = None) -> Iterator[None]:
     chosen: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
     chosen |= dict.fromkeys(REQUESTS, _raise_exit)
     chosen |= handlers or {}
-    # under nohup, for example, these signals are ignored and stay so
+    # a signal that is already ignored, such as SIGHUP under nohup, stays ignored
     for each in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(each) == signal.SIG_IGN:
             del chosen[each]

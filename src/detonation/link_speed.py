@@ -57,12 +57,12 @@ class LinkSpeed:
         except (AssertionError, ValueError) as error:
             raise ValueError(
                 f"a link is {text!r}, must be a rate above 0 in bit, kbit, mbit or gbit (a second)"
-                " and, where there is one, a latency in us, ms or s: 100mbit,5ms"
+                " and, optionally, a latency in us, ms or s, such as 100mbit,5ms"
             ) from error
 
     def seconds(self, nbytes: float, hops: int) -> float:
-        """Returns the seconds to send `nbytes` over a path of `hops` messages, one after
-        another.
+        """Returns the seconds to send `nbytes` in `hops` messages that follow one another. Each
+        message costs one latency.
         """
         return 8 * nbytes / self.rate_bits_per_s + hops * self.latency_s
 

@@ -82,15 +82,15 @@ _THROUGH = {
 
 
 def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu") -> None:
-    """Checks that a transport fulfils the interface of a communicator. Also checks that schemes
-    over this transport obey laws 2 (replicas agree), 4 (bytes are known) and 9 (private state
-    resumes exactly).
+    """Checks that the communicators of an axis fulfil the interface `Communicator`. Also checks
+    that schemes over this axis obey laws 2 (replicas agree), 4 (bytes are known) and 9 (private
+    state resumes exactly).
 
-    Each end (the communicator of one replica) is used by its own thread. As in `check_scheme`, only
+    A thread of its own uses each end (the communicator of one replica). As in `check_scheme`, only
     one replica computes at a time between collectives.
 
     Args:
-        ends: Of one axis, one for each replica, in their order.
+        ends: The communicators of one axis, one for each replica, in replica order.
         device: Of the tensors, as in `check_scheme`.
 
     Raises:
@@ -116,8 +116,8 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
 
 
 class _InTurns(Communicator):
-    """The communicator `end`, for a thread that holds the lock `turn` at all times except during
-    collectives.
+    """Wraps the communicator `end` for a thread that holds the lock `turn`. The thread releases the
+    lock only during collectives.
     """
 
     def __init__(self, end: Communicator, turn: threading.Lock) -> None:
@@ -179,7 +179,7 @@ def _require_collectives(end: Communicator, device: torch.device) -> None:
     received values.
     """
     replicas = end.size()
-    # the sum of these numbers is exact in any order
+    # whole numbers, so that their sum is exact in any order
     every = [torch.arange(5.0) * (replica + 1) for replica in range(replicas)]
     octets = [torch.arange(3 * replicas) + 16 * replica for replica in range(replicas)]
     rows = torch.stack(octets).to(torch.uint8).to(device)
@@ -209,7 +209,9 @@ def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
 
 
 def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Returns the update that a single message gives, and this message."""
+    """Encodes `flat` in one message. Returns the update that this message alone gives, and the
+    message.
+    """
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     message = codec.encode(selected)
@@ -297,7 +299,7 @@ def _replicas_agree(
     run: Callable[..., list[Any]] = simulate_replicas,
 ) -> None:
     """Trains a small model with several replicas, and checks laws 2, 4, 5 and 9. One parameter of
-    the model gets no gradient. `run` runs the replicas.
+    the model gets no gradient. `run` calls a function for each replica, and returns the results.
     """
 
     def act(communicator: Communicator) -> tuple[str, list[int], bool]:

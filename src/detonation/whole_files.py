@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 PROBE = ".volume-"
-"""Prefix of the files with which a start of a run finds out who can write in a directory, and which
-ranks share the directory. A killed start may leave such a file behind.
+"""Prefix of test files in a directory. At the start of a run, ranks write these files to find out
+which ranks can write there and which ranks share the directory. A run that is killed meanwhile may
+leave such a file behind.
 """
 MOST_TEXT = 1 << 26
 """Largest size of a settings file that is read, in bytes."""
@@ -180,7 +181,7 @@ def sync_entries(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot do this for directories
+        if error.errno != errno.EINVAL:  # EINVAL: the file system cannot sync directories
             raise
     finally:
         os.close(descriptor)

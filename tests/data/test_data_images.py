@@ -87,7 +87,7 @@ def test_folders_that_do_not_fit_are_refused(folder):
         load_dataset("images", source)
     with pytest.raises(
         ValueError,
-        match=r"needs CLASS/\*\.png, ten images at least, or train/CLASS and validation/CLA",
+        match=r"at least ten images: add images to CLASS/\*\.png, or make the folders train/CLA",
     ):
         load_dataset("images", {"source": str(folder / "validation")})
 

@@ -121,7 +121,7 @@ def test_the_first_row_of_objects_gives_the_order_of_the_languages(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=r"turned\.jsonl: pair 41 has the columns en, de, but the first pair en, fr",
+        match=r"turned\.jsonl: pair 41 has the columns en, de, but the first pair has en, fr",
     ):
         load_dataset("translation", {"source": str(path)})
 

@@ -101,7 +101,8 @@ class Memory:
             self.residual.mul_(self.feedback.decay)
         else:
             self.residual.mul_(self._decay.masked_fill(bad, 1.0))
-        # signals are added through a copy that converts them or cuts them into tiles
+        # Copy the signals first: the copy converts them to fp32, and cuts them into tiles if the
+        # layout has tiles.
         parts = [Bucket.whole(self._layout)]
         if self._layout.tiled:
             parts = Bucket.strips(self._layout, -(-self._layout.rows // STRIPS))
@@ -116,8 +117,9 @@ class Memory:
     def _absorb_in_place(
         self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None
     ) -> None:
-        """Adds fp32 signals to the views of the residual. If the flag `bad` is on the device, adds
-        the signals to a copy, which replaces the residual only if `bad` is False.
+        """Adds fp32 signals to the views of the residual. With `bad` (a flag on the device that is
+        True for nonfinite signals), adds the signals to a copy of the residual. The copy replaces
+        the residual only if `bad` is False.
         """
         if bad is None:
             to = self.residual
@@ -222,7 +224,8 @@ class LocalState:
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Copies the saved tensors, a result of `named`, back into the state."""
-        with torch.no_grad():  # no decorator, because that would need torch at import
+        # no decorator, because a decorator would need torch when this module is imported
+        with torch.no_grad():
             for kind, flat in self.flats.items():
                 self.layout.write(
                     flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots]

@@ -93,12 +93,12 @@ class LocalSteps:
         return (at + 1) * self.counts // self.every > at * self.counts // self.every
 
     def agree(self, durations: Sequence[int]) -> None:
-        """Sets the local steps of each replica to the number that fits into the fastest replica's
-        round, plus `SLACK_PERCENT`.
+        """Sets the local steps of each replica to the number that it can run in the duration of the
+        fastest replica's round plus `SLACK_PERCENT`.
 
         Args:
-            durations: Duration of a local step of each replica, in any unit. A 0 is unknown, and
-                changes nothing.
+            durations: Duration of a local step of each replica, in any unit. If any duration is 0
+                (unknown), the counts do not change.
         """
         if not all(durations):
             return

@@ -68,7 +68,7 @@ def accelerator_is_played() -> bool:
 
 def decides_on_device(device: torch.device) -> bool:
     """True if decisions about tensors on `device` are computed on the device, because the host
-    would have to wait for it.
+    would otherwise have to wait for the device.
     """
     return device.type != "cpu" or accelerator_is_played()
 
@@ -82,8 +82,10 @@ class Runtime:
         seed: Of the random selections; the same on all replicas.
         kernels: Whether compiled kernels may be used. They round differently, so all replicas must
             use them, or none.
-        local_steps: The steps that each replica takes, where slow ones take fewer.
-        stops_when_bad: Whether all stop at a nonfinite signal, so that no memory is used after it.
+        local_steps: The local steps of each replica per round, if slow replicas run fewer steps;
+            else None.
+        stops_when_bad: Whether all replicas stop at a nonfinite signal, so that no memory of unsent
+            values is used afterwards.
     """
 
     device: torch.device

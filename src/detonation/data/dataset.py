@@ -1,5 +1,6 @@
 """The interface of data sets, and the drawing of batches. Seed and step determine a batch, so a
-resumed run needs no saved state of the data.
+resumed run draws the same batches. A stream also saves its position, so that a resumed run need not
+read the data before it.
 """
 
 import hashlib
@@ -38,13 +39,13 @@ class Augmented(Examples, Protocol):
 
 @runtime_checkable
 class Streamed(Protocol):
-    """Training examples that are read in order. A step has several parts, one per rank at the
-    start, and each part reads different examples.
+    """Training examples that are read in order. A step has several parts, one for each rank with
+    which the run began. Each part reads different examples.
     """
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """Returns the batch of one part at a step. The result depends only on the arguments.
-        Consecutive steps are fast.
+        """Returns the batch of one part at a step. The result depends only on the arguments. It is
+        fast if the steps are drawn in order.
         """
         ...
 

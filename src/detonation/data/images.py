@@ -223,7 +223,7 @@ class Pictures:
         ops = needs("PIL.ImageOps", "data")
         height, width, channels = self._form.whole()
         picture = self._open(number)
-        # refuse these modes, because pillow would clip their values to 8 bits
+        # refuse images with more than 8 bits per channel, because pillow would clip their values
         if picture.mode.startswith(("F", "I")):
             raise ValueError(
                 f"{self._name(number)} has pixels of more than 8 bits: save it with 8 bits"
@@ -312,14 +312,14 @@ def from_folder(path: Path, form: Form) -> Decoded:
             seen[file.parent] += 1
         if not all(parts):
             raise ValueError(
-                f"{path} needs CLASS/*.png, ten images at least, or train/CLASS and"
-                " validation/CLASS"
+                f"{path} has no CLASS with at least ten images: add images to CLASS/*.png, or make"
+                " the folders train/CLASS and validation/CLASS"
             )
     elif (path / "validation").is_dir():
         parts = (_files(path / "train"), _files(path / "validation"))
     else:
         raise ValueError(
-            f"{path} has train/CLASS and no validation/CLASS: it needs both, or CLASS alone"
+            f"{path} has train/CLASS but no validation/CLASS: add it, or use CLASS without train"
         )
     classes = sorted({file.parent.name for file in parts[0]})
     other = sorted({file.parent.name for file in parts[1]} - {*classes})
@@ -344,7 +344,8 @@ def _files(path: Path) -> list[Path]:
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in SUFFIXES)
     if not files:
         raise ValueError(
-            f"{path} holds no images in folders of classes ({', '.join(sorted(SUFFIXES))})"
+            f"{path} holds no images in folders of classes: put images"
+            f" ({', '.join(sorted(SUFFIXES))}) into one folder for each class"
         )
     return files
 

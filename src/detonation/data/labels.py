@@ -102,7 +102,7 @@ def _read(
         path = check_source(source, [SPEAKERS])
         if path.suffix.lower() not in readers.ROWS:
             raise ValueError(
-                f"{path} has no column {label}: texts with labels are in"
+                f"{path} has no column {label}: give texts with labels as a file"
                 f" {', '.join(sorted(readers.ROWS))}"
             )
         with readers.in_file(path):
@@ -131,8 +131,8 @@ def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
 
 
 def passages(text: str) -> Iterator[str]:
-    """Yields passages of whole sentences, each with `PASSAGE_WORDS` words or more. Drops the rest
-    if it is shorter.
+    """Yields passages of whole sentences, each with `PASSAGE_WORDS` words or more. Drops the last
+    sentences if they have fewer words.
     """
     words: list[str] = []
     for sentence in re.split(r"(?<=[.!?]) +", text.strip()):

@@ -150,7 +150,9 @@ def _require_tools(what: str, *tools: str) -> None:
 
 
 def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
-    """Runs `command`. If it fails or hangs, raises `ValueError` with its error line and `hint`."""
+    """Runs `command`. If the command fails, raises `ValueError` with its error line and `hint`.
+    Also raises `ValueError` after `TIMEOUT_S` seconds.
+    """
     tool = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -186,7 +188,7 @@ def fetch(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            raising(),  # a signal ends npm and apt-get, too, and removes the temporary folder
+            raising(),  # makes a signal end npm and apt-get, too, and remove the temporary folder
             tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work,
         ):
             raw = Path(work, "raw")
@@ -240,9 +242,7 @@ def _fashion_mnist(raw: Path, ready: Path) -> None:
 
 
 _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
-"""The end of a footnote that stands where the space between two words, or before a quotation,
-should be.
-"""
+"""The end of a footnote that is followed by a word or a quotation without a space between them."""
 
 
 def _bible(raw: Path, ready: Path) -> None:

@@ -53,7 +53,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         try:
             for batch in parquet.ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
-        # pyarrow raises one of these two errors, depending on how the file is damaged
+        # depending on the damage in the file, pyarrow raises ArrowException or OSError
         except (damaged, OSError) as error:
             reason = first_line(error).rstrip(".")
             raise ValueError(

@@ -42,9 +42,9 @@ def text(
             directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         context: Ids per example, at least 2; the model predicts `context - 1` of them.
         tokenizer: A directory or an id of the hub; bytes by default.
-        streaming: Read documents when they are needed, in the order of the source, each rank
-            different ones; the first 200 are held out. Only for sources with rows, for texts that
-            do not fit in memory.
+        streaming: Read documents when they are needed, in the order of the source; each rank reads
+            different documents. The first 200 documents are held out. Use it for texts that do not
+            fit in memory; the source must have rows.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
         column: Column of the text, for sources with rows; "text" by default.
         label: Column of the labels. `sotu-speakers` has passages of `sotu` by president.
@@ -109,8 +109,8 @@ class TextBlocks:
 
 
 def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits ids into training ids and held-out ids. Every tenth piece is held out, whatever the
-    length of the context.
+    """Splits ids into training ids and held-out ids. Cuts the ids into pieces of at most `PIECE`
+    ids, and holds out every tenth piece. The pieces do not depend on the length of the context.
 
     Shapes: `[ids]` -> `[train]` and `[held out]`.
 
@@ -121,7 +121,7 @@ def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
     length = min(PIECE, max(1, len(text) // 10))
     end = len(text) // (10 * length) * 10 * length
     tens = text[:end].view(-1, 10, length)
-    # the remainder is shorter than ten pieces, and is used for training
+    # the last ids, which are fewer than ten pieces, are used for training
     train = torch.cat([tens[:, :9].reshape(-1), text[end:]])
     return train, tens[:, 9].reshape(-1)
 
@@ -163,7 +163,7 @@ def _streamed(
     if not first:
         raise ValueError(f"{source} holds no rows")
     if name not in first[0]:
-        raise ValueError(f"no column {name}: name one of {', '.join(first[0])}")
+        raise ValueError(f"{source} has no column {name}: name one of {', '.join(first[0])}")
     held_out = [str(row[name]).encode() for row in first if row[name]]
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
@@ -297,12 +297,12 @@ class _Cursor:
         before = position["before"]
         whole = all(type(number) is int and number >= 0 for number in (self.at, self._epoch, given))
         if not whole or not isinstance(before, dict | None):
-            raise TypeError("its values have other types")
+            raise TypeError("a value of the position has another type")
         self._open(before)
         while given and not self._document:
             self._read()
         if given > len(self._document):
-            raise IndexError("it is after the end of its document")
+            raise IndexError("the position is after the end of its document")
         self._given = given
 
     def _open(self, before: Any) -> None:

@@ -27,7 +27,7 @@ ends.
 def load_tokenizer(name: str) -> Any:
     """Loads the tokenizer from a directory, or by its id on the hub; the prefix `hf:` is optional.
 
-    It runs no code of the hub. Raises `ValueError` if the tokenizer cannot be loaded.
+    This function runs no code from the hub. Raises `ValueError` if the tokenizer cannot be loaded.
     """
     transformers = needs("transformers", "models")
     transformers.utils.logging.set_verbosity_error()
@@ -38,14 +38,14 @@ def load_tokenizer(name: str) -> Any:
     path = name.removeprefix("hf:")
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the libraries that read these files raise many types of errors
+    except Exception as error:  # the libraries that read tokenizers raise many types of errors
         problem = f"data.tokenizer {name} is no directory, and no tokenizer that the hub gives us"
         raise ValueError(f"{problem}: {first_line(error)}") from error
 
 
 def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
-    """Returns the tokenizer of a task of this package, also if the task reads bytes; None for a
-    task without a tokenizer.
+    """Returns the tokenizer of the built-in task `task`. If the task reads bytes, the ids of the
+    tokenizer are bytes. Returns None for a task without a tokenizer.
 
     Raises `ValueError` for the same reasons as `load_tokenizer`.
     """

@@ -112,8 +112,8 @@ class TranslationPairs:
         return {"input_ids": ids, "attention_mask": real, "labels": labels}
 
     def _padded(self, side: int, indices: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-        """Returns the sentences at `indices` in the language `side`, padded with `pad`, and a mask
-        that is 1 where an id is not padding.
+        """Returns the sentences at `indices`, padded with `pad`, and a mask that is 0 at padding
+        and 1 at all other ids. `side` is 0 for the input language, 1 for the target.
         """
         ids = torch.full((len(indices), self._lengths[side]), pad)  # [B, length] int64
         real = torch.zeros_like(ids)
@@ -193,7 +193,7 @@ def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
         if set(row) != set(first):
             raise ValueError(
                 f"{source}: pair {number} has the columns {', '.join(row)}, but the first pair"
-                f" {', '.join(first)}"
+                f" has {', '.join(first)}: give all pairs the same columns"
             )
         yield [row[name] for name in first]
 

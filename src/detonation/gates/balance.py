@@ -57,7 +57,8 @@ class Balance(StepGate):
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
             for link in self._shards:
-                # shards come last: a replica may be lost after a part of its shards sent durations
+                # Exchange among the shards last: a lost replica may have sent its durations to only
+                # some of them.
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()

@@ -21,7 +21,8 @@ from detonation.core.replicator import Replicator
 PERIOD = 1000
 """Number of steps in which each number of the agreed state is made equal on all replicas once."""
 MOST_MOVED = 1 / 64
-"""Share of the distance that a tensor moved in `PERIOD` steps by which replicas may differ."""
+"""Replicas may differ by this share of the distance that a tensor moved in the last `PERIOD` steps.
+"""
 _SIGNS = 8
 _STRIP = 1 << 17
 """Number of values that are projected in one operation."""
@@ -38,7 +39,7 @@ class Closeness(StepGate):
     elastic axis has lost replica 0, nothing is copied.
 
     Args:
-        moved: The `movements` before a checkpoint.
+        moved: The result of `movements` when a checkpoint was saved.
     """
 
     def __init__(self, moved: Mapping[str, float] | None = None) -> None:
@@ -82,8 +83,8 @@ class Closeness(StepGate):
                     self._align(replicator, link, turn)
 
     def _links_of(self, replicator: Replicator) -> Iterable[Link]:
-        """Returns the links over which the state of `replicator` is equal. Replicas agree on an
-        anchor along the axis of its replicator. The anchor is also equal along the inner axes.
+        """Returns the links over which the state of `replicator` is equal. An anchor is equal along
+        the axis of its replicator, and along the axes of inner levels.
         """
         links = [replicator.link]
         if not replicator.stepped:
@@ -98,8 +99,9 @@ class Closeness(StepGate):
         """Copies part number `turn` of replica 0's state to all replicas of `link`. Collective."""
         tensors = _floats(replicator.replicated())
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # Weights must move together with their anchor, so they are left out here.
-            # Otherwise the outer momentum would multiply the change of the weights.
+            # If an outer level has an anchor, leave the weights out here, because they must move
+            # together with the anchor. Otherwise the outer momentum would multiply the change of
+            # the weights.
             for name in replicator.parameters:
                 tensors.pop(name, None)
         cut = _cut(tensors, turn, max(1, PERIOD // replicator.round.every))
@@ -181,8 +183,8 @@ class Closeness(StepGate):
         return movement
 
     def movements(self) -> dict[str, float]:
-        """Returns the recent movement of each tensor, by name. Replicas may differ by a share of
-        this movement.
+        """Returns the recent movement of each tensor, by name. Replicas may differ by the share
+        `MOST_MOVED` of this movement.
         """
         found: dict[str, float] = {}
         for link, name, tensor in self._fractions():
@@ -259,7 +261,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 def farthest(rows: Sequence[Sequence[float]]) -> float:
     """Returns the largest distance of a row from the first of `rows`, relative to the first row's
-    norm.
+    norm. A row has the projections of a tensor on one rank.
 
     >>> farthest([[4.0, 0.0], [4.0, 1.0], [4.0, 0.0]])
     0.25
@@ -280,7 +282,7 @@ def tolerance(norm: float, movement: float, eps: float) -> float:
     A number that was once equal is rounded once per step in fp32, and stored in its dtype. So the
     bound for rounding is the norm, times one fp32 epsilon per step plus one epsilon of the dtype.
     Updates follow from the same messages, so they differ by less than `MOST_MOVED` times the
-    movement of the tensor, even if the sign of an update depends on a last bit.
+    movement of the tensor, even if the last bit of a value decides the sign of an update.
     """
     return (PERIOD * _FP32 + eps) * norm + MOST_MOVED * movement
 

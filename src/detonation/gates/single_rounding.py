@@ -63,7 +63,9 @@ def _apply(name: str, *operands: Any) -> Any:
 
 
 def _like(name: str, operation: str) -> str:
-    """Returns the name of `operation` in the form of `name`: on lists, in place, or both."""
+    """Returns the name of `operation` with the prefix `_foreach_` (for lists) and the suffix `_`
+    (in place), if `name` has them.
+    """
     found = _apart(name, operation)
     if name.endswith("_"):
         found += "_"
@@ -71,7 +73,9 @@ def _like(name: str, operation: str) -> str:
 
 
 def _apart(name: str, operation: str) -> str:
-    """Returns the name of `operation` in the form of `name`: maybe on lists, but never in place."""
+    """Returns the name of `operation` with the prefix `_foreach_` (for lists), if `name` has it.
+    The result never names an operation in place.
+    """
     if name.startswith("_foreach_"):
         return "_foreach_" + operation
     return operation

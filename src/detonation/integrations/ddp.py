@@ -76,7 +76,8 @@ def comm_hook(
         )
     if model.mixed_precision is not None:
         raise ValueError(
-            "mixed_precision of DistributedDataParallel reduces other tensors: use torch.autocast"
+            "mixed_precision of DistributedDataParallel averages the gradients in another dtype:"
+            " leave it out, and use torch.autocast"
         )
     if model._comm_hooks:
         raise ValueError("the model already has a communication hook, and can have only one")
@@ -97,9 +98,9 @@ def comm_hook(
     chosen = levels[0][1]
     if not chosen.worth_overlapping:
         raise ValueError(
-            f"{chosen.name} does not exchange the gradients of each step within that step, which a"
-            " hook must: set delay=0 if it has a delay, or use replicate(optimizer, model, ...)"
-            " without DistributedDataParallel"
+            f"{chosen.name} does not exchange the gradients of each step in the same step, but a"
+            " communication hook must do so: set delay=0 if the scheme has a delay, or use"
+            " replicate(optimizer, model, ...) without DistributedDataParallel"
         )
     ignored = model.parameters_to_ignore
     base = _NoStep(p for name, p in model.module.named_parameters() if name not in ignored)

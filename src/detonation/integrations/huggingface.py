@@ -1,9 +1,9 @@
 """Accelerate, the Trainer of Transformers, TRL and PEFT: FSDP2 shards inside each replica, and a
 scheme connects the replicas.
 
-Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. After
-this, the module replicates the optimizer inside the wrapper. A directory `detonation` beside the
-files of these libraries contains the state that differs between replicas.
+Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. Then
+this module replicates the optimizer inside the wrapper. A directory `detonation` beside the files
+of these libraries contains the state that differs between replicas.
 """
 
 import math
@@ -72,7 +72,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True even if the axis has size 1, for a single replica or for a replica on one GPU."""
+        """True if there are several ranks, even with one replica, or with one rank per replica."""
         return bool(self.total_size > 1)
 
     dp_shard_enabled = dp_replicate_enabled
@@ -103,7 +103,7 @@ def prepare(
     """Prepares model, optimizer and other objects as `accelerator.prepare` does. The optimizer then
     also exchanges updates between replicas by `scheme`.
 
-    `save_state` and `load_state` also include the state of the replicas after this call. If the
+    After this call, `save_state` and `load_state` also include the state of the replicas. If the
     scheme has rounds or a delay, call `replicated(optimizer).synchronize()` before you use the
     model.
 
@@ -205,8 +205,8 @@ class Replicate(TrainerCallback):
         skip_checkpoints(_NAME, _PART_OF_REPLICAS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Replicates the optimizer after it has been sharded and loaded, and loads the state of the
-        replicas.
+        """Replicates the optimizer after the Trainer has sharded the model and loaded the
+        optimizer. Then loads the state of the replicas.
         """
         trainer, checkpoint = _training()
         # check again, because a callback that `add_callback` adds gets no call of `on_init_end`
@@ -290,7 +290,7 @@ class _LastRound(TrainerCallback):
     on_epoch_end = on_evaluate = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._optimizer = None  # a later call of `evaluate` may call `on_evaluate` again
+        self._optimizer = None  # so that `on_evaluate` does nothing if `evaluate` is called later
 
 
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
@@ -339,8 +339,8 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
 def _training() -> tuple[Any, str | None]:
     """Returns the Trainer whose `train` is running, and the checkpoint from which it resumes.
 
-    It searches the calling frames, because the Trainer passes neither of these objects to its
-    callbacks.
+    The function searches the frames of its callers, because the Trainer passes neither itself nor
+    the checkpoint to callbacks.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -398,7 +398,7 @@ def _replicate_inside(
             parameters = [parameters]
         parameters = [*parameters]
         mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
-        # in this case the parameters belong to another model of this accelerator
+        # parameters that are not in this optimizer belong to another model of the accelerator
         if mine.isdisjoint(map(id, parameters)):
             return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
@@ -455,7 +455,7 @@ def _save_part(
     """Saves the exact state of every rank in the directory `part`. Collective."""
     state = AcceleratorState()
     # An earlier run may have left a later step in this directory. The first rank of each node
-    # removes it, because nodes need not share a file system.
+    # removes the directory, because nodes need not share a file system.
     if state.is_local_main_process:
         shutil.rmtree(part, ignore_errors=True)
     state.wait_for_everyone()

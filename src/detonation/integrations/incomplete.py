@@ -24,11 +24,11 @@ _FOLDER = re.compile(r"checkpoint_[0-9]+")
 def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
     """Makes `train(resume_from_checkpoint=True)` skip incomplete checkpoints.
 
-    It changes the Trainer whose constructor is among the callers of this function.
+    The function changes the Trainer whose constructor is among its callers.
 
     Args:
-        name: Pattern of the names of its checkpoints.
-        part: Our directory in each checkpoint.
+        name: Pattern of the names of the Trainer's checkpoints.
+        part: Name of this library's directory in each checkpoint.
     """
     trainer = _trainer_above()
     if trainer is None:
@@ -65,7 +65,7 @@ def skip_folders(accelerator: Any, part: str) -> None:
     of checkpoints.
     """
     load_state = accelerator.load_state
-    # each rank writes this file last, so a complete checkpoint has it
+    # each rank writes its random state last, so a complete checkpoint has the file of this state
     files = [f"random_states_{accelerator.process_index}.pkl"]
 
     def load_newest(input_dir: Any = None, *others: Any, **named: Any) -> Any:
@@ -92,8 +92,9 @@ def newest_whole(
 
     Args:
         folder: Folder of checkpoints; it may differ between ranks, or be absent.
-        name: Pattern of their names, which end with a number.
-        lacks: Names a missing part of a checkpoint on this rank; "" for none.
+        name: Pattern of the names of checkpoints, which end with a number.
+        lacks: Returns the name of a missing part of a checkpoint on this rank; "" if it is
+            complete.
 
     Raises:
         ValueError: No checkpoint is complete.

@@ -108,7 +108,8 @@ class ReplicaStrategy(ModelParallelStrategy):
     ) -> None:
         if axis is not None and replicas != "auto":
             raise ValueError(
-                f"replicas is {replicas}, must be left out with an axis, which knows their number"
+                f"replicas is {replicas}, must be left out with an axis, because the axis gives the"
+                " number of replicas"
             )
         if axis is not None:
             replicas = 1
@@ -119,7 +120,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         self._scheme = scheme
         self._own_clip = clip
         self._clip = 0.0
-        # for each directory of checkpoints, which ranks see which volume
+        # for each directory of checkpoints: the volumes, and the ranks that see each volume
         self._volumes: dict[Path, Volumes] = {}
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
@@ -135,8 +136,8 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of the sampler with which each rank gets different batches, also the shards of
-        one replica.
+        """Arguments of the sampler with which each rank gets different batches, even if ranks are
+        shards of the same replica.
         """
         replicas = 1
         replica = 0
@@ -224,9 +225,9 @@ class ReplicaStrategy(ModelParallelStrategy):
         return output
 
     def on_train_start(self) -> None:
-        """Makes SIGTERM ask that this replica of an elastic axis leaves the run.
+        """Makes this replica leave the run at SIGTERM, if the axis is elastic.
 
-        The handler of Lightning would wait for the other replicas instead.
+        Lightning's own handler of SIGTERM would wait for the other replicas.
         """
         super().on_train_start()
         if (depart := getattr(self._axis, "depart", None)) and current_thread() is main_thread():
@@ -269,7 +270,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         # has none.
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
-        if self.local_rank == 0:  # another run may have left a later step in this directory
+        if self.local_rank == 0:  # another run may have left the state of a later step
             shutil.rmtree(path / PART, ignore_errors=True)
         self.barrier()
         if trains:
@@ -306,15 +307,16 @@ class ReplicaStrategy(ModelParallelStrategy):
         if fits and self.replicated and self.broadcast((path / PART).is_dir()):
             return self._load_exactly(path, weights_only)
         try:
-            # An evaluation loads no optimizer. In `fit`, this checkpoint came from another
-            # strategy.
+            # An evaluation loads no optimizer state. In `fit`, a checkpoint of another strategy has
+            # only the state of the base optimizers.
             self._optimizers = []
             if fits:
                 self._optimizers = [each.base for each in self.replicated]
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        # loading other state empties the memories of unsent values, and the next step warns
+        # without the part "replication", a state dict empties the memories of unsent values, and
+        # the next step logs a warning
         if fits:
             for optimizer in self.replicated:
                 state = optimizer.state_dict()
@@ -353,8 +355,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         return rest
 
     def _shard(self, module: LightningModule) -> None:
-        """Shards a module that has no `configure_model`. FSDP treats the step methods of the module
-        like forward.
+        """Shards a module that has no `configure_model`. FSDP2 also gathers the parameters before
+        the module's step methods, such as `training_step`.
         """
         if isinstance(module, FSDPModule):
             return

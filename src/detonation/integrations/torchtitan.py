@@ -1,8 +1,9 @@
 """torchtitan: FSDP2 shards inside each replica as torchtitan does, and a scheme connects the
 replicas.
 
-torchtitan's command line names a function that returns a configuration. If the command line names
-this function through the present module, the configuration also has replicas:
+torchtitan's command line names a function that returns a configuration. With the flag `--module
+detonation.integrations.torchtitan`, this module calls the function and adds replicas to the
+configuration:
 
     torchrun ... -m torchtitan.train --module detonation.integrations.torchtitan --config
     llama3.llama3_8b \
@@ -118,7 +119,8 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        # keep the first value, because a second trainer with this configuration would read infinity
+        # keep the first value: a second trainer with this configuration reads infinity, which is
+        # set below
         if self._clip is None:
             self._clip = training.max_norm
         # with an infinite limit, torchtitan measures the norm before the exchange but does not clip
@@ -133,8 +135,8 @@ class _Sharding:
                 # torchtitan divides each loss by the tokens of all R replicas, so multiply
                 # gradients by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
-                # gloo cannot multiply while it sums, and the gradient of a single shard would be
-                # multiplied twice
+                # On CPUs, FSDP2 must multiply apart from the sum, because gloo cannot multiply
+                # while it sums. With a single shard this would multiply the gradient twice.
                 if parallel_dims.world_mesh.device_type == "cpu":
                     several = parallel_dims.get_mesh("fsdp").size() > 1
                     module.set_force_sum_reduction_for_comms(several)
@@ -195,8 +197,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         """Replicates the optimizer along `axis`.
 
         Args:
-            scheme: Scheme in code, unless the flag sets another.
-            steps: Length of training.
+            scheme: Scheme that was passed in code; the flag `--optimizer.scheme` overrides it.
+            steps: Number of training steps.
         """
         if len(self.optimizers) > 1:
             kinds = ", ".join(type(each).__name__ for each in self.optimizers)
@@ -285,7 +287,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     ) -> Any:
         """Saves the state of the replicas, and after it torchtitan's state. Collective.
 
-        torchtitan writes its metadata last. A checkpoint is valid only after this.
+        torchtitan writes its metadata last. A checkpoint without metadata is not valid.
         """
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
@@ -314,7 +316,8 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
             loaded = load_checkpoint(own, model, optimizers.replicated)
             if loaded is None:
                 remedy = (
-                    "set load_step to an earlier one, or initial_load_path to load its model alone"
+                    "set load_step to an earlier step, or set initial_load_path to load only the"
+                    " model of this checkpoint"
                 )
                 raise ValueError(
                     f"{checkpoint_id} has no directory detonation, the state of the replicas:"

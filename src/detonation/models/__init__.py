@@ -44,8 +44,8 @@ def model_function(name: str) -> Callable[..., nn.Module]:
 
 
 def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the `size` and `channels` of images that the model requires. A model that accepts any
-    value has no entry.
+    """Returns the `size` and `channels` of images that the model requires. A value that the model
+    does not fix is left out.
     """
     if name.startswith(HUB_PREFIX):
         return image_size_of(name.removeprefix(HUB_PREFIX), dict(arguments))

@@ -163,7 +163,8 @@ def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> A
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
     if isinstance(padding, int) and padding >= text.vocab_size:
-        text.pad_token_id = None  # this token id is outside the smaller vocabulary of this model
+        # the padding id is outside the vocabulary, which `settings` may have made smaller
+        text.pad_token_id = None
     if hasattr(text, "use_cache"):
         text.use_cache = False  # training does not reuse cached keys and values
     return config

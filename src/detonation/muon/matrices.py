@@ -225,7 +225,8 @@ class _Group:
         ]
         sent: list[list[Tensor]] = [[] for _ in self._owned]
         for each, *parts in zip(self._mine, *shards, strict=True):
-            # `cat` copies the parts, because a sum of products may depend on its first address
+            # `cat` copies the parts to new memory, because the bits of a matrix product may depend
+            # on the address of the matrix
             result, notes = each.step.whole(torch.cat(parts, each.dim))
             for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
                 pieces.extend((_to_bytes(shard), _to_bytes(notes)))
@@ -275,4 +276,4 @@ def _to_bytes(tensor: Tensor) -> Tensor:
 
 
 def _from_bytes(content: Tensor, dtype: torch.dtype) -> Tensor:
-    return content.clone().view(dtype)  # a copy, because the bytes may begin at any offset
+    return content.clone().view(dtype)  # a copy is aligned; the bytes may begin anywhere

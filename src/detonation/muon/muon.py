@@ -133,7 +133,7 @@ class Muon(Optimizer):
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
             saved = state_dict["state"].get(number, {}).get(_SECOND_MOMENT)
-            if saved is not None:  # torch has rounded it to the dtype of the parameter
+            if saved is not None:  # torch rounded the loaded moment to the parameter's dtype
                 moment = saved.to(local(parameter).device, torch.float32, copy=True)
                 self.state[parameter][_SECOND_MOMENT] = moment
 
@@ -276,7 +276,7 @@ def _newton_schulz(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
     if matrix.device.type == "cpu":
         dtype = torch.float32
     margin, polynomials = COEFFICIENTS[coefficients]
-    x: Tensor = matrix.to(dtype).contiguous()  # other strides round otherwise
+    x: Tensor = matrix.to(dtype).contiguous()  # with other strides, products round differently
     x = x / (x.norm() * margin).clamp(min=1e-7)
     is_tall = x.shape[0] > x.shape[1]
     if is_tall:

@@ -55,7 +55,7 @@ class BufferSync:
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
-        if not buffers:  # the same on all replicas, as all have the same model
+        if not buffers:  # all replicas return here, because all have the same model
             return
         links = {replicator.link: replicator.channel.runtime.device for replicator in replicators}
         for link, device in links.items():
@@ -114,7 +114,8 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     total = link.all_reduce(torch.cat([own, whole]))()
     sums = total[:-1]
     counts = total[-1:]
-    if int(counts) < link.replicas:  # rare; all replicas enter this branch together
+    # rare; all replicas have the same `counts`, so all enter this branch
+    if int(counts) < link.replicas:
         counts = link.all_reduce(finite.to(values.dtype))()
         nowhere = counts == 0
         others = link.all_reduce(values.where(nowhere, values.new_zeros(())))()

@@ -68,7 +68,7 @@ class StopConsensus:
         self.compare = differences  # `verify` calls this function to find tensors that differ
         self.runtime = runtime
         self.decides_on_device = runtime.decides_on_device
-        self.half_step = ""  # text that says why the last step failed between sending and moving
+        self.half_step = ""  # if the last step failed after sending its messages: the cause
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
@@ -97,7 +97,9 @@ class StopConsensus:
 
     def connect(self, levels: Sequence[Level], replicators: Sequence[Replicator]) -> None:
         """Chooses the links on which ranks exchange reasons to stop: the links to the shards of
-        this replica, and the links of all levels if not every replica receives every message."""
+        this replica. The links of all levels are added if there are several levels, or if not every
+        replica receives every message.
+        """
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
         links: list[Link] = []
@@ -228,8 +230,8 @@ class StopConsensus:
             counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
-        """Runs the collectives that `end` of `step`, or `begin` of the next step, runs on other
-        ranks, if this rank announces a change of the trained parameter `name`.
+        """Called on a rank that announces that it starts or stops training `name`. Runs the
+        collectives that other ranks run in `end` of `step`, or in `begin` of the next step.
         """
         if not self._arrived(step):
             return
@@ -245,8 +247,9 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
-        """Runs the collectives that `verify` runs on other ranks after `step` steps, if this rank
-        announces a change of the trained parameter `name`."""
+        """Called on a rank that announces that it starts or stops training `name`. Runs the
+        collectives that other ranks run in `verify` after `step` steps.
+        """
         self._drain(replicators, step)
         for replicator in replicators:
             link = replicator.link
@@ -297,7 +300,7 @@ class StopConsensus:
             mended = self._mended(replicator, others | tensors, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
-            if mended:  # a repair also replaces this replica's nonfinite weights
+            if mended:  # this also replaces nonfinite weights of this replica
                 replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)
@@ -349,8 +352,8 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _arrived(self, until: float) -> bool:
-        """True if a message was to arrive since the last call of this method, at a step up to
-        `until`. The result is the same on all ranks. Also counts the faults of these messages.
+        """True if messages were due since the last call of this method, at steps up to `until`. The
+        result is the same on all ranks. Also counts the faults of these messages.
         """
         found = False
         for counts in self.counts:

@@ -73,7 +73,7 @@ def differences(
     sums += torch.tensor(hashes, dtype=torch.int64, device=device).unbind()
     if not sums:
         return []
-    table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors, then options]
+    table = link.collect(torch.stack(sums)).tolist()  # [replicas][sums of tensors, then of options]
     columns = zip(names, zip(*table, strict=True), strict=True)
     found = [_difference(name, column) for name, column in columns]
     return [difference for difference in found if difference]

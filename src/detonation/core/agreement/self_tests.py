@@ -57,8 +57,8 @@ def register_step_test(optimizer: type[Optimizer], test: StepTest) -> None:
     operations of which most optimizers consist.
 
     Args:
-        optimizer: The class; its subclasses are tested by operations. Call it with groups that
-            hold the options of another instance.
+        optimizer: The class. The self-test makes an instance with the parameter groups of another
+            instance. Subclasses are not included.
     """
     _TESTED[optimizer] = test
 
@@ -96,7 +96,8 @@ def selftest(
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
-                # `before` is nonzero: a sum with zero would not show if multiply-add is fused
+                # `before` has no zeros, because a sum with zero does not show whether multiply-add
+                # is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
                 rows = _test_of(base.optimizer).rows
                 steps = _steps([before[:rows]], [gradient[:rows]], base.optimizer, options)

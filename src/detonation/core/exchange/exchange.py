@@ -52,7 +52,8 @@ class Exchange(ABC):
         # A simulated communicator on a CPU shares the message itself, so it is not reused, either.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # gives receive buffers back for reuse; without kernels, the device allocator does so
+        # Returns receive buffers for reuse. It is None on a device without kernels, because the
+        # device's allocator reuses the memory.
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
@@ -83,7 +84,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def receive(self, message: Message) -> Received:
-        """Waits for the messages of all replicas."""
+        """Waits for the messages of all replicas, and validates them."""
 
     @abstractmethod
     def play(self, message: Message, playback: PlayedMessages) -> None:
@@ -106,7 +107,8 @@ def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 
     `zeros_are_negative` with the number of earlier messages that contained the same coordinates.
     """
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
-    # True for an outer SGD, which uses magnitudes; a base optimizer may use only signs
+    # An outer SGD moves in proportion to the update. A base optimizer may use only the update's
+    # signs.
     proportional = scheme.signal == "parameters"
     return zeros_are_negative(
         sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote)
@@ -126,15 +128,15 @@ def zeros_are_negative(
     too.
 
     Args:
-        sending: How often the coordinate was sent before, as far as that is independent of the
-            data. The step does not do: at an even period the coordinate is sent at steps of one
-            parity.
+        sending: Number of earlier messages with the coordinate, as far as this number does not
+            depend on the data. The step number would not suffice: with an even period, a coordinate
+            is sent only at even steps or only at odd steps.
         replica: From 0 to below `replicas`.
-        cancel: Whether an even number of replicas cancels at once: right for votes, which tie, and
-            where the update is used in proportion. Replicas have different magnitudes, so under a
-            mean an arbitrary small number remains; an optimizer that uses its sign would walk at
-            random. With `cancel=False` one sign has the majority among the replicas, and such an
-            optimizer moves to and fro.
+        cancel: Whether the signs of an even number of replicas cancel in each message. Use True for
+            votes, which then tie, and for updates that move weights in proportion. Under a mean,
+            replicas have different magnitudes, so the sum is a small number with an arbitrary sign,
+            and an optimizer that uses only signs would make a random walk. With False, one sign has
+            the majority in each message, and this optimizer moves back and forth.
 
     Example:
         >>> [zeros_are_negative(sending) for sending in range(6)]
@@ -204,7 +206,8 @@ class AllReduce(Exchange):
         digits = total[count * self._k :]  # the last collective carries the status digits
         runs.sort(key=itemgetter(0))
         if message.played:
-            # The log does not record which replicas were absent, so all count as absent.
+            # The log does not record which replicas were absent, so the status of any replica may
+            # be missing.
             absent = {*range(link.replicas)}
         elif link.observer:
             if len(runs) > 1:
@@ -242,7 +245,8 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    def state(self) -> dict[str, Tensor]:  # empty: a sum shows no norm of a single replica
+    # empty: a sum hides the norms of messages, so there is no reference norm
+    def state(self) -> dict[str, Tensor]:
         return {}
 
 

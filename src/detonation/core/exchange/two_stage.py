@@ -38,7 +38,8 @@ class TwoStage(Exchange):
 
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
-        engine: Of the replica, which may bring one for an owner's answers.
+        engine: The engine of this replica; it may provide a `replier` that computes the answers of
+            an owner.
         first: The number of the first row among those of the whole flat.
     """
 
@@ -155,7 +156,8 @@ class TwoStage(Exchange):
         self._answer.write(selected, run)
         sent = self._answer.written(run)
         indices = selected.indices
-        if isinstance(indices, Tensor):  # indices in a row are distinct: additions do not collide
+        # the indices of a row are distinct, so each number changes once
+        if isinstance(indices, Tensor):
             residual.scatter_add_(1, indices, sent.neg())
         else:
             residual -= sent

@@ -23,7 +23,8 @@ class Tiles:
     """Squares of `side` x `side` coordinates that cover a matrix, padded with zeros at the lower
     and right edge.
 
-    Tile [i, j] is row i * across + j.
+    Tile j in line i of tiles is row i * `across` + j, where `across` is the number of tiles in a
+    line.
     """
 
     height: int

@@ -195,13 +195,13 @@ class RowOwners:
     def _pairs(
         self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views of `dealt` and `matrices` with the same shape and content: the rows
-        assigned round robin, followed by the owners' remainders.
+        """Pairs of views of equal shape, one of `dealt` and one of `matrices`, for the same rows:
+        first the rows that are assigned round robin, then the remaining rows of each owner.
         """
         pairs = []
         own = self._turns * self.run
         begin = self.replicas * own
-        rest = self.owned - own  # rows of the remainder that each owner has
+        rest = self.owned - own  # number of rows of an owner that are not round robin
         whole, left = self._remainder
         end = begin + whole * rest
         for lines, parts in zip(matrices, dealt, strict=True):

@@ -89,7 +89,7 @@ class Piece(Tensor):
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None:
             self.whole.grad = None
-        elif self.whole.grad is None:  # the caller writes into zeros
+        elif self.whole.grad is None:  # creates zeros, into which the caller writes the gradient
             self.whole.grad = torch.zeros_like(self.whole)
 
 
@@ -273,7 +273,7 @@ def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int])
             continue
         gradient = parameter.grad
         if gradient is None or gradient.stride() != parameter.stride():
-            parameter.grad = None  # a `Piece` would keep a gradient that exists
+            parameter.grad = None  # first None, because a `Piece` keeps an existing gradient
             parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
         assert gradient is not None

@@ -52,14 +52,16 @@ class Desync(DetonationError, RuntimeError):
 
 
 class Changed(str):
-    """Name of a parameter that the sender of an empty message started or stopped training."""
+    """The name of a parameter, with a mark: the sender of an empty message started or stopped
+    training this parameter.
+    """
 
     __slots__ = ()
 
 
 AGAIN = (
-    "This error ended the optimizer: load a checkpoint or a state dict on all ranks, because it"
-    " takes no step before"
+    "After this error the optimizer takes no more steps: load a checkpoint or a state dict on all"
+    " ranks"
 )
 """Text that is appended to the message of an error when the error is raised again."""
 
@@ -70,7 +72,7 @@ class FaultCounts:
 
     Attributes:
         skipped: Contributions of all replicas that were omitted because a gradient was not finite.
-        by_parameter: The same, for each parameter.
+        by_parameter: The count `skipped` of each parameter.
         refused: Messages of all replicas that failed validation.
         fatal: 0, or the number of a reason for which all ranks must stop; `error` decodes it on any
             rank.
@@ -136,8 +138,8 @@ class FaultCounts:
             report(numbers.read())
 
     def stop_if_apart(self) -> None:
-        """Records a reason to stop if some replicas, but not all that must, announced a change of
-        the trained parameters.
+        """Records a reason to stop if a change of the trained parameters was announced by some
+        replicas, but not by all that must announce it.
         """
         if self.changed_apart:
             replicas = sum({_bit(sender) for sender in self.changed})
@@ -356,8 +358,8 @@ class FaultCounts:
 
 
 def _odd(words: Mapping[int, int]) -> list[int]:
-    """Senders whose word differs from the majority's word or, without a majority, from the first
-    word.
+    """Senders whose number in `words` differs from the most frequent number. If several numbers are
+    equally frequent, the first of them is taken.
     """
     most_frequent = Counter(words.values()).most_common(1)[0][0]
     return [sender for sender, word in words.items() if word != most_frequent]

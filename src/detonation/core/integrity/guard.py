@@ -83,7 +83,7 @@ class Expected:
     Args:
         header: Header of replica 0; status and received digest are not compared.
         nbytes: Number of bytes after the header.
-        parameters: Largest status.
+        parameters: Number of parameters, which is the largest valid status.
         signals: True if each message carries its sender's own signal, so that all norms are of
             similar size. False for the aggregates of owners.
     """
@@ -157,8 +157,8 @@ def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The smallest and the largest valid value of the first 11 columns of the table that
-    `decide_usable` makes, without step and checksum. Also returns a row of zeros with a 1 in the
-    column of the step, with which the step is added.
+    `decide_usable` makes, without step and checksum. Also returns a row with 1 in the column of the
+    step and 0 in all other columns: the caller adds this row times the step.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
     """
@@ -262,8 +262,8 @@ class Guard(SumGuard):
     to step."""
 
     def seal(self, message: Message, status: int | Tensor | None, phase: int = 0) -> Tensor:
-        """Returns the bytes that the next collective sends: the waiting run of rows of `message`.
-        The last run of a message begins with the header.
+        """Returns the bytes that the next collective sends: the run of rows that waits in
+        `message`. The last run of a message begins with the header.
 
         Args:
             status: 0, or 1 + the number of the parameter because of which a part of the message is
@@ -339,11 +339,12 @@ class Guard(SumGuard):
             _empty_headers(whole, absent)
             observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
-        if not arrived:  # no buffer to return, because `whole` has memory of its own
+        if not arrived:  # `Message.whole` has copied and returned the buffers
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
-        # the mean is over the replicas that sent a message; rows of an absent owner do not change
+        # Leave absent replicas out of the mean over signals. Keep the rows of absent owners: they
+        # are zeros, so the update changes nothing there.
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:
@@ -442,8 +443,10 @@ class Guard(SumGuard):
     def _compare_received(
         self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int
     ) -> None:
-        """Compares the digests that all replicas sent of the bytes they received earlier. The
-        digests differ if only some replicas received a damaged message."""
+        """Compares the digests in the messages of all replicas: each is a digest of the bytes that
+        the sender received earlier. The digests differ if only some replicas received a damaged
+        message.
+        """
         received = [(row[7], fault) for row, fault in zip(rows, faults, strict=True)]
         self._received[self._opened] = hash63(repr(received))
         self._received.pop(self._opened - 2 - self._delay, None)

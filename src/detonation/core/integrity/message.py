@@ -45,8 +45,9 @@ class Header:
         place: Number of the message among its sender's messages of the step.
         status: 0, or 1 + the number of the parameter because of which the message is empty; `[]`
             int64 if only the device knows it.
-        received: A digest that must be the same on all replicas: of the messages that the sender
-            received earlier, and in the lower 32 bits of the options of its parameter groups.
+        received: Two digests that must be the same on all replicas. The upper bits are a digest of
+            the messages that the sender received earlier. The lower 32 bits are a digest of the
+            options of its parameter groups.
     """
 
     schema: int
@@ -58,7 +59,9 @@ class Header:
 
     @property
     def origin(self) -> int:
-        """The fourth word of the header: the sender of the message, and its place number."""
+        """The fourth word of the header: the sender in the upper 32 bits, and `place` in the lower
+        32 bits.
+        """
         return self.sender << 32 | self.place
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
@@ -182,7 +185,8 @@ class Missing:
         step: Step at which the message was sent.
         octets: Set of the parameters, one bit each in the order of the layout.
         says: What the message says about these parameters, see `NONE_MISSING`.
-        known: Exchanges of sets that a message could name when this one was sent.
+        known: The exchanged sets that all replicas remembered when the message was sent, so that
+            the message could name one of them.
         rows: Number of the parameter of each row of the flat, see `Layout.row_numbers`.
         kept: Copies of rows of memories that the step changes.
         said: Returns what the message of each replica says, once all have arrived; waits for the
@@ -281,8 +285,9 @@ class Message:
     played: bool = False
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
-        """Stores the indices of the rows that begin at row `first` of the flat, which all replicas
-        know."""
+        """Stores the `indices` of the rows from row `first` of the flat on, if all replicas know
+        these indices without a message.
+        """
         if isinstance(indices, SharedIndices):
             self.shared[first] = indices
         elif indices is not None:

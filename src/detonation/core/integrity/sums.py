@@ -22,12 +22,12 @@ class SumGuard:
         schema: All settings that sender and receiver must share to read a message.
         place: Number of the message among the messages of a step.
         delay: Steps that a message may be in flight.
-        on_device: True if the device decides. Faulty messages are not used then either, but
-            `FaultCounts.catch_up` counts and reports them later.
+        on_device: True if the device decides which messages are used. `FaultCounts.catch_up` then
+            counts and reports faulty messages later.
         usual: Reference norm of messages, see `decide_usable`; several guards may share it. `[1]`
             fp32.
-        forget: Clears the memory of this replica: after a message that was too large, the next ones
-            would be, too.
+        forget: Clears the memory of this replica: after a message that was too large, the next
+            messages would also be too large.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SumGuard:
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
     ) -> None:
         """Writes this replica's status after the values of an all-reduce, with a mark that depends
-        on the schema, the place of the message and the step.
+        on the settings (schema), the number of the message in the step, and the step.
 
         Each replica writes three numbers for itself and zeros for the other replicas, so the sum
         needs no header. The last number contains the mark, which is never 0.
@@ -188,7 +188,7 @@ def statuses_of_sum(
     replicas = len(digits) // DIGITS
     is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
     if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
-        # One communicator represents all replicas: its sum contains each number `replicas` times.
+        # One communicator simulates all replicas, so the sum contains each number `replicas` times.
         digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
     found = []

@@ -71,8 +71,8 @@ class HostStaging:
         collective.
 
         Args:
-            later: True if a thread starts it, in the order of calls. Backward can then queue more
-                work on the device.
+            later: True if another thread starts the collectives, in the order of the calls.
+                Backward can then queue more work on the device.
         """
         if later:
             started = self._thread.submit(self.start, collective, copied, False)
@@ -288,7 +288,8 @@ class ProcessGroupCommunicator(Communicator):
             return self._of_axis
         group = _group_beside(self._of_axis)
         if self._is_gloo:
-            # gloo only, because NCCL must end a communicator on all ranks at once; not at exit
+            # Destroy a gloo group together with this object, except at exit. An NCCL group stays,
+            # because all its ranks must destroy it at the same time.
             weakref.finalize(self, _end, group).atexit = False
         return group
 

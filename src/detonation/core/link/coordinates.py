@@ -45,7 +45,8 @@ def coordinates_of(
     """
     replica = 0
     replicas = 1
-    axes = dict(_axis(axis) for axis, _ in levels)  # two levels may share an axis
+    # count an axis once, even if two levels share it
+    axes = dict(_axis(axis) for axis, _ in levels)
     for here, size in reversed(axes.values()):
         replica = replica * size + here
         replicas *= size

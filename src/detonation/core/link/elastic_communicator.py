@@ -140,7 +140,7 @@ class AgreedCommunicator(Communicator):
         return self._rows(self._between.all_gather, mine)
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        # the ranks of this replica may have received the rows of different replicas
+        # if a replica was lost, its rows may have reached only some ranks of this replica
         return self._rows(self._between.all_to_all, mine)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
@@ -190,7 +190,8 @@ def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
     """Returns the `rows` of an all-gather, with the row of each absent replica replaced by the row
     of the first present replica.
 
-    Use it only for values that replicas compare: an absent replica then differs from no replica.
+    Use it only for values that replicas compare: an absent replica then counts as equal to the
+    first present replica.
 
     Shapes: `[replicas, n]` -> the same.
     """

@@ -30,7 +30,8 @@ def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
     calls the hooks after steps.
 
     torch's own wrapper also calls the profiler and the hooks before steps, which costs 30 Python
-    calls per step. It is used only while a profiler runs, or if hooks before steps are registered.
+    calls per step. The step runs in torch's wrapper only while a profiler runs, or if hooks before
+    steps are registered.
     """
     heard = Optimizer.profile_hook_step(torch.no_grad()(step))
 
@@ -81,7 +82,7 @@ class BaseStep:
         self.rounding: AbstractContextManager[object] = nullcontext()
         self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._hook: Callable[[], object] | None = None  # removes the hook that keeps rows unchanged
+        self._hook: Callable[[], object] | None = None  # removes the hook of `hold`
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
@@ -191,8 +192,8 @@ class _Lookout:
     """A hook that runs after each step of an optimizer, before other hooks. It raises an error if
     the step was not made by a `BaseStep`, because such a step changes only this replica.
 
-    The hook does not run before steps, because hooks before steps may read gradients:
-    `Update.apply` would then have to write the gradients.
+    This is no hook before steps, because hooks before steps may read gradients: if there are any,
+    `Update.apply` must write the update into the gradients.
 
     Attributes:
         stepping: The `BaseStep` that takes a step now.

@@ -95,10 +95,11 @@ class OptimizerWrapper(Optimizer):
             after(self)
 
     def call_before_saving(self) -> None:
-        """Calls the hooks before `state_dict` of this optimizer and of `base`, before a checkpoint
-        is saved without a state dict.
+        """Before a checkpoint without a state dict is saved, calls the hooks that run before
+        `state_dict` of this optimizer and of `base`.
 
-        Raises `ValueError` if there are hooks that change state dicts, which could have no effect.
+        Raises `ValueError` if there are hooks that change state dicts, because they would have no
+        effect.
         """
         for each in (self, self.base):
             _refuse_hooks(each._optimizer_state_dict_post_hooks.values(), "saves")
@@ -107,14 +108,16 @@ class OptimizerWrapper(Optimizer):
                 hook(each)
 
     def refuse_loading_hooks(self) -> None:
-        """Raises `ValueError` if there are hooks that change state dicts before loading. They could
-        have no effect on a checkpoint without a state dict."""
+        """Raises `ValueError` if there are hooks that change state dicts before loading. These
+        hooks would have no effect on a checkpoint without a state dict.
+        """
         for each in (self, self.base):
             _refuse_hooks(each._optimizer_load_state_dict_pre_hooks.values(), "loads")
 
     def call_after_loading(self) -> None:
-        """Calls the hooks after `load_state_dict` of `base` and of this optimizer, after a
-        checkpoint without a state dict was loaded."""
+        """After a checkpoint without a state dict was loaded, calls the hooks that run after
+        `load_state_dict` of `base` and of this optimizer.
+        """
         for each in (self.base, self):
             for hook in each._optimizer_load_state_dict_post_hooks.values():
                 hook(each)

@@ -110,7 +110,8 @@ def build_levels(
 
     Args:
         model: The model of `parameters`.
-        routes: By level and number of local ranks; those that are missing are added.
+        routes: The existing links and fault counts, by level and number of local ranks; missing
+            ones are added.
     """
     device = _device_of(parameters)
     local_steps = None

@@ -159,7 +159,7 @@ def check_order(schemes: Sequence[Scheme]) -> None:
     for scheme in [scheme for scheme in schemes if isinstance(scheme, ParameterScheme)][:-1]:
         if not scheme.averages:
             raise ValueError(
-                f"{scheme.name} is a level of rounds inside another level, whose updates its"
-                " anchor would undo: take for the inner level a scheme that averages at once"
-                " and in fp32, such as local_sgd()"
+                f"{scheme.name} is a level of rounds inside another level, and its anchor would"
+                " undo the updates of the outer level: use as inner level a scheme that averages"
+                " at once and in fp32, such as local_sgd()"
             )

@@ -174,7 +174,7 @@ class Replicated(OptimizerWrapper):
                     replicator.before(step)
                 # 3. Check that no rank has a reason to stop, before the weights move.
                 if "gradients" in signals:
-                    # the agreed update replaced overflowed gradients, so this step is made
+                    # do not skip this step: the agreed update replaced gradients that overflowed
                     self.base_step.overflow = None
                     consensus.end(step)
                 # 4. Move the weights.
@@ -197,7 +197,7 @@ class Replicated(OptimizerWrapper):
             self._explain(error, halfway)
             raise
         finally:
-            self._deferred.clear()  # a step that was refused or skipped moves nothing later
+            self._deferred.clear()  # drops the movements of a refused or skipped step
             PROGRESS.where = "outside"
         return loss
 
@@ -235,7 +235,7 @@ class Replicated(OptimizerWrapper):
         if self._renumbers and not overlapping:
             with exactly():
                 self.renumber()
-        if not (overlapping or held_back):  # `overlap` has already begun this step
+        if not (overlapping or held_back):  # otherwise `overlap` has begun this step
             self._consensus.enter_step(self.step_count)
         if changed and not overlapping:
             with exactly():
@@ -285,7 +285,7 @@ class Replicated(OptimizerWrapper):
             if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # a change needs other buckets
+                if lost or self._trained.changed:  # other replicas or parameters need other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count, may_send))

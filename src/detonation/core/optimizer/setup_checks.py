@@ -87,7 +87,8 @@ def checked_levels(levels: Iterable[tuple[Axis, Scheme | str]]) -> list[Level]:
     scheme.
 
     Raises:
-        TypeError: An axis is no mesh axis and no communicator, or a scheme is none.
+        TypeError: An axis is neither a mesh axis nor a communicator, or a scheme is neither a
+            `Scheme` nor a name.
         ValueError: No scheme has this name.
     """
     return [(_checked_axis(axis), _checked_scheme(scheme)) for axis, scheme in levels]
@@ -123,8 +124,9 @@ def _checked_scheme(scheme: object) -> Scheme:
 
 
 def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` if these schemes do not support `balance`, which lets replicas run
-    different numbers of local steps."""
+    """Raises `ValueError` if `schemes` do not support `balance`, which lets replicas run different
+    numbers of local steps.
+    """
     if len(schemes) > 1 or not isinstance(schemes[0], ParameterScheme):
         names = "+".join(scheme.name for scheme in schemes)
         raise ValueError(
@@ -179,7 +181,8 @@ def warn_of_second_momentum(
     the optimizer spreads the sent coordinates over many later steps.
 
     Args:
-        since: Whether it had none when it was replicated: OneCycleLR and CyclicLR set one.
+        since: True if the optimizer had no momentum when it was replicated: OneCycleLR and CyclicLR
+            set one later.
     """
     gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
     sparse = [

@@ -32,8 +32,8 @@ _log = logging.getLogger("detonation")
 class RunId:
     """A random text that names the run of an optimizer in its checkpoints and update logs.
 
-    known: the id that a checkpoint or a replayed log gave, or that a checkpoint or a log of this
-    process has; "" before. Only the drawn id is equal on all ranks at any time.
+    known: the id of the checkpoint or the log that this process has loaded, replayed or written; ""
+    before that. Only the drawn id is equal on all ranks at any time.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) ->
 
 
 def local_state_of(replicators: Sequence[Replicator], alone: bool = False) -> dict[str, Tensor]:
-    """Implements `Replicated.local_state`."""
+    """Returns the private state of this replica and shard by name; see `Replicated.local_state`."""
     found = enumerate(replicator.local_state(alone).named() for replicator in replicators)
     return {f"{index}.{key}": tensor for index, named in found for key, tensor in named.items()}
 
@@ -199,7 +199,9 @@ def only_creates_state() -> bool:
 
 
 def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:
-    """Implements `Replicated.state_dict`."""
+    """Returns the state of the base optimizer and the private state of this replica; see
+    `Replicated.state_dict`.
+    """
     saved = optimizer.base.state_dict()
     if not alike(optimizer.levels):
         mark = f"replica{optimizer.coordinates.replica}."
@@ -211,7 +213,7 @@ def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:
 
 
 def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> None:
-    """Implements `Replicated.load_state_dict`."""
+    """Loads the result of `to_state_dict`; see `Replicated.load_state_dict`."""
     optimizer.drop_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates

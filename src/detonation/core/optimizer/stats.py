@@ -123,7 +123,7 @@ def described(
     """
     try:
         parameters = trained.by_name()
-    except ValueError:  # not raised here, because the first step raises it with its reason
+    except ValueError:  # the first step will raise this error, with its reason
         return "Replicated, with parameters that are not in the model"
     lines = [
         f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this"

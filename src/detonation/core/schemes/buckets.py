@@ -108,8 +108,8 @@ def block_rows(scheme: Scheme, rows: int, few: bool) -> int:
 
     Args:
         rows: Rows of the whole flat.
-        few: True if there are at most `BUCKETS` buckets. Triton kernels need no temporaries, and
-            each bucket costs them launches.
+        few: True for Triton kernels, which need no temporary tensors, but several launches for each
+            bucket. Gradients then get at most `BUCKETS` buckets.
     """
     small = scheme.summable or scheme.signal == "parameters"
     if few:

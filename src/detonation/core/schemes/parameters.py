@@ -129,8 +129,8 @@ def streaming_diloco(
         every, outer_lr, outer_momentum, precision: As in `diloco`.
         fragments: From 1 to every.
         delay: Steps, from 0 to below every.
-        keep: From 0 to 1. With the paper's 0.5 replicas part in long rounds; with 1, until
-            `synchronize()`.
+        keep: From 0 to 1. With the paper's 0.5, replicas drift apart in long rounds. With 1, they
+            drift apart until `synchronize()`.
         unit: "parameter", or "block" to keep the parameters of a numbered layer (layers.3) in one
             fragment, as the paper does; layers of equal size take turns.
         link: As in `demo`.

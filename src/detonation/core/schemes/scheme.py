@@ -132,8 +132,8 @@ class Scheme:
 
     @property
     def worth_overlapping(self) -> bool:
-        """True if messages should be sent while backward still computes. The same step needs the
-        mean of the gradients, so it would wait for messages that are sent after backward.
+        """True if messages should be sent while backward still computes, because the step after
+        this backward waits for their mean. With a delay, a step waits for earlier messages only.
         """
         return self.signal == "gradients" and not self.round.delay
 
@@ -166,8 +166,9 @@ class Scheme:
             )
         if self.link == "owner" and not self.aggregation.rowwise:
             raise ValueError(
-                "link is 'owner', which shows an owner some rows of each message;"
-                " aggregate='clipped_mean' needs the norm of the whole: use link='all-gather'"
+                "link is 'owner', with which an owner receives only some rows of each message, but"
+                " aggregate='clipped_mean' needs the norm of the whole message: use"
+                " link='all-gather'"
             )
 
     @property
@@ -187,12 +188,12 @@ class Scheme:
         """The codec for the replies of owners (replicas that aggregate some of the rows for all),
         among `replicas` replicas.
 
-        If each sender selects its own coefficients, messages contain different coefficients. A
-        reply as large as one message would have no room for most of them. They would stay in the
-        owner's residual and be sent later, which raises the loss by up to a third. A reply
-        therefore holds as many coefficients per row as can have arrived, but at most a quarter of
-        the row or as many as four messages, in two bits each (research/log.md). With a shared
-        selection a reply has the format of a message.
+        If each sender selects its own coefficients, the aggregate of a row has more coefficients
+        than a message. A reply as large as one message would leave most coefficients in the owner's
+        residual until later steps, which raises the loss by up to a third. So a reply holds as many
+        coefficients per row as can have arrived, up to a quarter of the row or the number in four
+        messages, whichever is larger. Each coefficient has two bits (research/log.md). With a
+        shared selection a reply has the format of a message.
 
         Example:
             >>> from detonation import demo
@@ -225,13 +226,14 @@ class ParameterScheme(Scheme):
 
     Args:
         outer: The optimizer that moves the anchor.
-        fragments: Parts of the parameters whose rounds take turns; from 1 to `every`.
+        fragments: Number of parts of the parameters, each with exchanges at its own steps; from 1
+            to `every`.
         unit: The part of the model that stays in one fragment; see `Layout.fragments`.
         keep: The share of their own movement that stays when parameters follow the anchor; from 0
             to 1.
-        resume_from: Where parameters go when the anchor has moved. "anchor": to it, except for
-            `keep`. "sent": to the anchor in the coordinates that were sent; the rest stays. Needs a
-            round without a delay.
+        resume_from: Where parameters continue after the anchor has moved. "anchor": at the anchor,
+            plus the share `keep` of their own movement. "sent": sent coordinates continue at the
+            anchor, and all other coordinates do not change; this needs a round without a delay.
     """
 
     signal = "parameters"
@@ -318,7 +320,7 @@ def _import_installed(name: str) -> None:
     if name not in SCHEMES:
         raise ValueError(
             f"the entry point {name!r} of detonation.schemes is the function {function.__name__}:"
-            " put it under @register, and give both one name"
+            " decorate this function with @register, and give it the name of the entry point"
         )
 
 

@@ -41,9 +41,10 @@ def collective_for(
     with the fewest bytes that does not raise the loss.
 
     It is an all-reduce if an all-reduce can add the messages. Otherwise it is an all-gather or, if
-    an all-gather sends more, a two-stage all-reduce through owners (each replica aggregates some of
-    the rows). If few replicas each select their own coefficients, the small replies of owners raise
-    the loss. Owners are then used only if an all-gather would send more than full synchronisation.
+    owners (each replica aggregates some of the rows) need clearly fewer bytes (`WORTH_A_ROUND`), a
+    two-stage all-reduce through owners. If few replicas each select their own coefficients, the
+    small replies of owners raise the loss. Owners are then used only if an all-gather would send
+    more than full synchronisation.
     """
     if scheme.link != "auto":
         return scheme.link
@@ -71,7 +72,8 @@ def exchange_bytes(
     local_ranks: int = 1,
     bare: bool = False,
 ) -> int:
-    """Bytes that one of `replicas` sends on a ring if each message has `rows` rows.
+    """Bytes that one of `replicas` replicas sends in an exchange over a ring, if each message has
+    `rows` rows.
 
     For n bytes and R replicas, an all-reduce sends 2 n (R - 1) / R bytes, and an all-gather
     n (R - 1) bytes. In an exchange through owners, a replica sends R - 1 slices of its message and
