@@ -132,7 +132,9 @@ def _print_versions(arguments: list[str]) -> int:
             lines = compare_machines(found, json.loads(Path(name).read_text()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return fail(
-                f"--compare is {name!r}, must be a file of detonation --version --json", 2, as_json
+                f"--compare is {name!r}, must be a file that detonation --version --json printed",
+                2,
+                as_json,
             )
     if as_json:
         lines = [json.dumps(found)]

@@ -139,8 +139,8 @@ def html_of_begun(directory: Path, state: str, live: bool = False) -> str:
     """Returns the page about a run that has no summary yet.
 
     Args:
-        state: In words, for the subtitle.
-        live: The page loads itself anew.
+        state: State of the run in words, for the subtitle.
+        live: True if the page must reload itself while the run trains.
     """
     run = read_begun(directory)
     levels = run.settings["scheme"]
@@ -154,7 +154,7 @@ def html_of_begun(directory: Path, state: str, live: bool = False) -> str:
         "live": live,
     }
     if not (directory / FILES[0]).stat().st_size:
-        return rendered(**page, tiles=[("0", "steps: the first one sets up")])
+        return rendered(**page, tiles=[("0", "steps: the first step includes the set-up")])
     run = replace(run, records=records(directory / FILES[0]))
     loss, costs = charts([run])
     waits = next((record["waits"] for record in reversed(run.records) if "waits" in record), None)
