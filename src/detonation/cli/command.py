@@ -106,7 +106,7 @@ def _parsed(arguments: list[str]) -> Any:
 
 
 def _print_versions(arguments: list[str]) -> int:
-    """Prints the version of this package. After it prints the versions of other packages, because
+    """Prints the version of this package first, and then the versions of other packages, because
     their imports take longer.
 
     With --compare, prints how this machine differs from the machine that wrote the given file.
@@ -205,8 +205,8 @@ def _without_stdout(error: OSError) -> int:
 
 
 def _refuse(arguments: list[str]) -> None:
-    """Tells the other ranks of a launcher and the other replicas that this command line is invalid,
-    because their command lines may be valid and they would wait for this one.
+    """Tells the other ranks of a launcher and the other replicas that this command line is invalid.
+    Otherwise ranks with a valid command line would wait for this rank.
     """
     meet = _last_value("--meet", arguments)
     replica = _last_value("--replica", arguments)

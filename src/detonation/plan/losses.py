@@ -334,10 +334,10 @@ def _second_rate(loss: Loss, base: Loss) -> float:
     `base` already has two learning rates, if a second one would change `loss` as much, or if the
     recipe is not on text.
 
-    A lead of another optimizer over a baseline with one rate is partly due to the missing second
-    rate: Muon, SignSGD and votes lost 7 to 11 % of it when AdamW got a second rate
-    (docs/findings.md). A scheme under the baseline's own optimizer gains by the second rate as
-    much as the baseline.
+    If a baseline has one learning rate, the lead of another optimizer over this baseline is partly
+    due to the missing second rate. When AdamW got a second rate, the leads of Muon, SignSGD and
+    votes shrank by 7 to 11 percentage points (docs/findings.md). A scheme with the baseline's own
+    optimizer gains as much from a second rate as the baseline.
     """
     if base.has_two_rates or loss.optimizer == base.optimizer or loss.recipe != TEXT:
         return 0.0

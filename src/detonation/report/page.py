@@ -1,4 +1,6 @@
-"""Writes an HTML page about one or several runs. The page is a single file without scripts."""
+"""Writes an HTML page about one or several runs. A written page is a single file without scripts.
+Only the page of a run in training has a script, which reloads the content.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -53,7 +55,8 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     If there is only one run, it may be unfinished. Its page shows the steps so far.
 
     Args:
-        out: Path of the page. By default report.html, for one run in its directory.
+        out: Path of the page. By default it is report.html in the directory of a single run, or in
+            the current directory for several runs.
 
     Raises:
         ValueError: A directory holds no run, one of several is not finished, a file is damaged, or

@@ -1,8 +1,8 @@
 """The examples of a step that one rank computes.
 
-A step consists of *parts*, one for each rank at the start of the run. Each part has
-`train.accumulate` batches of `train.batch_size` examples. If ranks were lost or joined, the current
-ranks divide these parts among them.
+A step consists of *parts*, one for each rank. Each part has `train.accumulate` batches of
+`train.batch_size` examples. With `train.constant_batch` an elastic run keeps its number of parts:
+after replicas were lost or joined, the current ranks divide the parts among them.
 """
 
 from collections.abc import Iterator, Sequence

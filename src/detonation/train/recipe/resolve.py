@@ -219,7 +219,7 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
 
 def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
     """Returns the number `name` in the table [mesh]; None if the recipe does not set this number.
-    Raises `ValueError` unless it is at least 1.
+    Raises `ValueError` unless the number is at least 1.
     """
     value = mesh.get(name)
     if value is None:
@@ -250,8 +250,8 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Returns the table `base` with the keys of `over`. If a table in `over` selects another name,
-    it replaces the whole table in `base`.
+    """Returns the table `base` with the keys of `over`. A table in `over` that selects another name
+    replaces the whole table in `base`.
 
     >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"lr": 2}})
     {'optimizer': {'name': 'SGD', 'lr': 2}}

@@ -25,8 +25,8 @@ class SetUpError(ValueError):
 
 
 class SetUp:
-    """The set-up of this replica of an elastic run. If it fails, it tells the failure to all
-    replicas, and the run ends. After the set-up, a failure ends only this replica.
+    """The set-up of this replica of an elastic run. If the set-up fails, `watched` reports the
+    failure to all replicas, and the run ends. After the set-up, a failure ends only this replica.
 
     The other replicas read the failure in the store of their axis. Before that store exists, they
     read the failure at the address at which replicas meet; see `refusal`.

@@ -96,8 +96,8 @@ def _alone(config: Config) -> Config:
 
 
 def _agreed(session: Session, out: Path) -> Path:
-    """Saves the state on which all replicas agree, as a checkpoint of one replica. Its memories of
-    unsent values are empty.
+    """Saves the state on which all replicas agree, as a checkpoint of one replica. The memories of
+    unsent values in this checkpoint are empty.
     """
     replayed = session.optimizer
     axes = [LoopbackCommunicator()]

@@ -201,7 +201,7 @@ def _share_steps(session: Session) -> None:
     def write_once(*update: Any) -> Any:
         return axis.together(partial(write, *update), lambda writes: writes[0]())
 
-    # clipping reads the update of every replica, so each must write its own
+    # clipping reads the update of every replica, so each replica must write its own update
     if session.optimizer.base_step.clip is None:
         channel.engine.write = write_once
     session.base.step = lambda: axis.together((session.base, step), _step)  # type: ignore
