@@ -133,7 +133,7 @@ def fails(capsys, monkeypatch, tmp_path):
         ("data.source=nowhere", "unknown source 'nowhere'"),
         (
             "train.batch_size=99999",
-            "train.batch_size 99999 x 2 replicas x 2 shards are 399996 examples, but the data have",
+            "train.batch_size 99999 x 2 replicas x 2 shards = 399996 examples, but the data have",
         ),
         ("mesh.shards=0", "mesh.shards is 0, but must be at least 1"),
     ],
@@ -349,5 +349,5 @@ def test_a_replica_that_joins_has_no_number_yet(fails):
     line = fails("--join", "127.0.0.1:1", "--replica", "1", "--out", "run")
     assert (
         line
-        == "error: --replica 1 is not for --join, which gives the next number: leave --replica out\n"
+        == "error: --replica 1 conflicts with --join, which takes the next free number: leave --replica out\n"
     )

@@ -120,7 +120,7 @@ def test_two_machines_are_compared_before_a_run(capsys, tmp_path):
         "Under schemes of rounds (diloco, ...) any optimizer will do.",
     ]
     assert run_command(["--version", "--compare", str(tmp_path / "nothing")]) == 2
-    assert "must be a file of detonation --version --json" in capsys.readouterr().err
+    assert "must be a file that detonation --version --json printed" in capsys.readouterr().err
 
 
 def test_what_differs_between_two_machines_is_named():

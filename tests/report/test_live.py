@@ -62,7 +62,7 @@ def read(address, **headers):
 def test_it_shows_loss_bytes_and_who_waits_for_whom_and_goes_on(run, address):
     begun = read(address)
     assert (
-        "the first one sets up" in begun
+        "the first step includes the set-up" in begun
         and "demo on sotu-sample · 2 replicas x 1 shards · 40 steps" in begun
     )
     (run / "metrics.jsonl").write_text(lines(1, 9) + lines(10, 10, waits=WAITS))

@@ -118,7 +118,7 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
         (["train", "--set", "scheme.name=aut"], "unknown scheme 'aut'"),
         (
             ["train", "--set", "scheme.name=auto", "scheme.adapt=true", "--elastic"],
-            "scheme.adapt watches the link of ",
+            "scheme.adapt needs a constant set of ",
         ),
         (
             ["train", "--set", "scheme.name=auto", "--link", "100"],
@@ -309,7 +309,7 @@ def test_levels_name_their_schemes(tmp_path, capsys):
     path.write_text(tomli_w.dumps({**RECIPE, "scheme": LEVELS, "mesh": {"shards": 1}}))
     assert run_command(["train", str(path)]) == 2
     assert capsys.readouterr().err == (
-        "error: scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]\n"
+        "error: scheme auto needs a recipe with a single [scheme]: in each [[scheme]], set name to another scheme\n"
     )
 
 

@@ -173,7 +173,7 @@ def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch
         (
             "--vary",
             "seed=0,0",
-        ): "error: --vary is seed=0,0, one choice, as equal values count once: compare needs two",
+        ): "error: --vary is seed=0,0, only one run, because equal values count once: compare needs two",
         ("--schemes", "full,full"): "error: --schemes is 'full,full', must be different schemes",
         ("--schemes", "full,dem"): "error: unknown scheme 'dem', did you mean 'demo'?",
         (

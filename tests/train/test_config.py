@@ -168,7 +168,7 @@ def test_another_optimizer_keeps_nothing_of_the_first():
         ),
         (
             ["data.source=caf\udce9.txt"],
-            r"data\.source is 'caf\\udce9\.txt', which is no text in UTF-8: rename it",
+            r"data\.source is 'caf\\udce9\.txt', which is not valid UTF-8: rename it",
         ),
     ],
 )

@@ -25,7 +25,7 @@ def test_a_run_needs_a_length(tiny, tmp_path):
         ValueError, match=r"train\.steps is 0, but must be at least 1, or train\.epochs above 0"
     ):
         tiny("train.steps=0")
-    with pytest.raises(ValueError, match=r"train\.epochs of a stream are unknown"):
+    with pytest.raises(ValueError, match=r"train\.epochs needs data of known length, not a stream"):
         tiny("train.steps=0", "train.epochs=1", f"data.source={documents}", "data.streaming=true")
 
 

@@ -104,7 +104,10 @@ def test_what_is_not_the_run_of_the_log_is_refused_and_leaves_it(train, killed, 
             "optimizer.weight_decay=0.5",
             r"config.toml was written with optimizer.weight_decay .*, this run has 0.5",
         ),
-        (other, r"cannot continue from the log: .* shards 1, this run has 2; resume as the run"),
+        (
+            other,
+            r"cannot continue from the log: .* shards 1, this run has 2; resume with the settings of",
+        ),
         (
             "train.log_updates=false",
             "it has no checkpoints; add --log, to go on from its log of updates",

@@ -108,8 +108,12 @@ def test_set_reaches_one_level():
             r"scheme is \[\], but must be a table \[scheme\], or one \[\[scheme\]\] for each level",
         ),
         ([], {"scheme": [1]}, r"scheme is \[1\], but must be a table"),
-        (["mesh.replicas=6"], {}, r"mesh\.replicas is given, but the levels say how many"),
-        ([], {"mesh": {"replicas": 6}}, r"mesh\.replicas is given, but the levels say how many"),
+        (["mesh.replicas=6"], {}, r"mesh\.replicas is given, but each \[\[scheme\]\] has its own"),
+        (
+            [],
+            {"mesh": {"replicas": 6}},
+            r"mesh\.replicas is given, but each \[\[scheme\]\] has its own",
+        ),
         ([], {"tuned": {"demo": {}}}, r"tuned is 'given', but must be left out"),
     ],
 )
@@ -132,7 +136,9 @@ def test_the_levels_make_the_world():
         ValueError, match="8 replicas x 1 shards are 8 processes, but the launcher started 12"
     ):
         mesh(12, 4)
-    with pytest.raises(ValueError, match=r"mesh\.replicas is given, but the levels say how many"):
+    with pytest.raises(
+        ValueError, match=r"mesh\.replicas is given, but each \[\[scheme\]\] has its own"
+    ):
         mesh(0, 0, replicas=4)
 
 

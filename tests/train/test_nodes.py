@@ -38,7 +38,10 @@ def test_the_loss_of_a_rank_is_told_with_its_replica(train):
             ["mesh.nodes=[2,1]", "mesh.elastic=true"],
             "must be left out with elastic, link or shard_nodes",
         ),
-        (["mesh.nodes=[2,1]", "scheme.name=auto"], "must be left out with several levels or auto"),
+        (
+            ["mesh.nodes=[2,1]", "scheme.name=auto"],
+            "must be left out with several levels or scheme auto",
+        ),
     ],
 )
 def test_what_unequal_nodes_cannot_do_is_refused_before_any_process_starts(tiny, sets, message):
@@ -50,7 +53,9 @@ def test_what_unequal_nodes_cannot_do_is_refused_before_any_process_starts(tiny,
 def test_the_world_of_a_launcher_has_the_ranks_that_the_recipe_names(tmp_path):
     place = LaunchPosition(0, 3, 0, 2, nodes=2)
     assert fill_mesh({"nodes": [2, 1]}, place) == {"nodes": [2, 1]}
-    with pytest.raises(ValueError, match=r"name the ranks of each node: --set mesh.nodes=\[4,2\]"):
+    with pytest.raises(
+        ValueError, match=r"give the number of ranks of each node: --set mesh.nodes=\[4,2\]"
+    ):
         fill_mesh({}, place)
     with pytest.raises(
         ValueError, match=r"mesh.nodes is \[2, 2\], but must be 3 ranks, which were started"

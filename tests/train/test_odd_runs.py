@@ -22,7 +22,8 @@ def test_a_link_is_the_directory_it_leads_to_and_one_to_nowhere_is_refused(tmp_p
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "disk")
     with pytest.raises(
-        ValueError, match=r"link' is a link to nowhere: make its target, or choose another --out"
+        ValueError,
+        match=r"link' is a link without a target: create the target, or choose another --out",
     ):
         check_free(link, resume=False)
     (tmp_path / "disk").mkdir()
@@ -83,7 +84,7 @@ def test_a_run_goes_on_without_its_metrics_and_says_so(train, tmp_path, capfd):
     file.unlink()
     assert train("run", resume=True)[0]["fingerprint"] == whole["fingerprint"]
     assert (
-        f"{file} has none of the 4 steps before: the summary will be of those that follow"
+        f"{file} has no record of the first 4 steps: the summary covers only later steps"
         in capfd.readouterr().out
     )
 

@@ -30,7 +30,7 @@ MISFITS = {
         "optimizer.name=SignSGD",
         "optimizer.lr=0.01",
     ],
-    "diloco exchanges every 9 steps, but there are 6: replicas meet at the end alone; choose a smaller every": [
+    "diloco exchanges every 9 steps, but the run has 6: replicas exchange only at the end; choose a smaller every": [
         "scheme.name=diloco",
         "scheme.every=9",
     ],

@@ -107,9 +107,9 @@ def test_a_record_with_a_value_of_another_type_is_damaged(odd):
 
 REMEDIES = {
     errno.ENOSPC: "free some space or choose another --out",
-    errno.EROFS: "mount the disk to be written to, or choose another --out",
+    errno.EROFS: "mount the disk with write access, or choose another --out",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.EACCES: "make it yours to write, or choose another --out",
+    errno.EACCES: "give this user write permission, or choose another --out",
     errno.ENOTDIR: "choose another --out",
     errno.ELOOP: "remove that entry, or choose another --out",
 }

@@ -1,4 +1,5 @@
-"""The verbs (subcommands) of the command line and their flags, for tyro. Imports nothing heavy.
+"""The verbs (subcommands) of the command line and their flags, for tyro. Imports no module that
+takes long to load.
 
 The help of each verb fits on a screen of 40 lines of 100 columns: the text of a flag is one line.
 """
@@ -293,7 +294,7 @@ class Follow(Common):
 
 @verb()
 class Meet(Common):
-    """Serve the store of an elastic run on several machines, until ended."""
+    """Serve the store where the replicas of an elastic run meet, until Ctrl-C."""
 
     address: Positional[Annotated[str, arg(metavar="HOST:PORT")]]
     """Address to listen at; each train --elastic --replica names it in --meet."""

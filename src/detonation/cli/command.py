@@ -106,7 +106,7 @@ def _parsed(arguments: list[str]) -> Any:
 
 
 def _print_versions(arguments: list[str]) -> int:
-    """Prints the version of this package. After it prints the versions of other packages, because
+    """Prints the version of this package first, and then the versions of other packages, because
     their imports take longer.
 
     With --compare, prints how this machine differs from the machine that wrote the given file.
@@ -132,7 +132,9 @@ def _print_versions(arguments: list[str]) -> int:
             lines = compare_machines(found, json.loads(Path(name).read_text()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return fail(
-                f"--compare is {name!r}, must be a file of detonation --version --json", 2, as_json
+                f"--compare is {name!r}, must be a file that detonation --version --json printed",
+                2,
+                as_json,
             )
     if as_json:
         lines = [json.dumps(found)]
@@ -203,8 +205,8 @@ def _without_stdout(error: OSError) -> int:
 
 
 def _refuse(arguments: list[str]) -> None:
-    """Tells the other ranks of a launcher and the other replicas that this command line is invalid,
-    because their command lines may be valid and they would wait for this one.
+    """Tells the other ranks of a launcher and the other replicas that this command line is invalid.
+    Otherwise ranks with a valid command line would wait for this rank.
     """
     meet = _last_value("--meet", arguments)
     replica = _last_value("--replica", arguments)

@@ -34,10 +34,10 @@ class Network:
     """The network between `replicas` nodes with `shards` ranks each.
 
     Args:
-        operations: Time of "all-reduce", "all-gather" and "all-to-all" on one rank, while all ranks
-            send.
-        restart: Part of `restart_s` that an exchange after a silence takes longer; 0 if silence
-            costs nothing.
+        operations: Latency and rate of "all-reduce", "all-gather" and "all-to-all" on one rank,
+            while all ranks send.
+        restart: Share of the predicted `restart_s` by which an exchange after a pause takes longer;
+            0 if a pause costs nothing.
     """
 
     replicas: int
@@ -73,7 +73,7 @@ class Network:
 
     @property
     def rate_bits_per_s(self) -> float:
-        """Rate per node of the slower collective among all-reduce and all-gather."""
+        """Bits per second of a node in the slower collective of all-reduce and all-gather."""
         rates = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
         return self.shards * min(rates, default=float("inf"))
 
@@ -103,8 +103,8 @@ class Network:
         return restart_s + self.latency_s(kind, nbytes) + self.transfer_s(kind, nbytes)
 
     def latency_s(self, kind: str, nbytes: float) -> float:
-        """Returns the latency of an exchange of `nbytes` per rank: the seconds beside the transfer
-        itself.
+        """Returns the latency of an exchange of `nbytes` per rank: its seconds without the transfer
+        of the bytes.
         """
         one = self.operations["all-to-all"].latency_s
         latency = self.operations[kind].latency_s
@@ -155,9 +155,9 @@ class Work:
             missing scheme.
         overlap: Send gradients during backward.
         accumulate: Number of equal micro-batches in `compute_s`; only the last backward sends.
-        reports: Ranks agree on the loss of each step, as in `detonation train`, before the first
-            message of backward, or after backward. The host also waits until ranks agree on
-            messages that owners refused.
+        reports: Ranks exchange their losses in each step, as in `detonation train`: before the
+            first message of backward, or after backward. Ranks then also exchange which messages
+            owners refused.
         on_accelerator: Pad gathered messages, see `Scheme.aligned`.
     """
 
@@ -351,11 +351,11 @@ def _buckets_wait_s(
 
 
 def _delayed_wait_s(scheme: Scheme, transfer_s: float, latency_s: float, local_s: float) -> float:
-    """Returns the seconds of waiting for a message that may arrive `delay` steps later. A step
-    takes `local_s`.
+    """Returns the seconds of waiting for a message that may arrive `delay` steps later, if a step
+    takes `local_s` without this wait.
 
-    A link must also transfer each message before the next message is sent. This is a second lower
-    bound on the wait.
+    The wait has two lower bounds: the message must arrive within `delay` steps, and the link must
+    have transferred the message before the next message is sent.
     """
     between = scheme.round.every / scheme.fragments * local_s
     return max(0.0, transfer_s - scheme.round.delay * local_s, transfer_s - latency_s - between)

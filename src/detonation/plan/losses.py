@@ -23,13 +23,14 @@ synchronisation on quick-lm with seed 1, at 300 and at 1,200 steps (research/fro
 whose baseline was validated during training has its own exponent.
 """
 HALVING = math.log10(10 / 3)
-"""If training is longer by this many factors of ten, a lead over the baseline halves. Muon's lead
-over AdamW fell from 21.9 % at 300 steps to 10.9 % at 1,000 steps (docs/findings.md).
+"""A lead over the baseline halves if training is 10 / 3 times as long. This is the number of
+factors of ten in 10 / 3. Muon's lead over AdamW fell from 21.9 % at 300 steps to 10.9 % at 1,000
+steps (docs/findings.md).
 """
 PER_DECADE = 0.01
 """For each factor of ten in parameters between the run and the measurement, the interval of an
-estimate becomes wider by this value at both ends. It is the largest change of a mean from 0.6 to
-4.3 million parameters (docs/findings.md).
+estimate becomes wider by this value at both ends. It is the largest measured change of a mean
+relative loss, from 0.6 to 4.3 million parameters (docs/findings.md).
 """
 PER_LONGER = 0.04
 """For each factor of ten in steps between the run and the measurement, the interval of an estimate
@@ -38,8 +39,8 @@ steps to 1.2 % at 1,000 steps (docs/findings.md).
 """
 PER_DOUBLING = 0.12
 """For each factor of two in replicas between the run and the measurement, the interval of an
-estimate becomes wider by this value. It is the largest change of a mean, for AdamW with an exchange
-every 300 steps (docs/findings.md).
+estimate becomes wider by this value. It is the largest measured change of a mean relative loss, for
+AdamW with an exchange every 300 steps (docs/findings.md).
 """
 PER_FEWER_ROUNDS = 0.034
 """For each factor of ten fewer rounds, the interval of an estimate becomes wider by this value
@@ -52,9 +53,10 @@ TWO_RATES = "embedding_lr_ratio"
 own. Measurements with and without it are compared by `_comparable`.
 """
 ONE_RATE = 0.099
-"""With a learning rate of its own for embeddings, AdamW's loss after 300 steps on quick-lm is lower
-by this part (docs/findings.md). So a lead over a baseline with one learning rate is reduced by it.
-It halves with length as a lead does: after 3,000 steps it was 3.2 %.
+"""If embeddings have a learning rate of their own, AdamW's loss after 300 steps on quick-lm is
+lower by this part (docs/findings.md). So the planner reduces a lead over a baseline with one
+learning rate by this part. The part shrinks in longer training as a lead does: after 3,000 steps,
+3.2 % were measured.
 """
 SPREAD = 0.07
 """Half width of the 95 % interval of an estimate that comes from a single seed. It was measured
@@ -106,8 +108,8 @@ class Loss:
 
     @property
     def has_two_rates(self) -> bool:
-        """True if embeddings had a learning rate of their own. Muon updates them by AdamW, so it
-        always has two.
+        """True if embeddings had a learning rate of their own. Muon updates embeddings by AdamW, so
+        a run with Muon always has two learning rates.
         """
         return TWO_RATES in self.settings or self.optimizer.startswith("Muon")
 
@@ -174,8 +176,8 @@ class Estimate:
         seeds: Number of compared pairs of runs.
         exponent: The baseline's loss falls as steps ** -exponent.
         far: Differences between the run and the measurement, in words.
-        reduced: The part by which a lead counts less, because the measured baseline had one
-            learning rate.
+        reduced: Part by which a second learning rate would lower the baseline's loss, if `cost`
+            takes this into account; otherwise 0.
     """
 
     loss: Loss
@@ -319,21 +321,23 @@ def _distance(loss: Loss, goal: Goal) -> tuple[float, bool, float, int, float]:
 
 
 def _comparable(loss: Loss, base: Loss) -> bool:
-    """True if both have the same task and a seed in common. With one optimizer, both must have two
-    learning rates, or both one: else the comparison would measure the second rate, not the scheme.
+    """True if `loss` and `base` have the same task and a seed in common. If both have the same
+    optimizer, they must also have equally many learning rates: otherwise the comparison would
+    measure the second learning rate, not the scheme.
     """
     same_rates = loss.optimizer != base.optimizer or loss.has_two_rates == base.has_two_rates
     return base.task == loss.task and bool(base.losses.keys() & loss.losses.keys()) and same_rates
 
 
 def _second_rate(loss: Loss, base: Loss) -> float:
-    """Returns by which part the loss of `base` would be lower with a second learning rate, if this
-    reduces the lead of `loss` over it; else 0.
+    """Returns the part by which a second learning rate would lower the loss of `base`. Returns 0 if
+    `base` already has two learning rates, if a second one would change `loss` as much, or if the
+    recipe is not on text.
 
-    A lead of another optimizer over a baseline with one rate is partly due to the missing second
-    rate: Muon, SignSGD and votes lost 7 to 11 % of it when AdamW got a second rate
-    (docs/findings.md). A scheme under the baseline's own optimizer gains by the second rate as
-    much as the baseline.
+    If a baseline has one learning rate, the lead of another optimizer over this baseline is partly
+    due to the missing second rate. When AdamW got a second rate, the leads of Muon, SignSGD and
+    votes shrank by 7 to 11 percentage points (docs/findings.md). A scheme with the baseline's own
+    optimizer gains as much from a second rate as the baseline.
     """
     if base.has_two_rates or loss.optimizer == base.optimizer or loss.recipe != TEXT:
         return 0.0
@@ -343,7 +347,7 @@ def _second_rate(loss: Loss, base: Loss) -> float:
 def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     cost, interval, seeds = relative(loss.losses, base.losses)
     curve = dict(base.curve)
-    half = base.steps // 2  # fit the exponent to the second half of the run
+    half = base.steps // 2  # the exponent describes the second half of the run
     exponent = STEPS_EXPONENT
     if half in curve:
         exponent = math.log2(curve[half] / curve[base.steps])
@@ -377,7 +381,9 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
 
 
 def _kept_lead(length: float) -> float:
-    """Returns the part of a lead that is left in a run `length` times as long; at most 1."""
+    """Returns the part of a lead over the baseline that is left in a run `length` times as long; at
+    most 1.
+    """
     return float(0.5 ** (max(0.0, math.log10(length)) / HALVING))
 
 

@@ -105,8 +105,7 @@ def options(
     the run or longer. The order is:
 
     1. Full synchronisation, if it waits for at most `budget` of a step, and if no option is faster
-    by
-       more than this share.
+       by more than this share.
     2. Options with a known loss, by the expected time to the loss of the baseline.
     3. Full synchronisation with unknown loss.
     4. Other schemes with unknown loss, by the time of a step.
@@ -138,8 +137,9 @@ def _has_rounds(scheme: Scheme, steps: int) -> bool:
 def one_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[str, Estimate, float] | None:
-    """Returns the fastest optimizer on a single machine that processes all examples of each step,
-    the estimate of its loss, and its seconds.
+    """Returns the optimizer with which a single machine, which processes all examples of each step,
+    reaches the loss of the baseline first. Also returns the estimate of its loss, and the seconds
+    to the loss of the baseline.
 
     The single machine has no network, but forward and backward take `replicas` times longer. The
     optimizer is one of the optimizers in the options. Returns None if no loss is known.
@@ -221,14 +221,15 @@ def advise(
     network of half the rate and of twice the rate.
 
     Args:
-        settings: Returns the arguments to print for a scheme.
+        settings: Function that returns the arguments to print for a scheme.
     """
     best = ranked[0]
     among = [(option.cost.scheme, option.optimizer) for option in ranked]
     pays, machines = _second_machine(ranked, network, goal)
     reason = why(ranked, network, goal, budget)
     notes = []
-    # if a second machine does not pay, print this first, as the most important fact
+    # if several machines are not faster than one, begin with this fact, because it is the most
+    # important
     if pays is False:
         reason = f"{machines}. With them {reason}"
     elif machines:

@@ -90,7 +90,7 @@ class Chart:
     Args:
         note: Explains how to read the figure.
         keys: Entries of the legend.
-        draw: Draws into matplotlib axes.
+        draw: Function that draws into the given matplotlib axes.
         height: Height in inches, without title and legend.
     """
 
@@ -174,7 +174,7 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
         title = "Loss against bytes sent"
         label = "sent by one replica"
         loss.append(_curves("loss-bytes", title, _LOSS + unsent, sent, label, _bytes_text))
-    note = f"{_LOSS} Time is that of steps alone."
+    note = f"{_LOSS} Time counts steps, not validation."
     loss.append(_curves("loss-seconds", "Loss against time", note, seconds, time))
     ended = [(run, key) for run, key in senders if isfinite(run.summary.get("val_loss") or nan)]
     if len(ended) > 2:
@@ -212,8 +212,8 @@ def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
         _ticks(axes.yaxis, "{x:,g}")
 
     note = (
-        "After the last step; beside each point the time of all steps. A line joins the runs that"
-        " none beats."
+        "Values after the last step; the label of a point is the time of all steps. The line joins"
+        " the runs for which no other run has a lower loss with as few bytes."
     )
     return Chart("frontier", "Loss, bytes and time", note, [key for _, key in runs], draw)
 
@@ -253,8 +253,8 @@ def breakdown(runs: Sequence[Run]) -> Chart:
     legend = [Key(text, colour) for (text, _), colour in zip(parts, PART_COLOURS, strict=True)]
     if any("agreeing_s" in record for run in runs for record in run.records):
         note += (
-            " A replica whose loss is late counts as the slowest; one that is late in an exchange,"
-            " as the network."
+            " Waiting for a late loss counts as waiting for the slowest replica; waiting in an"
+            " exchange counts as waiting for the network."
         )
     else:
         # remove this entry, because the wait for the slowest replica was not measured

@@ -36,7 +36,8 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
             host = self.headers.get("Host", "").partition(":")[0]
             content = b""
             code = 404
-            # refuse other names, because another website may resolve its own name to this address
+            # refuse other host names, because another website may let its name resolve to this
+            # address
             if host not in _HOSTS:
                 code = 403
             elif self.path == "/":
@@ -67,4 +68,4 @@ if __name__ == "__main__":
     os.nice(10)
     server = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.buffer.read()  # returns when the parent process ends
+    sys.stdin.buffer.read()  # the pipe is closed when the parent process ends

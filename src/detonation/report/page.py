@@ -1,4 +1,6 @@
-"""Writes an HTML page about one or several runs. The page is a single file without scripts."""
+"""Writes an HTML page about one or several runs. A written page is a single file without scripts.
+Only the page of a run in training has a script, which reloads the content.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -53,7 +55,8 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     If there is only one run, it may be unfinished. Its page shows the steps so far.
 
     Args:
-        out: Path of the page. By default report.html, for one run in its directory.
+        out: Path of the page. By default it is report.html in the directory of a single run, or in
+            the current directory for several runs.
 
     Raises:
         ValueError: A directory holds no run, one of several is not finished, a file is damaged, or
@@ -139,8 +142,8 @@ def html_of_begun(directory: Path, state: str, live: bool = False) -> str:
     """Returns the page about a run that has no summary yet.
 
     Args:
-        state: In words, for the subtitle.
-        live: The page loads itself anew.
+        state: State of the run in words, for the subtitle.
+        live: True if the page must reload itself while the run trains.
     """
     run = read_begun(directory)
     levels = run.settings["scheme"]
@@ -154,7 +157,7 @@ def html_of_begun(directory: Path, state: str, live: bool = False) -> str:
         "live": live,
     }
     if not (directory / FILES[0]).stat().st_size:
-        return rendered(**page, tiles=[("0", "steps: the first one sets up")])
+        return rendered(**page, tiles=[("0", "steps: the first step includes the set-up")])
     run = replace(run, records=records(directory / FILES[0]))
     loss, costs = charts([run])
     waits = next((record["waits"] for record in reversed(run.records) if "waits" in record), None)

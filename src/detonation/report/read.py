@@ -46,8 +46,8 @@ class Run:
 
     Args:
         summary: Contents of summary.json.
-        config: Text of config.toml.
-        settings: Contents of config.toml.
+        config: Text of config.toml, unparsed.
+        settings: Values in config.toml, as nested tables.
         records: Lines of metrics.jsonl.
         environment: Contents of environment.json.
     """
@@ -207,7 +207,8 @@ def _is_finite(value: object) -> bool:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Names each path by its last parts. Uses as few parts as make the names distinct.
+    """Names each path by its last parts. Uses the smallest number of parts for which all names
+    differ.
 
     >>> distinct_names([Path("/runs/a/full"), Path("/runs/b/full"), Path("/runs/b/demo")])
     ['a/full', 'b/full', 'demo']

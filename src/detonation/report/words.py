@@ -86,8 +86,8 @@ def world_text(summary: Mapping[str, Any]) -> str:
 
 
 def membership_changes(summary: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the number of replicas that an elastic run lost, that left it as asked, and that
-    joined it, without those that are 0.
+    """Returns how many replicas of an elastic run were lost, left as asked, and joined. Leaves out
+    numbers that are 0.
 
     >>> losses = [{"replicas": [0, 1]}, {"replicas": [2], "left": True}]
     >>> membership_changes({"losses": losses})

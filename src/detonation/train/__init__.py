@@ -1,3 +1,3 @@
-"""Training runs from recipes. The folders recipe, output, loop, run and verbs form layers in this
-order: each folder imports only from folders before it.
+"""Training runs that recipes describe. The folders recipe, output, loop, choice, run and verbs are
+layers: each folder imports only from earlier folders of this list.
 """

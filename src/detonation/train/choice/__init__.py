@@ -1,3 +1,3 @@
-"""The scheme of a run with `name = "auto"`: requested in the recipe, chosen from the measured link,
-and adapted when the link changes.
+"""Scheme "auto" of a recipe: chooses the scheme of a run from the measured link, and adapts the
+scheme when the link changes.
 """

@@ -102,13 +102,13 @@ class Followed:
 
 
 class Adapter:
-    """Changes an argument of a session's scheme so that the waiting time stays within a budget.
+    """Changes an argument of the run's scheme so that the waiting time stays within a budget.
 
-    It measures how long ranks wait in the exchanges of the run. Reports of losses are tiny, so the
-    wait for these reports shows the latency. The planner predicts the wait for a message at any
-    rate, so a measured wait shows the rate. The adapter uses the shortest wait of all replicas,
-    because the slowest replica waits only for the link, and the other replicas also wait for that
-    replica.
+    It measures how long ranks wait in the exchanges of the run. In each step ranks also exchange
+    reports of their losses. These reports are tiny, so the wait for them shows the latency. The
+    planner predicts the wait for a message at any rate, so a measured wait shows the rate. The
+    adapter uses the shortest wait of all replicas, because the slowest replica waits only for the
+    link, and the other replicas also wait for that replica.
     """
 
     def __init__(self, session: Session, followed: Followed) -> None:
@@ -251,8 +251,8 @@ def _factors(
     certain: float,
     shows_latency: bool,
 ) -> tuple[float, float]:
-    """Returns the factors of rate and latency that explain the measured waits. A factor that is too
-    small to react to (see `FACTOR`) becomes 1.
+    """Returns the factors by which rate and latency of the link must have changed to explain the
+    measured waits. A factor near 1 (between 1 / `FACTOR` and `FACTOR`) becomes 1.
     """
     later = 1.0
     if shows_latency:
@@ -266,25 +266,21 @@ def _factors(
 
 
 def _large(factor: float) -> float:
-    """Returns `factor`; returns 1 if the factor is so close to 1 that the adapter does not
-    react.
-    """
+    """Returns `factor`, or 1 if `factor` is so close to 1 that the adapter must not react."""
     if 1 / FACTOR < factor < FACTOR:
         return 1.0
     return factor
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
-    """Returns the factor of the rate that explains a measured wait, as close to 1 as possible.
-
-    If even a rate `_FURTHEST` times as high predicts a longer wait, it returns 1: something other
-    than the rate explains the wait. If even a rate `_FURTHEST` times lower predicts a shorter wait,
-    it returns about 1 / `_FURTHEST`.
+    """Returns the factor by which the rate of the link must have changed to explain a measured
+    wait: the factor closest to 1. Returns 1 if even a link 64 times as fast would wait longer. The
+    smallest result is 1/64.
 
     Args:
         waited_s: Measured wait.
-        predicted: Returns the wait at a factor of the rate.
-        certain_s: A smaller difference in waiting is noise.
+        predicted: Function that returns the wait in seconds, if the rate changes by a given factor.
+        certain_s: Differences between two waits below this number of seconds are noise.
 
     >>> explained(0.1, lambda times: 0.2 / times, 0.001)
     2.0
@@ -316,8 +312,8 @@ def _typical(waits: Sequence[float], every: int) -> float:
 
 
 def set_message_timeouts(session: Session) -> None:
-    """Sets the timeouts of this rank so that its largest message can arrive at the lowest rate of
-    the link.
+    """Sets the timeouts of this rank so that its largest message can arrive at the rate
+    `peers.lowest_bits_per_s`, or at the rate of a slower emulated link.
     """
     config = session.config
     _, scheme = session.optimizer.levels[0]

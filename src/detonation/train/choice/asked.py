@@ -50,7 +50,8 @@ class Auto:
             return None
         if len(names) > 1:
             raise ValueError(
-                "scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]"
+                "scheme auto needs a recipe with a single [scheme]: in each [[scheme]], set name to"
+                " another scheme"
             )
         return make("scheme", {AUTO: cls}, AUTO, config.scheme.arguments)
 
@@ -60,7 +61,7 @@ class Asked:
     """A run whose scheme has not been chosen yet.
 
     Args:
-        auto: Rules of the choice.
+        auto: Arguments of scheme "auto" in the recipe.
         layers: The recipe, its overrides and its defaults for each scheme.
     """
 
@@ -68,8 +69,8 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """Returns the recipe under every scheme, with several settings of each scheme. The settings
-        in the recipe itself are among them.
+        """Returns one configuration of the recipe for each candidate scheme, by the text of the
+        scheme. There are several settings of each scheme, among them the settings in the recipe.
 
         Omits the scheme `none` if the recipe requires equal replicas.
         """
@@ -84,12 +85,12 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # without arguments the error is in the recipe itself
+                    if not arguments:  # empty: the error is in the recipe itself
                         raise
         return found
 
     def under(self, scheme: Mapping[str, Any]) -> Config:
-        """Returns the checked recipe with the scheme that this table describes."""
+        """Returns the checked recipe with the scheme that the table `scheme` describes."""
         arguments = {key: value for key, value in scheme.items() if key != "name"}
         return check_config(self.layers.under(scheme["name"], arguments))
 

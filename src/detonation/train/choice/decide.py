@@ -31,7 +31,7 @@ class Chosen:
         config: Configuration with the chosen scheme.
         line: Reason, as a line to print.
         plan: Contents of `plan.json` in the run directory.
-        followed: First state of an adapter.
+        followed: State in which the adapter of this run starts.
     """
 
     config: Config
@@ -45,8 +45,9 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
     Collective.
 
     Args:
-        axis: Axis of an elastic run. Steps are measured on a loopback instead, because a second
-            optimizer on this axis would keep guests out.
+        axis: Axis of an elastic run; the link is measured on it. Steps are measured over a loopback
+            communicator instead, because a second optimizer on this axis would keep out replicas
+            that join.
     """
     candidates = asked.candidates()
     device = everyone.device
@@ -84,12 +85,13 @@ def _search(
     network: Network,
     work: Work,
 ) -> tuple[Option, list[Option], Work]:
-    """Returns the chosen option, all options, and the work with the measured optimizer steps.
+    """Returns the chosen option, all options, and `work` with the measured times of optimizer
+    steps.
 
     The optimizer step of a scheme is measured only if the scheme would be chosen. After a
     measurement the choice is made again, because the time of the step changes the share of the time
-    that ranks wait. A step without an exchange takes the same time under all settings of a scheme,
-    so the shortest measurement is used for all settings.
+    that ranks wait. A step without an exchange takes the same time under all settings of a scheme.
+    So all settings get the shortest measured time of such a step.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -116,8 +118,8 @@ def _search(
 def _share_local_time(
     steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
 ) -> None:
-    """Sets the time of a step without an exchange to the shortest measured time under any setting
-    of the same scheme.
+    """Sets the time of a step without an exchange (in `steps`) to the shortest time that was
+    measured under any setting of the same scheme.
     """
 
     def kind(name: str) -> tuple[str, object]:

@@ -36,8 +36,8 @@ def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float
 
 
 def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step | None:
-    """Returns the seconds of the optimizer step of `config` on the model of `session`, over a
-    loopback communicator.
+    """Returns the seconds of the optimizer step of `config` on the model of `session`. Uses a
+    loopback communicator, which sends nothing over the network.
 
     Collective. Returns None if the optimizer refuses the scheme, for example because the scheme
     sends more than full synchronisation.
@@ -50,7 +50,8 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     def of_others(record: logging.LogRecord) -> bool:
         return record.thread != mine
 
-    # hides warnings about the loss: this optimizer only measures and does not train
+    # Hide warnings that a setting raises the loss, because this optimizer only measures times and
+    # trains nothing.
     log.addFilter(of_others)
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
@@ -68,7 +69,7 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
             optimizer.step_count = step
             optimizer.step()
 
-        # other work on the machine can only lengthen a step, so use the shortest
+        # other work on the machine can only lengthen a step, so use the shortest time
         return min(_times(again, everyone))
 
     last = scheme.round.every - 1

@@ -1,5 +1,5 @@
-"""Checkpoints of a run: checkpoints of the library that also contain the recipe and the counts of
-faults.
+"""Saves and loads the checkpoints of a run. They are checkpoints of the library that also contain
+the recipe and the counts of faults.
 """
 
 import json
@@ -41,7 +41,8 @@ def save_async(
     """Starts to save a checkpoint, and returns before it is complete. Collective.
 
     Args:
-        before: Faults counted before this start; the checkpoint holds the sums.
+        before: Faults counted before this start of the run; the checkpoint holds the counts of all
+            starts.
         followed: State of the adapter, in a run that adapts to its link.
     """
     _, outermost = session.optimizer.levels[-1]
@@ -55,8 +56,8 @@ def save_async(
     divided = session.world_size == session.world.parts
     if divided and isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
-        # Without saved positions, a resumed run reads the stream again up to the step of the
-        # checkpoint.
+        # If a replica is lost here, the checkpoint has no positions. A resumed run then reads the
+        # stream again up to the step of the checkpoint.
         with suppress(PeerLost):
             positions = session.world.texts().gather(json.dumps(position))
             extra["positions"] = [json.loads(text) for text in positions]
@@ -98,10 +99,11 @@ def resume(
 
     Args:
         may_start: Start from the beginning if no checkpoint exists, instead of raising.
-        most: Ignore checkpoints of later steps.
+        most: Last step; ignore checkpoints of later steps.
 
     Raises:
-        ValueError: No checkpoint exists, or its model, data, scheme, optimizer or seed differ.
+        ValueError: No checkpoint exists, or the model, data, scheme, optimizer or seed of the
+            checkpoint differs from that of the run.
     """
     found = find(directory, session.model, session.optimizer, most)
     if found is None and may_start:
@@ -131,8 +133,8 @@ def resume(
 
 
 def _restore_setting(session: Session, setting: object) -> None:
-    """Sets the scheme's arguments to the saved ones (`setting`), because an adapter may have
-    changed them during the run.
+    """Sets the scheme's arguments to the arguments in the checkpoint (`setting`), because an
+    adapter may have changed the arguments during the run.
     """
     _, outermost = session.optimizer.levels[-1]
     if not isinstance(setting, dict) or setting == outermost.arguments:
@@ -140,7 +142,9 @@ def _restore_setting(session: Session, setting: object) -> None:
     try:
         saved = scheme(outermost.name, setting)
     except TypeError as error:
-        raise ValueError(f"the checkpoint's setting {setting} is damaged: {error}") from error
+        raise ValueError(
+            f"the scheme's arguments {setting} in the checkpoint are damaged: {error}"
+        ) from error
     session.optimizer.reconfigure(saved)
 
 

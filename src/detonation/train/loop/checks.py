@@ -44,8 +44,8 @@ def check_config(config: Config) -> Config:
     Needs no other processes, and writes no files.
 
     Raises:
-        ValueError: Whatever would fail later: names, arguments, ranges, missing data, sizes that do
-            not fit.
+        ValueError: A name or an argument is wrong, a value is out of range, data are missing, or
+            sizes do not fit.
     """
     check_types("model", model_function(config.model.name), config.model.arguments)
     check_types("data", dataset_function(config.data.name), config.data.arguments)
@@ -110,7 +110,7 @@ def _require_one_batch(config: Config, loaded: Data) -> None:
     if needed > available:
         sizes = f"{config.train.batch_size} x {described_mesh(config.mesh)}"
         raise ValueError(
-            f"train.batch_size {sizes} are {needed} examples, but the data have {available}:"
+            f"train.batch_size {sizes} = {needed} examples, but the data have {available}:"
             " set a smaller train.batch_size"
         )
 
@@ -139,7 +139,7 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
     if train.steps:
         return train
     if isinstance(loaded.train, Streamed):
-        raise ValueError("train.epochs of a stream are unknown, like its length: set train.steps")
+        raise ValueError("train.epochs needs data of known length, not a stream: set train.steps")
     examples = train.batch_size * train.accumulate * sum(config.mesh.sizes)
     steps = math.ceil(train.epochs * len(loaded.train) / examples)
     return replace(train, steps=max(1, steps))
@@ -204,8 +204,8 @@ def misfits(config: Config) -> list[str]:
         every = chosen.round.every
         if every > steps:
             found.append(
-                f"{chosen.name} exchanges every {every} steps, but there are {steps}: replicas meet"
-                " at the end alone; choose a smaller every"
+                f"{chosen.name} exchanges every {every} steps, but the run has {steps}: replicas"
+                " exchange only at the end; choose a smaller every"
             )
     return found
 
@@ -288,7 +288,7 @@ def check_types(key: str, function: Callable[..., object], arguments: Mapping[st
         function = function.__init__
     try:
         hints = get_type_hints(function)
-    except NameError:  # the annotations use names that only a type checker knows
+    except NameError:  # an annotation uses a name that only type checkers import
         return
     for name, value in arguments.items():
         if allowed := plain_types(value, hints.get(name)):

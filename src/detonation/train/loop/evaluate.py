@@ -21,7 +21,8 @@ def validate(session: Session) -> dict[str, float]:
     """
     train = session.config.train
     session.model.eval()
-    # sums of the loss, the predictions, and the correct predictions (NaN without classes)
+    # sums over batches: loss, number of predictions, number of correct predictions (NaN without
+    # classes)
     sums = torch.zeros(3, dtype=torch.float64, device=session.device)
     most = train.validation_batches * train.batch_size
     held_out = list(batches(session.data.validation, train.batch_size, most))
@@ -63,13 +64,14 @@ def translate(session: Session) -> dict[str, float]:
     bleu = BLEU()
     assert isinstance(pairs, TranslationPairs)
     session.model.eval()
-    # numbers of matching 1- to 4-grams, of all 1- to 4-grams, and lengths of translations and
-    # references
+    # [10]: number of matching n-grams for n from 1 to 4, number of all n-grams for n from 1 to 4,
+    # length of the translations, length of the references
     counts = torch.zeros(10, dtype=torch.int64, device=session.device)
     wanted = min(train.bleu_sentences, len(pairs))
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
-        # a rank without sentences translates one whose result is not counted
+        # A rank without sentences must run forward, too. It translates a sentence whose result is
+        # not counted.
         indices = [*mine] or [0]
         batch = to(pairs[torch.tensor(indices)], session.device)
         ids = greedy(session, batch)
@@ -103,7 +105,7 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
         # keys and values.
         given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         cached = "past_key_values"
-        if hasattr(output, "cache"):  # the attribute's name since transformers 5.24
+        if hasattr(output, "cache"):  # transformers 5.24 renamed `past_key_values` to `cache`
             cached = "cache"
         given[cached] = getattr(output, cached)
     return torch.stack(ids[1:], 1)

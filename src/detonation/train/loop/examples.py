@@ -1,8 +1,8 @@
 """The examples of a step that one rank computes.
 
-A step consists of *parts*, one for each rank at the start of the run. Each part has
-`train.accumulate` batches of `train.batch_size` examples. If ranks were lost or joined, the current
-ranks divide these parts among them.
+A step consists of *parts*, one for each rank. Each part has `train.accumulate` batches of
+`train.batch_size` examples. With `train.constant_batch` an elastic run keeps its number of parts:
+after replicas were lost or joined, the current ranks divide the parts among them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ def micro_batches_of_step(session: Session) -> Sequence[MicroBatch]:
 
 
 def draws(session: Session, step: int) -> Iterator[tuple[dict[str, Tensor], float]]:
-    """Yields the examples of each micro-batch of this rank, with a weight. The weight is the share
-    of the micro-batch's mean loss in the mean loss of its whole batch.
+    """Yields the examples of each micro-batch of this rank, with a weight. The mean loss of a whole
+    batch is the weighted sum of the mean losses of its micro-batches.
 
     A batch is always drawn whole, so that its augmentation does not depend on the ranks that divide
     it. It is drawn only once, because a stream can only be read forwards.
@@ -60,6 +60,6 @@ def _part(
         return whole, 1.0
     cut = {name: values[rows] for name, values in whole.items()}
     count = predictions(session.data.kind, cut)
-    if not count:  # without predictions the mean loss would be NaN, so use the batch with weight 0
+    if not count:  # the mean loss of 0 predictions is NaN, so use the whole batch with weight 0
         return whole, 0.0
     return cut, count / predictions(session.data.kind, whole)

@@ -67,8 +67,8 @@ def fit(
     ranks stop after the same step.
 
     Raises:
-        NonFiniteLoss: On all ranks; the weights are those from before the step.
-        Stopped: On all ranks, after a step in which `stop` was set on one.
+        NonFiniteLoss: On all ranks, if a loss is not finite. The weights are those before the step.
+        Stopped: On all ranks, after a step in which `stop` was set on one rank.
         Unsafe: On all ranks, if the optimizer refuses to continue.
     """
     rounds = None
@@ -77,7 +77,7 @@ def fit(
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # gives this rank its current number, which selects its data
+        session.optimizer.renumber()  # the current number of this rank selects its data
         meter.begin()
         with _safely():
             if rounds:
@@ -124,7 +124,8 @@ class _Meter:
         """Records the time and the counters at the end of a step.
 
         Args:
-            agreed_late: True if ranks agreed after the optimizer's step, as in `UnevenRounds`.
+            agreed_late: True if ranks exchanged their losses after the optimizer's step, as in
+                `UnevenRounds`.
         """
         now = time.perf_counter()
         self._seconds = now - self._began
@@ -160,8 +161,8 @@ class _Meter:
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # only real replicas on CPUs lose this time, because an accelerator computes while the
-            # host waits
+            # Record the wait for the losses of other ranks only on CPUs: an accelerator computes
+            # while its host waits. Simulated replicas share one process.
             record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
             record = replace(record, shard_bytes_sent=self._shard_bytes())
@@ -281,9 +282,9 @@ class UnevenRounds:
 def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
     """Computes the gradients of one step, and exchanges its loss with all ranks. Collective.
 
-    If a scheme sends gradients during backward, it cannot take them back. So ranks wait for the
-    losses of all ranks before they send the first message. With other schemes, ranks wait after
-    backward.
+    If a scheme sends gradients during backward, it cannot take sent gradients back. So ranks wait
+    for the losses of all ranks before they send the first message. With other schemes, ranks wait
+    for the losses after backward.
     """
     losses: list[torch.Tensor] = []
     passes = len(micro_batches_of_step(session))
@@ -313,7 +314,8 @@ class _Agreement:
     """The exchange of losses and signals between all ranks for one step, and its outcome.
 
     Args:
-        arriving: Waits for the reports of all ranks, which begin with a loss.
+        arriving: Function that waits for the reports of all ranks, and returns them. The first
+            value of a report is a loss.
     """
 
     session: Session
@@ -366,8 +368,8 @@ class _Agreement:
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """Yields the loss of each micro-batch of this rank.
 
-    Each loss is scaled so that the mean over all ranks equals the mean over all batches of the
-    step.
+    Each loss is scaled: the sum over this rank's micro-batches, averaged over all ranks, is the
+    mean loss over all batches of the step.
     """
     batches = session.config.train.accumulate * session.world.parts
     _seed_dropout(session, step)

@@ -58,7 +58,8 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
         axis: Replaces the outermost axis, such as `surviving_axis` in an elastic run.
     """
     replicas = config.mesh.replicas
-    # each replica of the outermost level has its own process group, so count only inside it
+    # In an elastic run each replica of the outermost level has its own process group. `replicas`
+    # then counts only the replicas inside that group.
     if config.mesh.elastic:
         replicas = config.nodes_inside
     nodes = config.mesh.nodes or config.mesh.shards
@@ -81,8 +82,8 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
 def replicated_run(
     config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]
 ) -> Replicated:
-    """Returns the optimizer `base`, replicated along the axis of each level. Only the first step of
-    the result is collective.
+    """Returns an optimizer that steps `base` and exchanges updates along the axis of each level.
+    This call is not collective: the first step of the optimizer builds the levels.
     """
     schemes = map(scheme_of, config.levels)
     levels = list(zip(joined, schemes, strict=True))

@@ -27,8 +27,9 @@ class Counts:
     """Numbers of faults, by kind.
 
     Args:
-        skipped: Contributions left out because a gradient was not finite, by parameter.
-        refused: Refused messages.
+        skipped: For each parameter, how many contributions of replicas were left out because a
+            gradient was not finite.
+        refused: Number of refused messages.
     """
 
     skipped: dict[str, int] = field(default_factory=dict)
@@ -62,7 +63,7 @@ def counted(session: Session, before: Counts) -> Counts:
     mine = torch.tensor([*counts, refused], device=session.device)
     gathered = torch.tensor(session.world.all_gather(mine)())
     replicas = torch.split_with_sizes(gathered, session.world.sizes)
-    # replicas of different sizes shard the parameters differently
+    # replicas of different sizes shard the parameters differently, so compare sums over their ranks
     if len({*session.world.sizes}) > 1:
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
     # Use the maximum over replicas, because only the owner of a row (the replica that aggregates
@@ -85,7 +86,7 @@ def summarise(
     steps.
     - `shard_bytes_per_step`: bytes that one replica sends between its nodes.
     - `peak_memory`: the largest memory that any rank used.
-    - `waits`: `Waits.table` of the steps since the last start.
+    - `waits`: waiting times of replicas in the steps since the last start, see `Waits.table`.
     - `local_steps`: number of local steps of each replica in a round, as last agreed.
     - `adapted_to`: the last scheme of a run that adapts to its link.
     - `replicas_apart`: largest relative distance between replicas, if replicas may differ slightly.
@@ -205,9 +206,13 @@ def _examples(session: Session) -> int:
 class FullSync:
     """Bytes that one replica sends over an axis in a step of full synchronisation.
 
-    bytes: the bytes with the current number of replicas. weights: size of one replica in fp32, in
-    bytes; None if the number of replicas is constant. replicas: number of replicas in each step
-    whose record does not name a number; `members` of them form one replica on the axis.
+    bytes: the bytes with the current number of replicas.
+
+    weights: bytes of one replica in fp32; None if the number of replicas is constant.
+
+    replicas: number of replicas in each step whose record does not name a number.
+
+    members: number of these replicas that form one replica of the outermost axis.
     """
 
     bytes: int
@@ -241,8 +246,8 @@ def full_sync_by_level(session: Session) -> list[FullSync]:
     """
     dense = [session.world.over_shards(each) for each in session.optimizer.dense_bytes_by_level]
     found = [FullSync(each) for each in dense]
-    # with `train.balance`, a record counts the replicas that ran its step, not all replicas that
-    # exchange
+    # With `train.balance`, a record counts only the replicas that ran its step. All replicas
+    # exchange, so the record cannot be used.
     if isinstance(session.world, ElasticRanks) and not session.config.train.balance:
         trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
         numel = sum(local(each).numel() for each in trained)

@@ -60,7 +60,7 @@ class Ranks(_Together):
     """The processes of a mesh with the axes "replicate" and "shard". Its methods are collective.
 
     Args:
-        sizes: Ranks of each replica.
+        sizes: Number of ranks of each replica.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, sizes: list[int]) -> None:
@@ -82,7 +82,9 @@ class Ranks(_Together):
                     self._hosts = group
 
     def all_gather(self, values: Tensor) -> Gathered:
-        """Starts to gather `values`, [n], of all ranks. The call of the result waits for them."""
+        """Starts to gather `values` ([n]) of all ranks. Returns a function that waits for the
+        values.
+        """
         self._comm.wait_for_current(values)
         with self._comm.active():
             everyone = values.new_empty(self.size, *values.shape)
@@ -111,7 +113,7 @@ class Ranks(_Together):
         return fingerprint(model, self._mesh)
 
     def texts(self) -> TextExchange:
-        """Returns an exchange with which all ranks gather texts."""
+        """Returns a `TextExchange`, with which all ranks gather texts."""
         return Texts(torch.device(self._mesh.device_type))
 
 
@@ -152,8 +154,9 @@ class ElasticRanks:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a step. It is the number of ranks at the start of the run if the batch
-        stays constant, and otherwise the current number of ranks. See `_Together.parts`.
+        """Number of parts of a step; each part holds the batches of one rank. It is the number of
+        ranks at the start of the run if the batch stays constant, and otherwise the current number
+        of ranks.
         """
         return self._parts or self.size
 
@@ -162,8 +165,9 @@ class ElasticRanks:
         return self._axis.share(of_part * self.parts, largest)
 
     def share_of(self, replica: int, members: Sequence[int], of_part: int) -> range:
-        """Returns the examples of `replica` in a step of the replicas `members`; empty if `replica`
-        is not one of them. Replicas have their numbers from the start of the run.
+        """Returns the positions of the examples that `replica` computes in a step of the replicas
+        `members`. The range is empty if `replica` is not one of these. Replicas have their numbers
+        from the start of the run.
         """
         if replica not in members:
             return range(0)
@@ -172,7 +176,9 @@ class ElasticRanks:
 
     @property
     def listening(self) -> str:
-        """Describes the address at which this rank accepts other replicas; "" for loopback."""
+        """Describes the address at which this rank accepts connections of other replicas; "" if the
+        address is loopback.
+        """
         return self._axis.listening
 
     @property
@@ -253,7 +259,9 @@ class Alone(_Together):
         return compared_digests([[bytes(each)] for each in digests])
 
     def texts(self) -> TextExchange:
-        raise NotImplementedError("a simulation has no ranks that could differ")
+        raise NotImplementedError(
+            "simulated replicas share one process: there are no texts to gather"
+        )
 
 
 World = Ranks | ElasticRanks | Alone
@@ -322,7 +330,7 @@ def _alike(config: Config) -> dict[str, Any]:
     """
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
     alike = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
-    if ":" not in config.data.name:  # a user's function may read different examples on each rank
+    if ":" not in config.data.name:  # data of a user's function may differ between ranks
         alike[_DATA] = mark_of_data(load_data(config.data))
     return alike
 
@@ -352,8 +360,8 @@ class Waits:
 
     Each rank reports its busy and its waiting seconds in the message that carries its loss. Between
     two reports, the slowest replica is the replica that was busy longest. Each other replica waited
-    for the slowest replica at most for the difference of their busy seconds. The rest of its
-    waiting is network time. The sums start again at 0 when the number of replicas changes.
+    for the slowest replica for at most the difference of their busy seconds. All other waiting of a
+    replica is network time. The sums start again at 0 when the number of replicas changes.
 
     >>> waits = Waits()
     >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])
@@ -384,7 +392,8 @@ class Waits:
 
         Args:
             reports: `own` of each rank, in rank order.
-            sizes: Ranks of each replica. They wait for each other in backward: their mean counts.
+            sizes: Number of ranks of each replica. Ranks of a replica wait for each other in
+                backward, so the mean over these ranks is used.
         """
         ranks = iter(reports)
         means = [

@@ -179,8 +179,8 @@ def log_starts(path: Path) -> list[int]:
 def check_free(
     path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None
 ) -> None:
-    """Raises `ValueError` unless a new run can start in `path`, or unless an old run can continue
-    there with `resume`.
+    """Raises `ValueError` if no run can start in `path`. With `resume`, raises it if the run in
+    `path` cannot continue.
 
     Changes nothing.
 
@@ -193,8 +193,8 @@ def check_free(
     entries = []
     if path.is_dir():
         entries = [entry.name for entry in path.iterdir()]
-    # Check the lock after listing the entries: the process that created these entries has locked
-    # the directory before.
+    # Check the lock after listing the entries: a process locks the directory before it creates
+    # other entries.
     _require_unlocked(path)
     held = [
         name
@@ -228,8 +228,8 @@ def _require_directory(path: Path) -> None:
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
     if path.is_symlink() and not path.exists():
         raise ValueError(
-            f"the run directory {str(path)!r} is a link to nowhere: make its target, or choose"
-            " another --out"
+            f"the run directory {str(path)!r} is a link without a target: create the target, or"
+            " choose another --out"
         )
 
 
@@ -364,8 +364,8 @@ def _refuse_links(path: Path) -> None:
     for folder in (path / CHECKPOINTS, path / UPDATES):
         if folder.is_symlink():
             raise ValueError(
-                f"{folder} is a link to {folder.readlink()}, and a run writes in its own directory "
-                f"alone: make {path} itself the link, or choose another --out"
+                f"{folder} is a link to {folder.readlink()}, but a run writes only in its own"
+                f" directory: make {path} itself the link, or choose another --out"
             )
 
 
@@ -416,11 +416,11 @@ def remedy_of(error: Exception) -> str:
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
     if number == errno.EROFS:
-        return "mount the disk to be written to, or choose another --out"
+        return "mount the disk with write access, or choose another --out"
     if number == errno.ENOENT:
-        return "leave the directory of a run that trains, or choose another --out"
+        return "do not remove the directory of a run that trains, or choose another --out"
     if number in (errno.EACCES, errno.EPERM):
-        return "make it yours to write, or choose another --out"
+        return "give this user write permission, or choose another --out"
     if number in (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR):
         return "remove that entry, or choose another --out"
     if number in (errno.ENOTDIR, errno.ENAMETOOLONG):

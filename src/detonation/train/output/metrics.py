@@ -22,21 +22,21 @@ class Record:
 
     Args:
         step: Number of the step, from 1.
-        loss: Mean over all ranks.
+        loss: Mean over all ranks. With `train.balance` it is the mean of the last round.
         lr: Learning rate of the step.
         seconds: Duration of the step, without validation.
         bytes_sent: Bytes that one replica sent, the sum over its shards.
         waited_s: Part of `seconds` that rank 0 waited for an exchange.
         step_s: Part of `seconds` in the optimizer's step, including `waited_s`.
-        agreeing_s: Part of `seconds`, outside `step_s`, that rank 0 waited for the losses of all
-            ranks, which is for the slowest.
+        agreeing_s: Part of `seconds`, outside `step_s`, that rank 0 waited until the losses of all
+            ranks had arrived.
         levels: `bytes_sent` over each axis.
         grad_norm: Global norm before clipping. Only if the run clips, in steps with a printed line.
         memory: `peak_memory` of the process of rank 0, in bytes. Only in steps with a printed line.
-        waits: `Waits.table`, for up to 16 replicas. Only in steps with a printed line.
+        waits: Waiting times of replicas so far (`Waits.table`), for up to 16 replicas. Only in
+            steps with a printed line.
         setting: Scheme from the next step on, if it changes.
-        taking: Replicas that trained in this step, if the number may change. With
-            `train.balance`, `loss` is the mean of the last round.
+        taking: Number of replicas that trained in this step, if this number may change.
         shard_bytes_sent: Bytes that one replica sent between its nodes since the last step.
     """
 
@@ -78,8 +78,8 @@ _NUMBERS_IF_MEASURED = (
 
 
 class MetricsFile:
-    """A file of records that holds only complete lines. A new file begins with the records
-    `kept`.
+    """A file of records that holds only complete lines. A new file begins with `kept`, the records
+    of earlier starts of the run.
     """
 
     def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
@@ -189,8 +189,10 @@ class Portion:
     """The data that one replica processes in one step: `count` of `unit`, such as 4096 tokens.
 
     Args:
-        replicas: Replicas that train in a step, unless its record holds another number.
-        constant: A step has `replicas` portions, however many replicas train in it.
+        replicas: Number of replicas that train in a step, unless the record of the step holds
+            another number.
+        constant: True if a step always has `replicas` portions, even if fewer or more replicas
+            train in it.
     """
 
     count: int

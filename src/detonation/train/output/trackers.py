@@ -67,7 +67,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """Writes a run of Weights & Biases to `wandb/` in the run directory, for `wandb sync`.
 
-    The run is offline, unless WANDB_MODE is set.
+    The logger sends nothing to a server, unless the environment variable WANDB_MODE asks for this.
     """
 
     def __init__(self, path: Path, config: Config, done: int) -> None:
@@ -159,7 +159,7 @@ def listener_on(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        problem = f"cannot be had ({error.strerror})"
+        problem = f"cannot be opened ({error.strerror})"
         if error.errno == errno.EADDRINUSE:
             problem = "is in use"
         raise ValueError(

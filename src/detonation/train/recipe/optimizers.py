@@ -64,8 +64,8 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
     """Builds the optimizer `chosen` over all parameters of `model`.
 
     The name is one of `optimizer_classes`, or "package.module:function" for a class or a function
-    that takes parameter groups and `lr`. If the groups have different learning rates, the schedule
-    scales each of these rates. Raises `ValueError` for a wrong name or argument.
+    that takes parameter groups and `lr`. If parameter groups have different learning rates, the
+    schedule scales each of these rates. Raises `ValueError` for a wrong name or argument.
     """
     arguments = dict(chosen.arguments)
     for key, value in arguments.items():
@@ -95,7 +95,8 @@ def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, A
     """Returns the parameter groups of `model`: one, or two if parameters differ.
 
     For Muon, the second group holds the embeddings and the output layer, because AdamW updates
-    them. If these have a learning rate of their own, it holds the vectors (norms, biases), too.
+    them. If embeddings and output layer have a learning rate of their own, the second group also
+    holds the vectors (norms, biases).
     """
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()

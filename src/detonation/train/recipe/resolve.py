@@ -76,7 +76,8 @@ def read_layers(
     Args:
         recipe: TOML file.
         sets: Assignments of `--set`.
-        place: Ranks of a launcher. They set the mesh, unless the command line does.
+        place: Position of this rank in the job of a launcher. The numbers of ranks in it set the
+            mesh, unless the command line does.
         mesh: Flags that set keys of [mesh]; `None` leaves a key unchanged.
 
     Raises:
@@ -93,7 +94,7 @@ def read_layers(
     levels = replicas_of_levels(tables, overrides)
     if levels is None or "replicas" in over:
         over = fill_mesh(over, place)
-    else:  # the levels of the recipe already set the number of replicas
+    else:  # the levels already set the number of replicas, so fill in only the shards
         over = fill_mesh({**over, "replicas": levels}, place)
         del over["replicas"]
     return Layers(tables, {**overrides, "mesh": over})
@@ -107,7 +108,7 @@ class Request:
         overrides: Assignments of --set, and of flags that are short for a setting.
         replicas: None for the number in the recipe, or of the launcher.
         shards: None for the number in the recipe, or of the launcher.
-        web: Add the page to the loggers of the recipe.
+        web: Add the logger "web", a web page about the run, to the loggers of the recipe.
 
     Raises:
         ValueError: `stop_after` is out of range, or `resume` is given without `out`.
@@ -138,7 +139,7 @@ class Request:
         line.
         """
         mesh = {"replicas": self.replicas, "shards": self.shards}
-        # the launcher started only one of several replicas
+        # With --replica or --join a launcher starts a single replica, so all its ranks are shards.
         if self.replica is not None or self.join:
             if place is not None and self.shards is None:
                 mesh["shards"] = place.world_size
@@ -196,7 +197,7 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
     if shards is None:
         raise ValueError(
             "the launcher does not say how many ranks a machine has: give --shards, or"
-            " LOCAL_WORLD_SIZE"
+            " set LOCAL_WORLD_SIZE"
         )
     if replicas is None:
         replicas = place.world_size // shards
@@ -209,8 +210,8 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
         remedy = (
-            "leave both out, and start as many processes on each node, or name the ranks of"
-            " each node: --set mesh.nodes=[4,2]"
+            "leave both out, and start equally many processes on each node, or give the"
+            " number of ranks of each node: --set mesh.nodes=[4,2]"
         )
         raise ValueError(f"{product}, but the launcher started {place.world_size}: {remedy}")
     return {**mesh, "replicas": replicas, "shards": shards}
@@ -218,7 +219,7 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
 
 def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
     """Returns the number `name` in the table [mesh]; None if the recipe does not set this number.
-    Raises `ValueError` unless it is at least 1.
+    Raises `ValueError` unless the number is at least 1.
     """
     value = mesh.get(name)
     if value is None:
@@ -237,9 +238,7 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
-        require(
-            "tuned" not in recipe, "tuned", "given", "left out: it is for recipes of one [scheme]"
-        )
+        require("tuned" not in recipe, "tuned", "given", "left out: it needs a single [scheme]")
         levels = merge_levels(table["scheme"], _sub(overrides, "scheme"))
         return from_table({**merge(table, overrides), "scheme": levels})
     tuned = _checked_tuned(recipe.get("tuned", {}))
@@ -251,8 +250,8 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Returns the table `base` with the keys of `over`. If a table in `over` selects another name,
-    it replaces the whole table in `base`.
+    """Returns the table `base` with the keys of `over`. A table in `over` that selects another name
+    replaces the whole table in `base`.
 
     >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"lr": 2}})
     {'optimizer': {'name': 'SGD', 'lr': 2}}

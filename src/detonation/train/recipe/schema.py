@@ -98,15 +98,15 @@ class TrainConfig:
         epochs: Passes over the training examples, instead of `steps`. The start of the run converts
             them to steps.
         accumulate: Micro-batches per step.
-        constant_batch: In an elastic run a step keeps its number of examples when replicas are lost
-            or join: the others divide them. false: each replica keeps its own number. With
-            `balance` it always does.
+        constant_batch: When replicas of an elastic run are lost or join, a step keeps its number of
+            examples, and the present replicas divide these examples. false, and with `balance`:
+            each replica keeps its own number of examples.
         init_from: Directory of a run, a checkpoint or an exported model; the run starts with its
             weights, and with a new optimizer and new memories. "" starts with the weights of
             `model`.
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
-        balance: Slow replicas take fewer local steps per round, so that all end it together: for
-            schemes of rounds.
+        balance: Slow replicas take fewer local steps per round, so that all replicas end the round
+            together. Only for schemes with rounds.
         autocast: "bf16" computes forward and backward in bf16 on accelerators; "" uses the
             precision of the weights.
         checkpoint_activations: Keep only the inputs of each layer, and recompute the rest in
@@ -218,8 +218,8 @@ class MeshConfig:
             of the device.
         elastic: Continue without a lost replica, in the same processes, over gloo.
         min_replicas: The run ends if fewer replicas remain.
-        meet: "HOST:PORT" at which the replicas of an elastic run meet, or an odd number of them,
-            separated by commas; "" for one machine.
+        meet: "HOST:PORT" at which the replicas of an elastic run meet, or an odd number of such
+            addresses, separated by commas; "" for one machine.
         nodes: Ranks of each node, if nodes have different numbers of ranks, such as [4, 2]; each
             node is then a replica.
 
@@ -270,7 +270,7 @@ class MeshConfig:
         conflict = self.elastic or bool(self.link) or self.shard_nodes > 1
         require(not conflict, "mesh.nodes", nodes, "left out with elastic, link or shard_nodes")
         object.__setattr__(self, "replicas", len(nodes))
-        # the rank of the smallest node sends the most, so its number of shards is used
+        # a rank of the smallest node sends the most bytes, so `shards` is the size of that node
         object.__setattr__(self, "shards", min(nodes))
 
     @property
@@ -301,12 +301,12 @@ def described_mesh(mesh: MeshConfig) -> str:
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """Limits after which a rank counts as lost: when it has sent no heartbeat for `silence_s`
-    seconds.
+    """Sets when a rank counts as lost: after `silence_s` seconds without a heartbeat of this rank.
 
     Args:
-        silence_s: Seconds, at least 1; the time of the largest message is added.
-        lowest_bits_per_s: Rate for computing that time: the slowest acceptable link.
+        silence_s: Seconds, at least 1. The time that the largest message takes is added.
+        lowest_bits_per_s: Rate of the slowest acceptable link. It gives the time that the largest
+            message takes.
     """
 
     silence_s: float = 15.0
@@ -324,7 +324,7 @@ class LevelConfig:
 
     Args:
         axis: Name of the tier, such as "rack".
-        replicas: Number in this tier; the product over all tiers is `mesh.replicas`.
+        replicas: Number of replicas in this tier; the product over all tiers is `mesh.replicas`.
     """
 
     axis: str
@@ -358,7 +358,10 @@ class Config:
             require(not self.train.log_updates, "train.log_updates", True, allowed)
             publish = self.train.publish
             require(
-                not publish, "train.publish", publish, '"": a feed needs one level that exchanges'
+                not publish,
+                "train.publish",
+                publish,
+                '"": a feed needs one level whose scheme exchanges messages',
             )
         if self.scheme.name == "none":
             allowed = "false: the outermost level exchanges nothing"
@@ -369,7 +372,7 @@ class Config:
         require(least <= last, "mesh.min_replicas", least, allowed)
         nodes = [*self.mesh.nodes]
         if len(self.levels) > 1 or self.scheme.name == "auto":
-            require(not nodes, "mesh.nodes", nodes, "left out with several levels or auto")
+            require(not nodes, "mesh.nodes", nodes, "left out with several levels or scheme auto")
         assert math.prod(level.replicas for level in self.levels) == self.mesh.replicas
 
     @property

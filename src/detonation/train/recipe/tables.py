@@ -108,7 +108,7 @@ def _require_kept(setting: str, value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False, default=refuse).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{setting} is {value!r}, which is no text in UTF-8: rename it") from error
+        raise ValueError(f"{setting} is {value!r}, which is not valid UTF-8: rename it") from error
 
 
 def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:
@@ -133,11 +133,11 @@ def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, .
     levels = tuple(_level(dict(level)) for level in spelled)
     if given:
         raise ValueError(
-            "mesh.replicas is given, but the levels say how many: set scheme.<axis>.replicas of"
-            " each"
+            "mesh.replicas is given, but each [[scheme]] has its own replicas: set"
+            " scheme.<axis>.replicas instead"
         )
     axes = [level.axis for level in levels]
-    require(len({*axes}) == len(axes), "scheme.axis", axes, "another for each level")
+    require(len({*axes}) == len(axes), "scheme.axis", axes, "a different name for each level")
     return levels
 
 

@@ -25,11 +25,11 @@ class SetUpError(ValueError):
 
 
 class SetUp:
-    """The set-up of this replica of an elastic run. If it fails, it tells the failure to all
-    replicas, and the run ends. After the set-up, a failure ends only this replica.
+    """The set-up of this replica of an elastic run. If the set-up fails, `watched` reports the
+    failure to all replicas, and the run ends. After the set-up, a failure ends only this replica.
 
     The other replicas read the failure in the store of their axis. Before that store exists, they
-    read it at the address at which replicas meet; see `refusal`.
+    read the failure at the address at which replicas meet; see `refusal`.
     """
 
     def __init__(self, task_meet: str, replica: int | None) -> None:
@@ -103,7 +103,8 @@ class Losses:
             return []
         took_over = recorder.take_over()
         if took_over:
-            # a lost replica may hang while it still holds the lock of the run directory
+            # A lost replica may hang and still hold the lock of the run directory, so continue
+            # without the lock.
             with contextlib.suppress(directory.InUse):
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
@@ -112,7 +113,7 @@ class Losses:
             self._note_joined(change, recorder)
         lines = [line for change in new for line in self._lines(change)]
         self._members = self._world.members
-        if took_over:  # this rank printed no lines when the first rank was lost
+        if took_over:  # this rank was silent when the first rank was lost: print its last report
             lines = lines or self._latest
         self._latest = lines or self._latest
         return lines
@@ -162,10 +163,10 @@ class Losses:
         yield line
 
     def _share(self, replica: int) -> range:
-        """Returns the examples of a lost replica in its last step."""
+        """Returns the positions of the examples that a lost replica computed in its last step."""
         assert self._world is not None
         members = self._world.members
-        if replica not in members:  # the loss already took effect before this report
+        if replica not in members:  # `members` no longer has the lost replica
             members = self._members
         train = self._session.config.train
         return self._world.share_of(replica, members, train.batch_size * train.accumulate)

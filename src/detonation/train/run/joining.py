@@ -53,11 +53,11 @@ def check_place(
         )
     if (mesh.elastic or request.join) and asked and asked.auto.adapt:
         raise ValueError(
-            "scheme.adapt watches the link of replicas that stay: leave it out in an elastic run"
+            "scheme.adapt needs a constant set of replicas: leave it out in an elastic run"
         )
     if request.join and number is not None:
         raise ValueError(
-            f"--replica {number} is not for --join, which gives the next number: leave"
+            f"--replica {number} conflicts with --join, which takes the next free number: leave"
             " --replica out"
         )
     if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < last):
@@ -66,8 +66,8 @@ def check_place(
         )
     if mesh.elastic and place is not None and number is None and not request.join:
         raise ValueError(
-            "under a launcher an elastic run is one world for each replica: give --replica and"
-            " --meet"
+            "under a launcher each replica of an elastic run is a job of its own: give --replica"
+            " and --meet"
         )
     if request.join and request.out is None:
         raise ValueError("--join needs --out: the run directory, for checkpoints")

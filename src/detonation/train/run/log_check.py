@@ -8,8 +8,8 @@ from detonation.log.continuity import LogFile, log_faults, log_files
 from detonation.train.output import directory, metrics
 
 _MOST_SHARDS = 1 << 12
-"""Largest number of shards that is believed, because a configuration from another source may
-contain any number.
+"""Largest number of shards that is accepted from a configuration. A configuration from another user
+may contain any number.
 """
 
 

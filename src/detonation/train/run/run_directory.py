@@ -108,7 +108,7 @@ def kept_records(
     if reads:
         text = read_text(file, errors="replace", most=MOST_RECORDS)
     if volumes.shared:
-        # makes rank 0 write only after all ranks have read the file
+        # Wait here for all ranks: rank 0 may write the file only after all ranks have read it.
         session.world.texts().gather("")
     else:
         text = session.world.texts().broadcast(text)
@@ -129,7 +129,7 @@ def kept_records(
         )
     if not kept:
         said += [
-            f"{file} has none of the {done} steps before: the summary will be of those that follow"
+            f"{file} has no record of the first {done} steps: the summary covers only later steps"
         ]
     return kept, said
 
@@ -161,7 +161,7 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
         may_start: Start from the beginning if the log does not belong to this run.
 
     Raises:
-        ValueError: No checkpoint exists, the log belongs to another run, and not `may_start`.
+        ValueError: The log belongs to another run, no checkpoint exists, and `may_start` is False.
     """
     step = session.optimizer.step_count
     if step not in log:
@@ -176,7 +176,8 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
     reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
     if why and not reached and not may_start:
         raise ValueError(
-            f"cannot continue from the log: {why}; resume as the run began, or choose another --out"
+            f"cannot continue from the log: {why}; resume with the settings of the first start, or"
+            " choose another --out"
         )
     if reached == step:
         return []

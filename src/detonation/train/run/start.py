@@ -34,7 +34,7 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
 
     Args:
         fail: Prints an error and returns the exit code. Used if another rank is lost while the main
-            thread of a rank cannot raise.
+            thread of this rank is blocked and cannot raise the error.
 
     Raises:
         ValueError: Bad input, before any process starts.
@@ -52,8 +52,8 @@ def _run(
     place: LaunchPosition | None,
     set_up: SetUp,
 ) -> Table:
-    """Implements `run_training`. Calls `set_up.done` as soon as the ranks report failures on their
-    own.
+    """Trains as `run_training` describes. Calls `set_up.done` before the work of the ranks, because
+    ranks report their own failures.
     """
     if place is None:
         _require_out(request)
@@ -182,11 +182,12 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
     if not task.request.replica and not task.request.join:
         _check_directory(task)
     use_interface(os.environ, task.request.interface)
-    # These ranks only need loopback; an elastic axis chooses its own interface.
+    # All ranks of this process group are on this machine, so they need only the loopback interface.
+    # An elastic axis chooses its own interface.
     keep_to_loopback(os.environ)
     try:
         mesh = task.config.mesh
-        # only one replica runs on this machine in this case
+        # with --replica or --join this command starts only one replica
         if task.request.replica is not None or task.request.join:
             mesh = replace(
                 mesh, replicas=task.config.nodes_inside, elastic=False, min_replicas=1, meet=""

@@ -32,7 +32,7 @@ def train_until_end(
     """Trains to the end of the run or to step `stop_after`; returns the result of `train_on_rank`.
 
     Args:
-        run: Name of the feeds.
+        run: Name of the feeds that publish the weights.
         done: Steps of earlier starts.
     """
     recording = Recording(session, path, run)

@@ -66,7 +66,9 @@ def train_on_rank(task: RunTask) -> Table:
             begin = load_weights(Path(config.train.init_from), session.model)
         # compare the schemes of the replicas and check sizes before any file is written
         session.optimizer.set_up()
-        set_group_timeouts(GROUP_TIMEOUT_S)  # a node may read its checkpoint from a slow disk
+        # set a long timeout for collectives, because a node may load its checkpoint from a slow
+        # disk
+        set_group_timeouts(GROUP_TIMEOUT_S)
         result = None
         while result is None:
             try:

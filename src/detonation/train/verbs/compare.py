@@ -67,7 +67,7 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
     if len(runs) < 2:
         said = f"--schemes is {','.join(schemes)!r}"
         if varied:
-            said = f"--vary is {' '.join(varied)}, one choice, as equal values count once"
+            said = f"--vary is {' '.join(varied)}, only one run, because equal values count once"
         remedy = "by --schemes full,demo or by --vary optimizer.lr=1e-3,2e-3"
         raise ValueError(f"{said}: compare needs two runs or more, {remedy}")
     name = f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -78,7 +78,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
 
 def _config(manifest: Manifest) -> Config | None:
     """Returns the recipe in a checkpoint; None for a checkpoint of a user's own training loop,
-    because its values may have any name.
+    because the values of such a checkpoint may have any name.
     """
     extra = manifest.given
     config = extra.get("config")

@@ -60,7 +60,7 @@ class Following:
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name}", value, "at least 1")
             if name != "to" and value is not None and not self.is_live:
-                problem = f"--{name} is of a live run, HOST:PORT, and {self.source} is a directory"
+                problem = f"--{name} needs a live run, HOST:PORT, but {self.source} is a directory"
                 raise ValueError(f"{problem}: leave it out")
 
     @property
@@ -72,7 +72,8 @@ def follow_run(request: Following) -> Table:
     """Follows a run until it ends, or until step `to`. Returns the step, the fingerprint and the
     last checkpoint.
 
-    Raises `ValueError` for a run that cannot be followed, and `LostFeed` if it ends before `to`.
+    Raises `ValueError` for a run that cannot be followed, and `LostFeed` if the feed is lost before
+    step `to`.
     """
     if not request.is_live:
         if not Path(request.source).exists():

@@ -144,10 +144,10 @@ class _Training:
         shapes: Shapes of the parameters on each shard.
         examples: Examples of a rank in a step; 0 if unknown.
         steps: Length of the run.
-        losses_of: Task whose measured losses the plan uses.
+        losses_of: Recipe whose measured losses the plan uses.
         tuned: Each scheme with the optimizer that the recipe uses for it; empty without a recipe.
-        settings: Returns the arguments to print for a scheme: those that differ from the recipe, or
-            all without a recipe.
+        settings: Function that returns the arguments to print for a scheme: those that differ from
+            the recipe, or all without a recipe.
     """
 
     replicas: int

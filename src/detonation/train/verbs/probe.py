@@ -113,7 +113,9 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
     allowed = "one level: the schemes are measured on one axis"
     require(len(config.levels) == 1, "scheme", config.schemes, allowed)
     nodes = [*config.mesh.nodes]
-    require(not nodes, "mesh.nodes", nodes, "left out: probe as many on each as the smallest has")
+    require(
+        not nodes, "mesh.nodes", nodes, "left out: give the ranks of the smallest node as --shards"
+    )
     return ProbeTask(config.mesh, request.recipe.stem, layers, config)
 
 

@@ -26,7 +26,9 @@ from detonation.whole_files import parse_toml, read_text
 
 
 def saved_run(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
-    """Saves a checkpoint of one replica. Its memories of unsent values are empty."""
+    """Saves a checkpoint of `model` and `optimizer` in the run directory `out`. The checkpoint is
+    of one replica, and its memories of unsent values are empty.
+    """
     ((_, scheme),) = optimizer.levels
     extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
     return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, as_json(extra), keep)
@@ -50,7 +52,7 @@ def replay_run(run: Path, out: Path | None, to: int | None, trust_code: bool) ->
     if out is not None and (run / directory.METRICS).exists():
         records = metrics.read_metrics(run / directory.METRICS)
         kept = [record.line() for record in records if record.step <= found[0]["step"]]
-        # so that `--resume` finds the records of the replayed steps
+        # keep the records of the replayed steps for `--resume`
         directory.write_text(out / directory.METRICS, "".join(kept))
     return found[0]
 
@@ -94,8 +96,8 @@ def _alone(config: Config) -> Config:
 
 
 def _agreed(session: Session, out: Path) -> Path:
-    """Saves the state on which all replicas agree, as a checkpoint of one replica. Its memories of
-    unsent values are empty.
+    """Saves the state on which all replicas agree, as a checkpoint of one replica. The memories of
+    unsent values in this checkpoint are empty.
     """
     replayed = session.optimizer
     axes = [LoopbackCommunicator()]

@@ -53,9 +53,9 @@ class Simulation:
 def simulate(request: Simulation) -> Table:
     """Trains in this process. Returns the summary and, as `directory`, the path of the run.
 
-    The result equals a real run with the same number of replicas of one shard, bit for bit. It may
-    differ if a network adds more than two numbers in a different order. Raises `ValueError` for bad
-    input before it writes any file.
+    The result equals that of a real run with equally many replicas of one shard, bit for bit. An
+    exception: a network that adds more than two messages may add them in another order. Raises
+    `ValueError` for bad input before it writes any file.
     """
     config = configured(request)
     trackers.check_trackers(config.train.loggers)
@@ -201,7 +201,7 @@ def _share_steps(session: Session) -> None:
     def write_once(*update: Any) -> Any:
         return axis.together(partial(write, *update), lambda writes: writes[0]())
 
-    # clipping reads the update of every replica, so each must write its own
+    # clipping reads the update of every replica, so each replica must write its own update
     if session.optimizer.base_step.clip is None:
         channel.engine.write = write_once
     session.base.step = lambda: axis.together((session.base, step), _step)  # type: ignore
