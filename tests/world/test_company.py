@@ -163,6 +163,54 @@ def test_sums_of_messages_that_do_not_belong_together_are_an_error_and_move_noth
         assert mine == [1.0] and theirs == [100.0]
 
 
+def units_that_two_share(mesh, overlaps, accumulate, both, clips=False):
+    """Fingerprint after three steps: the gradients of a unit of FSDP2 are views of one tensor."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(2)]
+    model = dt.shard(nn.Sequential(*layers), mesh)
+    optimizers = []
+    for dims in (2, 1) if both else (2,):
+        own = [parameter for parameter in model.parameters() if parameter.dim() == dims]
+        adamw = torch.optim.AdamW(own, lr=0.02 / dims)
+        optimizers.append(dt.replicate(adamw, model, mesh["replicate"], dt.loco()))
+    for step in range(3):
+        for micro in range(accumulate):
+            torch.manual_seed(100 * step + 10 * micro + mesh.get_rank())
+            with ExitStack() as stack:
+                if overlaps and micro == accumulate - 1:
+                    for each in optimizers:
+                        stack.enter_context(each.overlap())
+                model(torch.randn(4, 64)).square().mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_([*model.parameters()], 1e-3)
+        for each in optimizers:
+            each.step()
+        model.zero_grad()
+    return dt.fingerprint(model, mesh)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("both", [True, False])
+def test_a_unit_of_fsdp_whose_gradients_others_use_too_overlaps_with_the_same_bits(
+    both, accumulate
+):
+    shards = 2 if both else 1
+    apart = worlds.run(units_that_two_share, 2, shards, False, accumulate, both)
+    assert worlds.run(units_that_two_share, 2, shards, True, accumulate, both) == apart
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_change_of_gradients_in_a_unit_that_others_use_is_still_an_error(both):
+    found = worlds.run(caught_in_unit, 2, 1, both)
+    assert all(
+        kind == "OverlapError" and "changed after it was sent" in text for kind, text in found
+    )
+
+
+def caught_in_unit(mesh, both):
+    return worlds.caught(units_that_two_share, mesh, True, 1, both, True)
+
+
 def groups_of(axis, count):
     """The process groups that there are while `count` optimizers have taken a step, and after them."""
     before, found = len(distributed_c10d._world.pg_map), []

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
 import detonation as dt
 import worlds
@@ -183,3 +184,34 @@ def test_gradients_that_changed_after_they_were_sent_are_refused_a_step_later():
         assert kind == OverlapError.__name__ and text.startswith(
             "a gradient changed after it was sent"
         )
+
+
+def head_of_one_row(mesh, clip, until, folder):
+    """Steps of AdamW on each tensor, where rank 1 of each node has no coordinate."""
+    torch.manual_seed(0)
+    model = dt.shard(nn.Linear(8, 1), mesh)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheme = dt.loco(delay=2)
+    optimizer = dt.replicate(adamw, model, mesh["replicate"], scheme, clip=clip)
+    for step in range(4):
+        torch.manual_seed(10 * step + mesh.get_rank())
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == until:
+            dt.save_checkpoint(folder, model, optimizer)
+            if step % 2:
+                dt.load_checkpoint(folder, model, optimizer)
+    optimizer.synchronize()
+    optimizer.synchronize()  # nothing is left to apply
+    return [float(state["step"]) for state in adamw.state.values()], dt.fingerprint(model, mesh)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_rank_without_coordinates_applies_as_many_late_updates_as_the_others(clip, tmp_path):
+    """Without a save, with one in blank entries (step 0), with one loaded, and with one at the end."""
+    plain = worlds.run_alone(head_of_one_row, 2, 2, clip, None, tmp_path)
+    assert {steps for each, _ in plain for steps in each} == {6.0}
+    for until in (0, 1, 2, 3):
+        found = worlds.run_alone(head_of_one_row, 2, 2, clip, until, tmp_path / str(until))
+        assert found == plain, until

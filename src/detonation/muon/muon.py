@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from detonation.choices import require_range, unknown
 from detonation.core.agreement import StepTest, register_step_test
-from detonation.core.flat.tensors import local
+from detonation.core.flat.tensors import local, reshard_gradients
 from detonation.core.optim import evaluated
 from detonation.muon import matrices
 
@@ -156,6 +156,7 @@ class Muon(Optimizer):
         return loss
 
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        reshard_gradients(parameters)
         for p in parameters:
             if not self.state[p]:
                 step = torch.zeros((), dtype=torch.float32, device="cpu")

@@ -223,6 +223,16 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     return found
 
 
+def reshard_gradients(parameters: Iterable[Tensor]) -> None:
+    """Shards each gradient like its parameter. Under tensor parallelism, backward may leave sums
+    that no rank has added yet (`Partial`), or whole gradients of sharded weights. Collective over
+    the shards if it changes a gradient.
+    """
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            _resharded(parameter, parameter.grad)
+
+
 def _resharded(parameter: Tensor, gradient: DTensor) -> DTensor:
     """`gradient`, resharded like `parameter`."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from detonation.choices import require_range
 from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import SignRate
-from detonation.core.flat.tensors import local
+from detonation.core.flat.tensors import local, reshard_gradients
 from detonation.core.optim.base_step import unheard
 from detonation.core.optim.wrapper import evaluated
 
@@ -114,11 +114,9 @@ class SignSGD(Optimizer):
                     each.done()
                 moved |= {id(p) for p in each.parameters}
         for group in self.param_groups:
-            rest = [
-                p
-                for p in group["params"]
-                if p.grad is not None and id(p) not in moved and local(p).numel()
-            ]
+            rest = [p for p in group["params"] if p.grad is not None and id(p) not in moved]
+            reshard_gradients(rest)
+            rest = [p for p in rest if local(p).numel()]
             if rest:
                 self._move(rest, group)
         return loss

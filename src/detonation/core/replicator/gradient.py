@@ -5,7 +5,7 @@ With a delay of n steps, an update is applied n steps after its messages were se
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -22,6 +22,7 @@ from detonation.core.flat.tensors import (
     state_of,
 )
 from detonation.core.integrity.message import NO_PARAMETERS, Missing
+from detonation.core.link import Link, links_of_shards
 from detonation.core.memory import LocalState
 from detonation.core.optim import BaseStep, SignSGD
 from detonation.core.replicator.base import Replicator
@@ -89,7 +90,7 @@ class Pending:
     """The pending updates: the updates of the last `delay` steps, oldest first, whose messages may
     still be in flight.
 
-    Before the first message, and after `step_on`, the list holds blank entries, which have no
+    Before the first message, and after `step_on`, the list begins with blank entries, which have no
     message. A blank entry is a tensor of negative zeros. So a saved state distinguishes it from an
     update of positive zeros.
     """
@@ -98,12 +99,14 @@ class Pending:
         self._layout = layout
         self._device = device
         self._updates: deque[Transfer | Flat] = deque(self._blank() for _ in range(delay))
+        self._blanks = delay
 
     def exchange(self, update: Transfer) -> Transfer | Flat:
         """Appends the newest update, and removes and returns the oldest update, which is applied
         now."""
         self._updates.append(update)
         due = self._updates.popleft()
+        self._blanks = max(0, self._blanks - 1)
         if isinstance(due, Flat):
             due.of_rows.add_(0.0)  # adding 0.0 makes negative zeros positive
         return due
@@ -127,12 +130,19 @@ class Pending:
         assert isinstance(settled, Flat)
         settled.settle(unused)
 
-    def look(self, unused: Unused) -> None:
-        """Determines the unused parameters of each update from its rows, after a checkpoint was
-        loaded."""
+    def look(self, unused: Unused, shards: Iterable[Link]) -> None:
+        """Determines from the rows of each update, after a checkpoint was loaded, which parameters
+        are unused and which entries are blank. Collective over the links `shards`.
+        """
         self._updates = deque(
             each.look(unused) if isinstance(each, Flat) else each for each in self._updates
         )
+        blanks = sum(self._is_blank(each) for each in self._updates)
+        # a rank without rows sees no update, so it takes the number of the other shards
+        for link in shards:
+            own = torch.tensor([blanks], dtype=torch.int64, device=self._device)
+            blanks = int(link.collect(own).min())
+        self._blanks = blanks
 
     def arrived(self) -> list[Tensor]:
         """Returns all pending updates as tensors. Waits for messages in flight.
@@ -151,7 +161,7 @@ class Pending:
         Args:
             step: Of the oldest update.
         """
-        due = [index for index, each in enumerate(self._updates) if not self._is_blank(each)]
+        due = range(self._blanks, len(self._updates))
         if not due:
             return
         everyone = [
@@ -166,6 +176,7 @@ class Pending:
             applies(update, alone)
             base()
             self._updates[index] = self._blank()
+        self._blanks = len(self._updates)
         for parameter, gradient in zip(everyone, kept, strict=True):
             parameter.grad = gradient
 
@@ -331,7 +342,8 @@ class GradientReplicator(Replicator):
 
     def _loaded(self) -> None:
         self.channel.unused.forget()
-        self._updates.look(self.channel.unused)
+        shards = links_of_shards(self.parameters.values()) if self._delayed else ()
+        self._updates.look(self.channel.unused, shards)
 
     def _refuse_unequal(self) -> None:
         equal = self._equal

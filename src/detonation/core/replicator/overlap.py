@@ -1,5 +1,6 @@
 """Overlap: hooks send buckets of gradients while backward still computes other gradients."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import (
     GradientStamp,
     gradient_stamps,
+    largest_local_shape,
     local,
     local_gradients,
 )
@@ -140,7 +142,8 @@ class Overlap:
         """
         now = gradient_stamps({name: self._parameters[name] for name in self._stamps})
         for name, seen in self._stamps.items():
-            if now[name][0] is not seen[0] or now[name][1:] != seen[1:]:
+            same = now[name][0] is seen[0] and now[name][1] == seen[1]
+            if not same or (now[name][2] != seen[2] and self._owns_memory_of(name)):
                 raise _changed(f"the gradient of {name}")
         missing = [i for i, each in enumerate(self._parameters.values()) if each.grad is None]
         if missing:
@@ -249,6 +252,24 @@ class Overlap:
             if of_shard + 1 == shard._version:
                 self._stamps[name] = (sent, version, shard._version)
 
+    def _owns_memory_of(self, name: str) -> bool:
+        """True if the tensor of which the gradient of `name` is a view holds gradients of these
+        parameters only.
+
+        Otherwise its version counter also counts writes to gradients of other parameters: FSDP2
+        adds to these, and the step of another optimizer writes to them. The samples then show
+        whether the gradients of these parameters have changed.
+        """
+        whole = local(_gradient(self._parameters[name])).untyped_storage()
+        own = 0
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                continue
+            shard = local(parameter.grad)
+            if shard.untyped_storage().data_ptr() == whole.data_ptr():
+                own += math.prod(largest_local_shape(parameter)) * shard.itemsize
+        return own >= whole.nbytes()
+
     def _equal(self) -> Tensor:
         """Compares the samples of sent gradients with their current values. True if they are
         equal."""  # [] bool
@@ -263,6 +284,11 @@ def refuse_unequal(equal: bool) -> None:
     that were taken when the gradients were sent."""
     if not equal:
         raise _changed("a gradient")
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "its gradient was sent"
+    return parameter.grad
 
 
 def _changed(which: str) -> OverlapError:
