@@ -105,7 +105,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     else:  # rows of whole bytes are counted by a table, without a byte of memory for each bit
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
-    return (counts != k).any(1) * 2
+    return _any_of_row(counts != k) * 2
 
 
 def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
@@ -114,11 +114,22 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
 
     Shapes: `[messages, rows, k]` integer -> `[messages]` int64.
     """
-    falls = (indices[..., 1:] <= indices[..., :-1]).flatten(1).any(1)
-    found = falls * 2
+    falls = indices[..., 1:] <= indices[..., :-1]
+    found = _any_of_row(falls.flatten(1)) * 2
     if chunk == 2**width:
         return found
-    return torch.where((indices >= chunk).flatten(1).any(1), 1, found)
+    return torch.where(_any_of_row((indices >= chunk).flatten(1)), 1, found)
+
+
+def _any_of_row(facts: Tensor) -> Tensor:
+    """Returns for each row whether any value is True. On a CPU `any` takes 30 times as long as the
+    maximum of the bytes.
+
+    Shapes: `[rows, n]` bool -> `[rows]` bool.
+    """
+    if facts.device.type != "cpu" or not facts.numel():
+        return facts.any(1)
+    return facts.view(torch.uint8).amax(1).view(torch.bool)
 
 
 @dataclass(frozen=True)

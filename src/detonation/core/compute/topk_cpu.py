@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOPK_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
+MOST_ROUNDS = 12
+"""Up to this number of coefficients, finding one maximum after the other is faster than sorting."""
+_LOWEST = -(1 << 31)
 
 
 def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
@@ -36,8 +40,26 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
         network = _network(threading.get_ident(), chunk, count, len(part), torch.int32)
         keys = network.numbers
         torch.bitwise_and(part.t().view(torch.int32), magnitude, out=keys).bitwise_or_(falling)
-        indices.copy_(_rising(network.largest(), chunk).t())
+        largest = _maxima(keys, count) if count <= MOST_ROUNDS else network.largest()
+        indices.copy_(_rising(largest, chunk).t())
     return found
+
+
+def _maxima(keys: Tensor, count: int) -> Tensor:
+    """The `count` largest keys of each column, of which only the lowest bits are right. Changes
+    `keys`, which must not be negative.
+
+    All keys are shifted cyclically, so that the maximum becomes the lowest int32. The other keys
+    stay positive in their order, and those found before become negative.
+
+    Shapes: `[chunk, columns]` int32 -> `[count, columns]` int32.
+    """
+    found = torch.empty(count, keys.shape[1], dtype=torch.int32, device="cpu")
+    torch.amax(keys, 0, out=found[0])
+    for last, line in pairwise(found):
+        keys.sub_(last.bitwise_xor(_LOWEST))
+        torch.amax(keys, 0, out=line)
+    return found.cumsum(0, dtype=torch.int32)  # undoes the shifts
 
 
 def _rising(keys: Tensor, chunk: int) -> Tensor:
