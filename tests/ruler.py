@@ -31,22 +31,24 @@ CEILINGS: dict[str, float] = {
     # late gradients do not keep others waiting; a newcomer's group is made while others train, a
     # program that is no store is told from one, plain torch sorts in a network of its own, and
     # kernels find what is not finite as they encode (core: Muon, late gradients, the network); codes
-    # are encoded block by block, a step on an accelerator makes 108 calls of Python for 262,
+    # are encoded block by block, a step on an accelerator makes 65 calls of Python for 262,
     # replicas and ranks that meet nobody say why, strangers' connections to gloo are dropped, a
     # newcomer whose state cannot come is postponed, its shards keep one pace, and a run that was
     # killed has a page, small messages wait for one latency also on an elastic axis and in plans,
     # and optimizers refuse what no step could use, and register a self-test (core: codes, calls);
     # groups are compared, a log belongs to a run, one checkpoint is loaded by its path, frozen weights are
     # compared, a follower waits for its trainer, and each message names its object and a remedy;
-    # `plan` compares with a baseline that has two learning rates, and recipes can have them
-    "tokens of src": 344_200,
-    "tokens of core": 93_250,
+    # `plan` compares with a baseline that has two learning rates, and recipes can have them; what a step
+    # on kernels needs is made once, and found without a call (core: derived, kept runs); sums of tensor
+    # parallelism, late updates of empty shards and shared units of FSDP2 (core)
+    "tokens of src": 345_050,
+    "tokens of core": 94_000,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_490,  # for the same reasons
+    "cognitive complexity of src": 8_520,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,

@@ -146,8 +146,8 @@ def step(
         update = channel.send(gradients, 0).receive()
         update.engine.write(update.received, gradients)
         update = channel.send(gradients, 1).receive()
-        if update.engine.can_apply_signs(update.received, gradients):
-            update.engine.apply_signs(update.received, gradients, [(1.0, 1e-3)] * len(gradients))
+        if move := update.engine.sign_mover(update.received, gradients):
+            move([(1.0, 1e-3)] * len(gradients))
 
 
 def line(name: str, found: Any, target: int, constants: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usa
 from detonation.core.integrity.message import HEADER_BYTES, IDENTITY, Header
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
-from detonation.engines.triton.coding import coding_of, places_of, row_run
+from detonation.engines.triton.coding import coding_of, places_of, run_shape
 from detonation.engines.triton.engine import TritonEngine
 from detonation.kernels.gpu import inspection, launches, launching
 
@@ -184,12 +184,12 @@ def seal(device: torch.device, number: int) -> list[Compared]:
     found[:, :HEADER_BYTES], found[:, HEADER_BYTES + nbytes :] = 77, 55  # of an earlier step
     header, found = Header(2**62 + 12345, 3, 5, 1, 7, 2**61 + 9), found.to(device)
     header.seal(wanted, nbytes)
-    run, status = (
-        inspection.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0)),
+    shape, status = (
+        inspection.RunShape(HEADER_BYTES, 0, (nbytes, 0, 0)),
         torch.tensor([7], device=device),
     )
     inspection.Inspector(2, device).seal(
-        [run], nbytes, IDENTITY, header.schema, 3, header.origin, status, header.received
+        [found], [shape], nbytes, IDENTITY, header.schema, 3, header.origin, status, header.received
     )
     whole = slice(HEADER_BYTES + nbytes)
     return [("sealed messages", found[:, whole], wanted[:, whole], 0.0)]
@@ -217,7 +217,7 @@ def inspect(device: torch.device, number: int) -> list[Compared]:
     octets = messages[:, : HEADER_BYTES + nbytes].to(device).contiguous()
     joined = torch.zeros_like(messages, device=device)
     found = inspection.Inspector(replicas, device).inspect(
-        [row_run(codec, octets, HEADER_BYTES, rows)], joined, nbytes, coding_of(codec),
+        [octets], [run_shape(codec, HEADER_BYTES, rows)], joined, nbytes, coding_of(codec),
         places_of(codec, rows), IDENTITY, schema, 3, 0, 6, mine, True,
         inspection.Limits(LIMIT, LOUDER, FORGET),
     ).cpu()  # fmt: skip

@@ -19,7 +19,7 @@ import detonation as dt
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.guard import FORGET, LOUDER
 from detonation.core.integrity.message import HEADER_BYTES, IDENTITY, Header
-from detonation.engines.triton.coding import coding_of, places_of, row_run
+from detonation.engines.triton.coding import coding_of, places_of, run_shape
 from detonation.kernels.gpu import inspection
 
 MESSAGES = 3
@@ -71,8 +71,10 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
         nbytes, at = codec.nbytes(rows), chance.randrange(width)
         sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes].copy_(pool[:, at : at + nbytes])
         header = Header(2**40, number, 0, 0)
-        own = row_run(codec, sealed, HEADER_BYTES, rows)
-        inspector.seal([own], nbytes, IDENTITY, header.schema, number, header.origin, status, 0)
+        shapes = [run_shape(codec, HEADER_BYTES, rows)]
+        inspector.seal(
+            [sealed], shapes, nbytes, IDENTITY, header.schema, number, header.origin, status, 0
+        )
         arrived = sealed[
             :, : HEADER_BYTES + nbytes
         ].contiguous()  # the rows of it begin at any address
@@ -82,7 +84,7 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
                 1 << chance.randrange(8)
             )
         table = inspector.inspect(
-            [row_run(codec, arrived, HEADER_BYTES, rows)], joined, nbytes, coding,
+            [arrived], shapes, joined, nbytes, coding,
             places_of(codec, rows), IDENTITY, header.schema, number, 0, 6, usual, True, limits,
         )  # fmt: skip
         agree = table[:, STATED] == table[:, ADDED]

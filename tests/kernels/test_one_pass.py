@@ -67,7 +67,7 @@ def test_a_bad_value_is_found_in_the_pass_and_enters_no_memory(which, place, bad
     before = engine.memory.residual.clone()
     gradients = [torch.zeros(shape) for shape in SHAPES]
     gradients[which].view(-1)[place] = bad
-    verdict = engine.inspect(gradients, channel.runtime)
+    verdict = engine.found_later
     engine.encode(gradients, 2, verdict.bad)
     status = verdict.status[verdict.status > 0]
     assert status.min() == 1 + which

@@ -241,9 +241,17 @@ def test_a_seal_is_that_of_ordinary_torch(nbytes):
     header = Header(2**62 + 12345, 3, 5, 1, 7, 2**61 + 9)
     header.seal(wanted, nbytes)
     inspector = inspection.Inspector(2, CPU)
-    run = inspection.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0))
+    shape = inspection.RunShape(HEADER_BYTES, 0, (nbytes, 0, 0))
     inspector.seal(
-        [run], nbytes, IDENTITY, header.schema, 3, header.origin, torch.tensor(7), header.received
+        [found],
+        [shape],
+        nbytes,
+        IDENTITY,
+        header.schema,
+        3,
+        header.origin,
+        torch.tensor(7),
+        header.received,
     )
     assert torch.equal(found[:, : HEADER_BYTES + nbytes], wanted[:, : HEADER_BYTES + nbytes])
 
@@ -260,11 +268,11 @@ DAMAGES = {
 def inspected(inspector, messages, whole, codec, rows, usual):
     """The table of whole messages of step 3, which are joined in `whole`."""
     nbytes, lengths = codec.nbytes(rows), codec.precision.lengths(rows, codec.selection.k)
-    run = inspection.RowRun(
-        messages, HEADER_BYTES, rows, (lengths[0], sum(lengths[1:]), nbytes - sum(lengths))
+    shape = inspection.RunShape(
+        HEADER_BYTES, rows, (lengths[0], sum(lengths[1:]), nbytes - sum(lengths))
     )
     return inspector.inspect(
-        [run], whole, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
+        [messages], [shape], whole, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
         3, 0, 6, usual, True, inspection.Limits(LIMIT, LOUDER, FORGET),
     )  # fmt: skip
 
@@ -389,7 +397,7 @@ def test_two_optimizers_share_no_memory_that_kernels_write():
     codec, (one, other) = dt.random_sign().codec, (Runtime(CPU, 3) for _ in range(2))
     layout = codec.layout(SHAPES)
     first, bucket, apart = (
-        engine_for(codec, layout, None, runtime)._coder(codec, 0) for runtime in (one, one, other)
+        engine_for(codec, layout, None, runtime)._made(codec)[1] for runtime in (one, one, other)
     )
     assert first.rotations is bucket.rotations and first._scratch is bucket._scratch
     assert first.rotations.table.data_ptr() != apart.rotations.table.data_ptr()
@@ -551,12 +559,12 @@ def test_buckets_that_leave_early_make_the_same_bits(scheme, monkeypatch):
 
 def test_messages_in_flight_lie_in_buffers_of_their_own():
     workspace = Workspace(3)
-    taken = [workspace.take("form", (2, 5), CPU).data_ptr() for _ in range(9)]
+    make = partial(torch.empty, 2, 5)
+    taken = [workspace.take("form", 5, make).data_ptr() for _ in range(9)]
     assert len(set(taken)) == 3 and taken[:3] == taken[3:6] == taken[6:]
-    assert (
-        workspace.take("form", (2, 6), CPU).shape == (2, 6) and len(workspace._buffers["form"]) == 3
-    )
-    kept = [Workspace().take("form", (2, 5), CPU) for _ in range(3)]
+    assert workspace.take("form", 6, partial(torch.empty, 2, 6)).shape == (2, 6)
+    assert len(workspace._kept["form"]) == 3
+    kept = [Workspace().take("form", 5, make) for _ in range(3)]
     assert len({each.data_ptr() for each in kept}) == 3
 
 

@@ -83,8 +83,8 @@ def test_with_kernels_a_step_is_a_dozen_launches_and_allocates_nothing(name, mon
         assert allocated == early == 0, replicas
 
 
-CALLS = {"this library": 91, "in all": 112}
-"""Python calls of a step at most; torch's own are 8 to 9 with torch 2.13 on Python 3.11."""
+CALLS = {"this library": 54, "in all": 69}
+"""Python calls of a step at most: 65, and four names of kernels, which are calls in Triton's interpreter."""
 
 
 def test_more_tensors_cost_the_host_no_call_of_python(monkeypatch):

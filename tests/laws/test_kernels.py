@@ -243,8 +243,7 @@ def test_weights_that_follow_messages_end_where_the_update_takes_them(
         shrink * w - lr * u.sign()
         for w, u, (shrink, lr) in zip(weights, updates, paces, strict=True)
     ]
-    assert fast.can_apply_signs(agreed, weights)
-    fast.apply_signs(agreed, weights, paces)
+    fast.sign_mover(agreed, weights)(paces)
     assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
 
 
@@ -266,8 +265,7 @@ def test_signs_move_weights_as_the_update_does_and_leave_the_messages(name):
             shrink * w - lr * u.sign()
             for w, u, (shrink, lr) in zip(weights, updates, rates, strict=True)
         ]
-        assert engine.can_apply_signs(agreed, weights)
-        engine.apply_signs(agreed, weights, rates)
+        engine.sign_mover(agreed, weights)(rates)
         engine.write(agreed, again)
         assert all(map(torch.equal, [*weights, *again], [*expected, *updates]))
 
@@ -285,7 +283,8 @@ def test_blocks_end_anywhere_in_a_parameter(topk, monkeypatch):
         agreed = received(scheme.codec, [selected] * 2)
         engine.write(agreed, updates)
         weights = [torch.ones(slot.shape) for slot in layout.slots]
-        engine.apply_signs(agreed, weights, [(0.5, 0.25 * i) for i, _ in enumerate(layout.slots)])
+        rates = [(0.5, 0.25 * i) for i, _ in enumerate(layout.slots)]
+        engine.sign_mover(agreed, weights)(rates)
         assert all(
             torch.equal(w, 0.5 - 0.25 * i * u.sign())
             for i, (w, u) in enumerate(zip(weights, updates, strict=True))

@@ -11,10 +11,10 @@ from torch import nn
 import detonation as dt
 from covering import covered
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.codec.aggregate import aggregate
+from detonation.core.codec.aggregate import MajorityVote, aggregate
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.exchange.exchange import negative_zeros, zeros_are_negative
+from detonation.core.exchange.exchange import zeros_are_negative
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from zoo import TALKING, Padded, batch, built, values_of
@@ -90,9 +90,10 @@ def play(scheme, replicas, sendings):
             signal = constant + torch.randn(ROWS, WIDTH, generator=generator)
             signal[1::2] = 0.0 if step % 3 else -0.0
             selected = engine.encode([signal], step)
-            message = codec.encode(
-                selected, negative_zeros=negative_zeros(scheme, step, replica, replicas)
-            )
+            sending = step // (scheme.round.every * max(1, codec.selection.period))
+            cancel = scheme.signal == "parameters" or isinstance(scheme.aggregation, MajorityVote)
+            negative = zeros_are_negative(sending, replica, replicas, cancel)
+            message = codec.encode(selected, negative_zeros=negative)
             if not engine.releases_at_once:
                 engine.release(selected, values_of(codec, message, layout.rows))
             messages.append(message)

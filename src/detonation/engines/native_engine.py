@@ -1,7 +1,8 @@
 """The native engine, whose kernels are compiled for the CPU."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -151,15 +152,22 @@ class NativeEngine(ReferenceEngine):
         decoded = list(targets)
         for i in odd:
             decoded[i] = torch.empty(targets[i].shape, dtype=torch.float32, device="cpu")
-        self.apply_signs(received, decoded, None)
+        self._decode(received, decoded)
         copy([targets[i] for i in odd], [decoded[i] for i in odd])
 
-    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
+    def sign_mover(
+        self, received: Received, weights: Sequence[Tensor]
+    ) -> Callable[[Sequence[SignRate]], object] | None:
         plain = all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
-        return plain and isinstance(received.aggregation, Mean | MeanNonzero)
+        if plain and isinstance(received.aggregation, Mean | MeanNonzero):
+            return partial(self._decode, received, weights)
+        return None
 
-    def apply_signs(
-        self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None
+    def _decode(
+        self,
+        received: Received,
+        weights: Sequence[Tensor],
+        rates: Sequence[SignRate] | None = None,
     ) -> None:
         """Moves `weights` by the signs of the update. Without `rates`, writes the update itself to
         `weights`.

@@ -5,6 +5,7 @@ differently.
 
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +96,7 @@ def selftest(
             isinstance(base.optimizer, SignSGD) and base.optimizer.moves_by_signs_alone
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
-            with base.rounding:
+            with base.rounding or nullcontext():
                 # `before` has no zeros, because a sum with zero does not show whether multiply-add
                 # is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)

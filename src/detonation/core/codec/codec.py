@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,20 @@ class PartLengths(dict[int, tuple[int, ...]]):
         return found
 
 
+class Derived(dict[tuple[Any, ...], Any]):
+    """What engines derive from a codec: `derived[make, *arguments]` is `make(codec, *arguments)`.
+    It is made once, because a codec does not change, and found again without a call.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._of = codec
+
+    def __missing__(self, key: tuple[Any, ...]) -> Any:
+        make, *arguments = key
+        found = self[key] = make(self._of, *arguments)
+        return found
+
+
 @dataclass(frozen=True)
 class Codec:
     """Encodes a signal (gradients, or a change of the parameters) as a message, and decodes
@@ -92,11 +106,9 @@ class Codec:
         return Layout.of(shapes, self.selection.chunk, self.basis.tile)
 
     @cached_property
-    def derived(self) -> dict[Hashable, Any]:
-        """Cache of objects that engines made for this codec, by keys that the engines choose. These
-        keys are cheaper to hash than a codec.
-        """
-        return {}
+    def derived(self) -> Derived:
+        """What engines derive from this codec, see `Derived`."""
+        return Derived(self)
 
     @cached_property
     def index_coding(self) -> IndexCoding:

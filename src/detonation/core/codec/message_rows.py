@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from detonation.core.codec.codec import Codec
 
 
+T = TypeVar("T")
+
+
 @dataclass
 class Workspace:
-    """Buffers for messages, which are reused by name. With a `depth` of 0 every call allocates a
-    new buffer.
+    """Memory for messages, which is reused by name. With a `depth` of 0 every call makes it anew.
 
     A message stays in its buffer until its collective ends. The stream that encodes a message first
     waits for the collective of the previous message, so `depth` buffers of each name suffice.
@@ -37,27 +39,26 @@ class Workspace:
     """
 
     depth: int = 0
-    _buffers: dict[Hashable, list[Tensor]] = field(default_factory=dict)
+    _kept: dict[Hashable, list[tuple[Hashable, Any]]] = field(default_factory=dict)
 
-    def take(self, name: Hashable, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Returns the least recently used buffer of this name. Its content is undefined.
-
-        Shapes: -> `shape` uint8.
+    def take(self, name: Hashable, size: Hashable, make: Callable[[], T]) -> T:
+        """Returns what `make` returned for this name, the least recently used of the same `size`.
+        Its content is undefined.
         """
         if not self.depth:
-            return torch.empty(*shape, dtype=torch.uint8, device=device)
-        buffers = self._buffers.setdefault(name, [])
-        if len(buffers) == self.depth:
-            oldest = buffers.pop(0)
-            if oldest.shape == torch.Size(shape):
-                buffers.append(oldest)
-                return oldest
-        new = torch.empty(*shape, dtype=torch.uint8, device=device)
-        buffers.append(new)
-        return new
+            return make()
+        kept = self._kept.setdefault(name, [])
+        oldest = None
+        if len(kept) == self.depth:
+            oldest = kept.pop(0)
+        if oldest is None or oldest[0] != size:
+            oldest = size, make()
+        kept.append(oldest)
+        found: T = oldest[1]
+        return found
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MessageRows:
     """Consecutive rows of a message in their wire format (a run). Every engine writes the rows that
     it encodes into this memory.
@@ -70,7 +71,7 @@ class MessageRows:
         first: Number of the first row of each message.
         room: Bytes of `octets` before the first part.
         owners: How rows of the flat are assigned to messages; None for one message.
-        negative_zeros: See `Precision.encode`.
+        negative_zeros: See `Precision.encode`; other than the rest, it changes from step to step.
         is_summed: Whether an all-reduce overwrites this memory with the sum.
         whole: The run of all rows of the message, if these rows are a part of it.
     """
@@ -169,6 +170,10 @@ class MessageRows:
     def copy(self) -> MessageRows:
         """A copy of these rows in new memory."""
         return replace(self, allocate=self.body.clone, room=0, whole=None)
+
+
+# memory for the bytes of messages: called with a shape and `device`
+empty_octets = partial(torch.empty, dtype=torch.uint8)
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:

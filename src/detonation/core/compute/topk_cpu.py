@@ -40,7 +40,10 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
         network = _network(threading.get_ident(), chunk, count, len(part), torch.int32)
         keys = network.numbers
         torch.bitwise_and(part.t().view(torch.int32), magnitude, out=keys).bitwise_or_(falling)
-        largest = _maxima(keys, count) if count <= MOST_ROUNDS else network.largest()
+        if count <= MOST_ROUNDS:
+            largest = _maxima(keys, count)
+        else:
+            largest = network.largest()
         indices.copy_(_rising(largest, chunk).t())
     return found
 

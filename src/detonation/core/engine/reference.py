@@ -3,7 +3,7 @@
 All other engines must compute the same bits as this engine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from detonation.core.codec import (
     narrow,
 )
 from detonation.core.compute.kernel_library import SignRate
-from detonation.core.compute.nonfinite import inspected
+from detonation.core.compute.nonfinite import Verdict, inspected
 from detonation.core.engine.inspector import SignalInspector, inspector_of
 from detonation.core.engine.rows_at_once import (
     Room,
@@ -71,6 +71,9 @@ class ReferenceEngine(Rule):
     """Class of the guard, which seals and validates the messages of this engine."""
     inspect = staticmethod(inspected)
     """Checks the signals of a whole message for bad values."""
+    found_later: Verdict | None = None
+    """The verdict on each message, if `encode_into` itself finds bad values: `inspect` then has
+    nothing to do."""
 
     def __init__(
         self,
@@ -368,15 +371,19 @@ class ReferenceEngine(Rule):
         else:
             self.layout.scatter(self._decoded_parts(received), targets)
 
-    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
-        """True if `apply_signs` supports these messages and weights."""
-        return all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+    def sign_mover(
+        self, received: Received, weights: Sequence[Tensor]
+    ) -> Callable[[Sequence[SignRate]], object] | None:
+        """Returns a function that moves `weights` by the signs of the update, each parameter at its
+        own rate, and never stores the whole update. Returns None if the engine has no such function
+        for these messages and weights."""
+        if all(w.dtype == torch.float32 and w.is_contiguous() for w in weights):
+            return partial(self._move_by_signs, received, weights)
+        return None
 
-    def apply_signs(
+    def _move_by_signs(
         self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]
     ) -> None:
-        """Moves `weights` by the signs of the update, each parameter at its own rate. The whole
-        update is never stored."""
         if self.layout.tiled:
             at_once = self._decoded_at_once(received)
             for strip, part in self._decoded_tiles(received, at_once):

@@ -18,6 +18,7 @@ from detonation.core.codec import (
     Received,
     Sums,
     Workspace,
+    empty_octets,
 )
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.message import DIGITS, HEADER_BYTES, Message
@@ -46,6 +47,10 @@ class Exchange(ABC):
         self._link = link
         self._guard = guard
         self._rows = rows
+        # for `zeros_are_negative`: steps between two messages that contain the same coordinates,
+        # and whether signs cancel: an outer SGD uses magnitudes, a base optimizer maybe only signs
+        self._period = scheme.round.every * max(1, scheme.codec.selection.period)
+        self._cancel = scheme.signal == "parameters" or isinstance(scheme.aggregation, MajorityVote)
         # Gradients are sent at every step, so their message buffers are kept for reuse.
         # Rounds end rarely, so the message buffers of rounds are freed after each exchange.
         # An elastic communicator may resend a message later, so its buffer must not be reused.
@@ -100,19 +105,6 @@ class Exchange(ABC):
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Returns the tensors of this exchange that persist between steps, by name."""
-
-
-def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
-    """True if the message of a replica at `step` sends zeros as negative numbers. Calls
-    `zeros_are_negative` with the number of earlier messages that contained the same coordinates.
-    """
-    sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
-    # An outer SGD moves in proportion to the update. A base optimizer may use only the update's
-    # signs.
-    proportional = scheme.signal == "parameters"
-    return zeros_are_negative(
-        sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote)
-    )
 
 
 def zeros_are_negative(
@@ -175,9 +167,8 @@ class AllReduce(Exchange):
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         # the buffer that begins at row 0 also carries the status of each replica (status digits)
         nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
-        memory = partial(
-            self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device
-        )
+        new = partial(empty_octets, (1, nbytes), device=self._guard.usual.device)
+        memory = partial(self._workspace.take, ("sum", first), nbytes, new)
         message.waiting = run = MessageRows(self._codec, rows, memory, first, is_summed=True)
         return run
 
@@ -267,13 +258,17 @@ class AllGather(Exchange):
             room = HEADER_BYTES
         # the buffer of a whole message is padded for the checksum, so it is sealed without a copy
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
-        memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
-        zeros = self._has_codes and negative_zeros(
-            self._scheme, message.step, self._link.replica, self._link.replicas
-        )
-        message.waiting = run = MessageRows(
-            self._codec, rows, memory, first, room, negative_zeros=zeros
-        )
+        memory = partial(empty_octets, shape, device=self._guard.usual.device)
+        new = partial(MessageRows, self._codec, rows, memory, first, room)
+        if self._workspace.depth:  # then a run is reused with its memory and views
+            run = self._workspace.take(("run", first), rows, new)
+        else:
+            run = new()
+        message.waiting = run
+        if self._has_codes:
+            run.negative_zeros = zeros_are_negative(
+                message.step // self._period, self._link.replica, self._link.replicas, self._cancel
+            )
         return run
 
     def send(self, message: Message, status: int | Tensor | None) -> None:

@@ -16,10 +16,11 @@ from detonation.core.codec import (
     MessageRows,
     Received,
     aggregate,
+    empty_octets,
     narrow,
 )
 from detonation.core.engine import ReferenceEngine, Room, replied_at_once
-from detonation.core.exchange.exchange import Exchange, negative_zeros, played
+from detonation.core.exchange.exchange import Exchange, played, zeros_are_negative
 from detonation.core.flat.rows import KeptRows, RowOwners
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.message import HEADER_BYTES, Message
@@ -100,9 +101,10 @@ class TwoStage(Exchange):
             owners.replicas,
             self._widths[0] if aligned else self._codec.sent(owners.owned, room),
         )
-        memory = partial(self._workspace.take, ("run", first), shape, self.residual.device)
-        zeros = self._has_codes and negative_zeros(
-            self._scheme, message.step, self._link.replica, owners.replicas
+        new = partial(empty_octets, shape, device=self.residual.device)
+        memory = partial(self._workspace.take, ("run", first), shape, new)
+        zeros = self._has_codes and zeros_are_negative(
+            message.step // self._period, self._link.replica, owners.replicas, self._cancel
         )
         message.waiting = run = MessageRows(
             self._codec, owners.owned, memory, first // owners.replicas, room, owners, zeros
@@ -119,7 +121,6 @@ class TwoStage(Exchange):
         mine = reply.shared.get(0)
         if isinstance(mine, Tensor):
             mine = mine[self._link.replica]
-        zeros = negative_zeros(self._scheme, message.step)
         shape = (1, self._widths[1])
         message.arrived, message.absent = self._link.wait(message.arriving)
         received = self._guard.open(message, self._asked, mine)
@@ -127,7 +128,9 @@ class TwoStage(Exchange):
             lines = message.missing.rows.unsqueeze(1)
             own = self.owners.deal(lines, lines.new_full((1,), -1))[self.replica]
             message.missing.kept.append(KeptRows(self.residual, own.view(-1)))
-        memory = partial(self._workspace.take, "reply", shape, self.residual.device)
+        new = partial(empty_octets, shape, device=self.residual.device)
+        memory = partial(self._workspace.take, "reply", shape, new)
+        zeros = zeros_are_negative(message.step // self._period)
         reply.waiting = run = MessageRows(
             self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros
         )

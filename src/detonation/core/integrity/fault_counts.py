@@ -77,7 +77,8 @@ class FaultCounts:
         fatal: 0, or the number of a reason for which all ranks must stop; `error` decodes it on any
             rank.
         due: Steps at which messages are due, until `StopConsensus` has handled them.
-        reports: Reports that wait for the device; `catch_up` counts them.
+        reports: Of messages whose numbers the device still computes: the step at which a message is
+            due, its numbers, and the function that `catch_up` calls with them.
         names: Names of all parameters of the model, for errors.
         changed: By replica, the parameter that it announced as newly trained or no longer trained.
         changing: Number of replicas that must announce the same change; 0 if this rank announced
@@ -121,13 +122,6 @@ class FaultCounts:
         self._row: Counter[tuple[int, int]] = Counter()
         # for each replica: messages used since its last refusal
         self._good: Counter[int] = Counter()
-
-    def report_later(
-        self, due: int, numbers: Readback, report: Callable[[list[Any]], object]
-    ) -> None:
-        """Makes `catch_up` call `report` with the `numbers` of a message that is due at step `due`,
-        once the device has computed these numbers."""
-        self.reports.append((due, numbers, report))
 
     def catch_up(self, until: float) -> None:
         """Waits for the messages that are due at steps up to `until`, and counts their faults. All

@@ -3,7 +3,7 @@ messages are used.
 """
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from operator import attrgetter, itemgetter
@@ -290,21 +290,28 @@ class Guard(SumGuard):
                     received = with_said(received, message.missing.says)
                 self._sent += 1
             nbytes = sum(message.codec.lengths[sum(map(_ROWS, runs))])
-            header = Header(
-                self._schema, message.step, self._place | phase, self._replica, status, received
-            )
-            self._write_header(runs, nbytes, header)
+            self._write_header(runs, nbytes, message.step, self._place | phase, status, received)
             message.sent.clear()  # collectives hold references to memory that they still use
         end = run.room + sum(run.codec.lengths[run.rows])
         return run.octets[:, : end + -end % run.codec.alignment]
 
-    def _write_header(self, runs: Sequence[MessageRows], nbytes: int, header: Header) -> None:
+    def _write_header(
+        self,
+        runs: Sequence[MessageRows],
+        nbytes: int,
+        step: int,
+        place: int,
+        status: int | Tensor,
+        received: int,
+    ) -> None:
+        """Writes the header of a message of `nbytes` bytes before its `runs`; see `Header`."""
         octets = runs[0].octets
         whole = octets
         if len(runs) > 1:
             whole = joined([run.parts for run in runs], HEADER_BYTES)
         elif octets.device.type == "cpu":
             whole = octets[:, : HEADER_BYTES + nbytes]
+        header = Header(self._schema, step, place, self._replica, status, received)
         header.seal(whole, nbytes)
         if len(runs) > 1:
             octets[:, :HEADER_BYTES] = whole[:, :HEADER_BYTES]
@@ -367,17 +374,20 @@ class Guard(SumGuard):
         Shapes: whole `[replicas, 64 + nbytes + padding]` uint8 -> `[replicas]` bool, or None if no
         message is refused.
         """
-        header = Header(self._schema, message.step, self._place | stage.phase, 0)
+        step = message.step
+        header = Header(self._schema, step, self._place | stage.phase, 0)
         nbytes = sum(stage.codec.lengths[stage.rows])
         expected = Expected(header, nbytes, len(self._names), stage.signals)
         refused, table = decide_usable(*unsealed(whole), *content, expected, self.usual)
         if message.missing and not stage.phase:
             self.hear(message.missing, runtime.Readback(table), message.absent)
+        explain = partial(explain_faults, expected=expected)
         report = partial(
-            self._report, expected=expected, last=not stage.phase, absent=message.absent
+            self._report, explain=explain, step=step, stage=stage, absent=message.absent
         )
         if self._on_device:
-            self._counts.report_later(message.step + self._delay, runtime.Readback(table), report)
+            due = step + self._delay
+            self._counts.reports.append((due, runtime.Readback(table), report))
             return refused
         if report(table.tolist()):
             return None
@@ -403,18 +413,18 @@ class Guard(SumGuard):
     def _report(
         self,
         rows: Sequence[Sequence[int]],
-        expected: Expected,
-        last: bool,
+        explain: Callable[[Sequence[Sequence[int]]], list[str]],
+        step: int,
+        stage: Stage,
         absent: Collection[int] = (),
     ) -> bool:
         """Counts the faults in the table of `decide_usable`. Returns True if no message is
         refused."""
         fine = not any(map(_REFUSED, rows))
-        step = expected.header.step
         faults = [""] * len(rows)
         if not fine:
-            faults = explain_faults(rows, expected)
-        if last:
+            faults = explain(rows)
+        if not stage.phase:
             self._compare_received(rows, faults, step)
         used = []
         if absent:
@@ -426,7 +436,7 @@ class Guard(SumGuard):
                 self._refuse(sender, fault, step)
             elif row[5]:
                 self._counts.skip(sender, self._place, self._names[row[5] - 1], step)
-            elif expected.signals:
+            elif stage.signals:
                 used.append(sender)
         # a used message resets the count of consecutive skips and refusals
         if self._counts.skipped or self._counts.refused:

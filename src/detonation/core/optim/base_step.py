@@ -1,7 +1,7 @@
 """The step of the base optimizer. All replicas make this step together, or no replica makes it."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakSet, finalize, ref
@@ -42,12 +42,12 @@ def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
             return heard(self, closure)
         tracked = torch.is_grad_enabled()
         if tracked:
-            torch.set_grad_enabled(False)
+            torch._C._set_grad_enabled(False)
         try:
             out = step(self, closure)
         finally:
             if tracked:
-                torch.set_grad_enabled(True)
+                torch._C._set_grad_enabled(True)
         for hooks in (self._optimizer_step_post_hooks, _global_optimizer_post_hooks):
             for hook in hooks.values():
                 hook(self, (self, closure), {})
@@ -67,7 +67,7 @@ class BaseStep:
             replaces. The step is then skipped.
         lost: True if a GradScaler found that gradients of this replica overflowed, even if an
             update replaces them.
-        rounding: Context manager of each step.
+        rounding: Context manager of each step; None if torch's own steps are used.
         look: Called, if set, after a step has moved the weights, before hooks of other code run.
 
     Args:
@@ -79,7 +79,7 @@ class BaseStep:
         self.clip: Clipping | None = None
         self.overflow: Tensor | None = None
         self.lost = False
-        self.rounding: AbstractContextManager[object] = nullcontext()
+        self.rounding: AbstractContextManager[object] | None = None
         self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
         self._hook: Callable[[], object] | None = None  # removes the hook of `hold`
@@ -95,8 +95,11 @@ class BaseStep:
             self.clip()
         self._lookout.stepping = self
         try:
-            with self.rounding:
+            if self.rounding is None:
                 self.optimizer.step()
+            else:
+                with self.rounding:
+                    self.optimizer.step()
         finally:
             self._lookout.stepping = None
 
@@ -115,13 +118,13 @@ class BaseStep:
     @property
     def rounds_singly(self) -> bool:
         """True if steps give the same bits on all kinds of processors, but run slower."""
-        return not isinstance(self.rounding, nullcontext)
+        return self.rounding is not None
 
     def round_singly(self, on: bool = True) -> None:
         """Chooses how later steps round. If `on` is True, every operation of a step is rounded
         separately, so that all processors get the same bits. Otherwise torch's own steps are used.
         """
-        self.rounding = nullcontext()
+        self.rounding = None
         if on:
             self.rounding = plugin("gates", "single rounding")()
 

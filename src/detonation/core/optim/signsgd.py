@@ -101,35 +101,31 @@ class SignSGD(Optimizer):
             loss = evaluated(closure)
         moved: set[int] = set()
         if self.deferred:
-            moved = self._move_deferred()
+            rates: dict[int, SignRate] = {}
+            for group in self.param_groups:
+                lr = float(group["lr"])
+                rate = (1 - lr * group["weight_decay"], lr)
+                rates |= {id(p): rate for p in group["params"]}
+            deferred = [*self.deferred.values()]
+            self.deferred.clear()
+            for each in deferred:
+                each.move([rates[id(p)] for p in each.parameters])
+                if each.done:
+                    each.done()
+                moved |= {id(p) for p in each.parameters}
         for group in self.param_groups:
             rest = [p for p in group["params"] if p.grad is not None and id(p) not in moved]
-            reshard_gradients(rest)
-            rest = [p for p in rest if local(p).numel()]
             if rest:
                 self._move(rest, group)
         return loss
 
-    def _move_deferred(self) -> set[int]:
-        """Makes the deferred movements. Returns the ids of the moved parameters."""
-        rates: dict[int, SignRate] = {}
-        for group in self.param_groups:
-            lr = float(group["lr"])
-            rate = (1 - lr * group["weight_decay"], lr)
-            rates |= {id(p): rate for p in group["params"]}
-        deferred = [*self.deferred.values()]
-        self.deferred.clear()
-        moved: set[int] = set()
-        for each in deferred:
-            each.move([rates[id(p)] for p in each.parameters])
-            if each.done:
-                each.done()
-            moved |= {id(p) for p in each.parameters}
-        return moved
-
     def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Moves `parameters` by the signs of their gradients, or of their momentum if the group has
         one."""
+        reshard_gradients(parameters)
+        parameters = [p for p in parameters if local(p).numel()]
+        if not parameters:
+            return
         directions = [local(p.grad) for p in parameters if p.grad is not None]
         if group["momentum"]:
             directions = self._momentum(parameters, directions, group["momentum"])

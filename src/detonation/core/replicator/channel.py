@@ -139,9 +139,11 @@ class Update:
                 # a temporary tensor moves in place of a parameter that no replica used
                 moved[number] = torch.empty_like(moved[number])
             adds_up = any(map(_MOMENTUM, signs.param_groups))
-            if not adds_up and self.engine.can_apply_signs(received, moved):
+            move = None
+            if not adds_up:
+                move = self.engine.sign_mover(received, moved)
+            if move is not None:
                 each = list(parameters.values())
-                move = partial(self.engine.apply_signs, received, moved)
                 signs.deferred[id(each[0])] = Deferred(each, move, received.release)
                 return
         self.engine.write(received, gradients_to_fill(parameters, unused))
@@ -264,9 +266,9 @@ class Channel:
         missing = [number for number, signal in enumerate(signals) if signal is None or lost]
         if missing:
             self.unused.miss(transfer.message, missing)
-        transfer.verdict = transfer.pipeline.engine.inspect(signals, self.runtime)
-        bad = transfer.verdict.bad
         whole = transfer.pipeline
+        transfer.verdict = whole.engine.found_later or whole.engine.inspect(signals, self.runtime)
+        bad = transfer.verdict.bad
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
         # no buckets needed: CPU engines encode small blocks, and kernels need no temporary tensors
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status

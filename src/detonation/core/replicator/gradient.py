@@ -342,8 +342,9 @@ class GradientReplicator(Replicator):
 
     def _loaded(self) -> None:
         self.channel.unused.forget()
-        shards = links_of_shards(self.parameters.values()) if self._delayed else ()
-        self._updates.look(self.channel.unused, shards)
+        if self._delayed:
+            shards = links_of_shards(self.parameters.values())
+            self._updates.look(self.channel.unused, shards)
 
     def _refuse_unequal(self) -> None:
         equal = self._equal

@@ -1,14 +1,9 @@
 """Describes codecs for Triton kernels: which codecs are supported, and their constants."""
 
-from typing import NamedTuple
-
-from torch import Tensor
-
 from detonation.core.codec import (
     DCT,
     PRECISIONS,
     Aggregation,
-    Arrived,
     Codec,
     Everything,
     Identity,
@@ -16,15 +11,13 @@ from detonation.core.codec import (
     Mean,
     MeanNonzero,
     Random,
-    Received,
     SharedIndices,
     Striding,
-    Sums,
     TopK,
     WeightedMean,
 )
 from detonation.core.flat.rows import RowOwners
-from detonation.kernels.gpu.inspection import RowRun
+from detonation.kernels.gpu.inspection import RunShape
 from detonation.kernels.gpu.launching import Coding, Places
 
 LONGEST_TRANSFORM = 128
@@ -40,7 +33,6 @@ AGGREGATION_NAMES: dict[type[Aggregation], str] = {
 }  # fmt: skip
 """The aggregations that kernels support, by type."""
 PRECISION_NAMES = {precision: name for name, precision in PRECISIONS.items()}
-_PRECISION_IDS = {id(precision) for precision in PRECISION_NAMES}  # faster to compare than objects
 _SELECTIONS: dict[type, str] = {
     TopK: "topk",
     Random: "random",
@@ -73,23 +65,25 @@ def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
     return ""
 
 
-def why_decoded_in_torch(received: Received) -> str:
-    """Returns the reason why kernels cannot decode the `received` messages; "" if kernels can."""
-    source: object = received
-    if not isinstance(source, Arrived):
-        source = received.source
-    aggregation = type(received.aggregation)
-    if not isinstance(source, Arrived | Sums):
-        return "it is given coefficients in the place of messages"
-    if isinstance(source, Arrived):
-        if aggregation not in AGGREGATION_NAMES:
-            return f"no kernel aggregates by {aggregation.__name__}"
-        precision = source.codec.precision
-        if id(precision) not in _PRECISION_IDS and precision not in PRECISION_NAMES:
-            return f"no kernel decodes {precision!r}"
-        if type(source.codec.selection) in (TopK, Everything):
-            return ""  # these messages can be decoded without the step number in `SharedIndices`
-    if isinstance(source.shared, SharedIndices):
+def why_decoded_in_torch(codec: Codec, aggregation: type[Aggregation], shared: type) -> str:
+    """Returns the reason why kernels cannot decode messages of `codec`; "" if kernels can.
+
+    Args:
+        shared: The type of the indices that all replicas know.
+    """
+    if aggregation not in AGGREGATION_NAMES:
+        return f"no kernel aggregates by {aggregation.__name__}"
+    if codec.precision not in PRECISION_NAMES:
+        return f"no kernel decodes {codec.precision!r}"
+    if type(codec.selection) in (TopK, Everything):
+        return ""  # these messages can be decoded without the step number in `SharedIndices`
+    return why_indices_in_torch(shared)
+
+
+def why_indices_in_torch(shared: type) -> str:
+    """Returns the reason why kernels cannot compute the indices that all replicas know; "" if
+    kernels can."""
+    if issubclass(shared, SharedIndices):
         return ""
     return "it is given indices in the place of their rule"
 
@@ -124,33 +118,8 @@ def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Place
     return Places(lengths[0], sum(lengths), *dealt, rows)
 
 
-def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
-    """Returns a run of rows of messages in the form that kernels read.
-
-    Shapes: octets `[messages, room + nbytes]` uint8.
-    """
-    return RowRun(octets, room, rows, format_of(codec, rows).lengths)
-
-
-class Format(NamedTuple):
-    """The format of messages of one codec with a given number of rows, in the form that kernels
-    read.
-
-    lengths: bytes of the values, the statistics and the indices.
-    """
-
-    coding: Coding
-    places: Places
-    lengths: tuple[int, int, int]
-
-
-def format_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Format:
-    """Returns the format of messages; see `places_of`. The format is made once for each codec."""
-    found: Format | None = codec.derived.get((rows, owners))
-    if found is None:
-        values, *statistics = codec.precision.lengths(rows, codec.selection.k)
-        indices = codec.nbytes(rows) - values - sum(statistics)
-        lengths = values, sum(statistics), indices
-        found = Format(coding_of(codec), places_of(codec, rows, owners), lengths)
-        codec.derived[rows, owners] = found
-    return found
+def run_shape(codec: Codec, room: int, rows: int) -> RunShape:
+    """Returns the shape of a run of rows of messages, in the form that kernels read."""
+    values, *statistics = codec.precision.lengths(rows, codec.selection.k)
+    indices = codec.nbytes(rows) - values - sum(statistics)
+    return RunShape(room, rows, (values, sum(statistics), indices))

@@ -2,8 +2,8 @@
 messages in a few launches per collective.
 """
 
-from collections.abc import Collection, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, cached_property, partial
 from operator import itemgetter
 
 import torch
@@ -17,9 +17,10 @@ from detonation.core.codec import (
     SharedIndices,
     WeightedMean,
     Workspace,
+    empty_octets,
 )
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage
+from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage, explain_faults
 from detonation.core.integrity.message import (
     DIGITS,
     HEADER_BYTES,
@@ -30,7 +31,7 @@ from detonation.core.integrity.message import (
     constant,
 )
 from detonation.core.integrity.observer import StepObserver
-from detonation.engines.triton.coding import format_of, row_run
+from detonation.engines.triton.coding import coding_of, places_of, run_shape
 from detonation.kernels.gpu import inspection
 
 _LIMITS = inspection.Limits(LIMIT, LOUDER, FORGET)
@@ -46,21 +47,32 @@ class TritonGuard(Guard):
 
     on_kernels = True
 
-    def _write_header(self, runs: Sequence[MessageRows], nbytes: int, header: Header) -> None:
-        octets = runs[0].octets
-        read = []
+    def _write_header(
+        self,
+        runs: Sequence[MessageRows],
+        nbytes: int,
+        step: int,
+        place: int,
+        status: int | Tensor,
+        received: int,
+    ) -> None:
+        octets = []
+        shapes = []
         for run in runs:
-            read.append(row_run(run.codec, run.octets, run.room, run.rows))
-        status = _on_device(header.status, octets.device)
-        self._inspector(octets.shape[0]).seal(
-            read,
+            octets.append(run.octets)
+            shapes.append(run.codec.derived[run_shape, run.room, run.rows])
+        if not isinstance(status, Tensor):
+            status = constant(status, octets[0].device)
+        self._inspector(octets[0].shape[0]).seal(
+            octets,
+            shapes,
             nbytes,
             IDENTITY,
-            header.schema,
-            header.step,
-            header.sender << 32 | header.place,
+            self._schema,
+            step,
+            self._replica << 32 | place,
             status,
-            header.received,
+            received,
         )
 
     def open(
@@ -74,96 +86,109 @@ class TritonGuard(Guard):
         if message.absent or observer is not None:
             return super().open(message, stage, shared, observer)
         codec = stage.codec
-        aggregation = stage.aggregation
-        body = self._inspected(message, stage)
-        # the kernels have no clipped mean, so they compute it as a weighted mean
-        if isinstance(aggregation, ClippedMean):
-            nbytes = 4 * len(body)
-            taken = stage.workspace.take(("weights", stage.phase), (nbytes,), body.device)
-            weights = taken.view(torch.float32)
-            coding, places, _ = format_of(codec, stage.rows)
-            self._inspector(len(body)).weigh(body, places, coding, weights)
-            aggregation = WeightedMean(weights)
-        return Arrived(codec, body, stage.rows, shared, aggregation, stage.unit, message.release)
-
-    def _inspected(self, message: Message, stage: Stage) -> Tensor:
-        """Joins the runs of rows in received messages to whole messages. Refused messages become
-        zeros.
-
-        Shapes: -> `[replicas, nbytes]` uint8.
-        """
-        codec = stage.codec
-        step = message.step
-        octets = message.arrived
         rows = stage.rows
-        nbytes = sum(codec.lengths[rows])
         phase = stage.phase
-        pairs = sorted(zip(message.rows, octets, strict=True), key=_ROWS)
-        parts = []
-        for (first, count), each in pairs:
+        step = message.step
+        runs = []
+        shapes = []
+        for (first, count), run in sorted(
+            zip(message.rows, message.arrived, strict=True), key=_ROWS
+        ):
             room = 0
             if not first:
                 room = HEADER_BYTES
-            parts.append(row_run(codec, each, room, count))
-        coding, places, _ = format_of(codec, rows)
-        whole = octets[0]
+            runs.append(run)
+            shapes.append(codec.derived[run_shape, room, count])
+        whole = runs[0]
+        replicas = whole.shape[0]
+        stride = whole.stride(0)
         # simulated replicas share one receive buffer, so none of them may overwrite it
-        if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):
-            width = codec.width(rows, HEADER_BYTES)
-            shape = whole.shape[0], width
-            whole = stage.workspace.take(("whole", phase), shape, whole.device)
-        header = Header(self._schema, step, self._place | phase, 0)
-        expected = Expected(header, nbytes, len(self._names), stage.signals)
-        table = self._inspector(whole.shape[0]).inspect(
-            parts,
+        may_stay = len(runs) == 1 and whole.device.type != "cpu"
+        if not (may_stay and inspection.is_aligned(whole.data_ptr(), replicas, stride, 16)):
+            shape = replicas, codec.width(rows, HEADER_BYTES)
+            make = partial(empty_octets, shape, device=whole.device)
+            whole = stage.workspace.take(("whole", phase), shape, make)
+        nbytes = sum(codec.lengths[rows])
+        table = self._inspector(replicas).inspect(
+            runs,
+            shapes,
             whole,
             nbytes,
-            coding,
-            places,
+            codec.derived[coding_of,],
+            codec.derived[places_of, rows, None],
             IDENTITY,
-            header.schema,
+            self._schema,
             step,
-            header.place,
-            expected.parameters,
+            self._place | phase,
+            len(self._names),
             self.usual,
             stage.signals,
             _LIMITS,
         )
-        report = partial(self._report, expected=expected, last=not phase)
-        found = _readback(table)
-        self._counts.report_later(step + self._delay, found, report)
+        found = runtime.Readback(table)
+        explain = partial(self._explain, step, stage)
+        report = partial(self._report, explain=explain, step=step, stage=stage)
+        self._counts.reports.append((step + self._delay, found, report))
         if message.missing and not phase:
             self.hear(message.missing, found)
-        return whole[:, HEADER_BYTES : HEADER_BYTES + nbytes]
+        body = whole[:, HEADER_BYTES : HEADER_BYTES + nbytes]
+        aggregation = stage.aggregation
+        if isinstance(aggregation, ClippedMean):
+            aggregation = self._clipped(body, stage)
+        back: Callable[[], None] = message.release
+        if message.recycle and len(runs) == 1:
+            back = partial(message.recycle, runs[0])
+        return Arrived(codec, body, rows, shared, aggregation, stage.unit, back)
+
+    def _explain(self, step: int, stage: Stage, table: Sequence[Sequence[int]]) -> list[str]:
+        """Returns the faults of the messages of `step`, which are rare; see `explain_faults`."""
+        header = Header(self._schema, step, self._place | stage.phase, 0)
+        nbytes = sum(stage.codec.lengths[stage.rows])
+        expected = Expected(header, nbytes, len(self._names), stage.signals)
+        return explain_faults(table, expected)
+
+    def _clipped(self, body: Tensor, stage: Stage) -> WeightedMean:
+        """Returns the clipped mean of the messages as a weighted mean, which kernels compute.
+
+        Shapes: body `[replicas, nbytes]` uint8.
+        """
+        replicas = len(body)
+        make = partial(torch.empty, replicas, dtype=torch.float32, device=body.device)
+        weights = stage.workspace.take(("weights", stage.phase), replicas, make)
+        derived = stage.codec.derived
+        places = derived[places_of, stage.rows, None]
+        self._inspector(replicas).weigh(body, places, derived[coding_of,], weights)
+        return WeightedMean(weights)
 
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
     ) -> None:
-        found = _on_device(status, digits.device)
+        if not isinstance(status, Tensor):
+            status = constant(status, digits.device)
         added = self._marks[step % len(self._marks)] << 8 * (DIGITS - 1)
         if missing:
             added += missing.says * self.statuses
-        self._sums.seal(found, digits, DIGITS * self._replica, DIGITS, added)
+        self._sums.seal(status, digits, DIGITS * self._replica, DIGITS, added)
 
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> Tensor:
-        report = self._reports.take("", (4 * (1 + len(digits)),), digits.device).view(torch.float32)
+        size = 1 + len(digits)
+        make = partial(torch.empty, size, dtype=torch.float32, device=digits.device)
+        report = self._reports.take("", size, make)
         self._sums.inspect(values, digits, report)
-        found = _readback(report)
-        self._counts.report_later(
-            step + self._delay, found, partial(self._report_sum, step, absent)
-        )
+        read = report
+        if report.device.type == "cpu":  # where a readback makes no copy of its own
+            read = report.clone()
+        found = runtime.Readback(read)
+        said = partial(self._report_sum, step, absent)
+        self._counts.reports.append((step + self._delay, found, said))
         return report
 
-    def _inspector(self, count: int) -> inspection.Inspector:
-        if count not in self._inspectors:
-            self._inspectors[count] = inspection.Inspector(count, self.usual.device)
-        return self._inspectors[count]
-
     @cached_property
-    def _inspectors(self) -> dict[int, inspection.Inspector]:
-        return {}
+    def _inspector(self) -> Callable[[int], inspection.Inspector]:
+        """Returns the inspector of a number of messages, and makes each of them once."""
+        return cache(partial(inspection.Inspector, device=self.usual.device))
 
     @cached_property
     def _sums(self) -> inspection.SumInspector:
@@ -172,18 +197,3 @@ class TritonGuard(Guard):
     @cached_property
     def _reports(self) -> Workspace:
         return Workspace(self._delay + 1)
-
-
-def _readback(numbers: Tensor) -> runtime.Readback:
-    """Starts to read back `numbers`, which a later inspection overwrites. If the CPU simulates an
-    accelerator, a copy is read.
-    """
-    if numbers.device.type == "cpu":
-        numbers = numbers.clone()
-    return runtime.Readback(numbers)
-
-
-def _on_device(status: int | Tensor, device: torch.device) -> Tensor:
-    if isinstance(status, Tensor):
-        return status
-    return constant(status, device)

@@ -2,7 +2,7 @@
 for all rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -32,6 +32,7 @@ from detonation.core.codec import (
     Sums,
     dct_matrix,
     dct_waves,
+    empty_octets,
     random_start,
 )
 from detonation.core.compute.kernel_library import SignRate
@@ -46,8 +47,9 @@ from detonation.engines.triton import note_engine
 from detonation.engines.triton.coding import (
     AGGREGATION_NAMES,
     coding_of,
-    format_of,
+    places_of,
     why_decoded_in_torch,
+    why_indices_in_torch,
     why_not_triton,
 )
 from detonation.engines.triton.device_guard import TritonGuard
@@ -130,11 +132,16 @@ class TritonEngine(ReferenceEngine):
         self._numbers = torch.arange(len(numels), device=self.device)
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
-        self._coders: dict[Codec, Any] = {}
-        self._found_later = Verdict(self._found, self._found)
+        if runtime.stops_when_bad:
+            # the launch that encodes also finds nonfinite values and writes the status
+            self.found_later = Verdict(self._found, self._found)
         self._written = Selected(self._nothing, None)  # these values are in a message already
-        # the last codec is kept with its coder, because hashing a codec is slow
-        self._coded: tuple[Codec | None, Any] = (None, None)
+        # only "read" keeps the codec's precision: it subtracts the values as the message holds them
+        self._selects = codec
+        if self._releases != "read":
+            self._selects = replace(codec, precision=FP32)
+        # by the id of a codec, which is kept with its coder, because hashing a codec is slow
+        self._coders: dict[int, tuple[Codec, Any]] = {}
 
     def encode(
         self,
@@ -143,14 +150,11 @@ class TritonEngine(ReferenceEngine):
         bad: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Selected:
-        codec = self.codec
-        # only "read" keeps the codec's precision: it subtracts the values as the message holds them
-        if self._releases != "read":
-            codec = replace(codec, precision=FP32)
+        codec = self._selects
         rows = self.layout.rows
-        octets = partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
+        octets = partial(empty_octets, (1, codec.nbytes(rows)), device=self.device)
         run = MessageRows(codec, rows, octets)
-        self._encode(codec, signals, step, bad, run)
+        self.encode_into(run, signals, step, bad, codec)
         return Selected(codec.written(run), self._indices(run, step))
 
     def encode_into(
@@ -159,16 +163,52 @@ class TritonEngine(ReferenceEngine):
         signals: Sequence[Tensor | None],
         step: int,
         bad: Tensor | None = None,
+        codec: Codec | None = None,
+        arrived: Any = None,
     ) -> Selected:
-        self._encode(self.codec, signals, step, bad, run)
-        if not self.codec.selection.shared:
+        """Encodes the signals, or the aggregate of the messages `arrived`, by `codec`, which is the
+        engine's own if left out."""
+        codec = codec or self.codec
+        _, coder = self._coders.get(id(codec)) or self._made(codec)
+        if codec.selection.shared:
+            self._rotate(coder, codec.selection, step)
+        read: list[Tensor | None] = []  # keeps copies of signals alive until the launch
+        for signal in signals:
+            if signal is not None:
+                if signal.dtype not in launching.KIND_OF:
+                    signal = signal.float()
+                signal = signal.contiguous()
+            read.append(signal)
+        scanned = None
+        if bad is self._found:
+            scanned = self._numbers, SIGNAL_LIMIT, bad
+        if bad is None or scanned:
+            bad = self._fine
+        residual = None
+        decay = 0.0
+        alpha = 0.0
+        if self.memory:
+            residual = self.memory.residual
+            decay = self.memory.feedback.decay
+            alpha = self.memory.feedback.alpha
+        coder.encode(
+            self._signals.update(read),
+            bad,
+            run.octets[:, run.room :],
+            codec.derived[places_of, run.rows, run.owners],
+            residual,
+            decay,
+            alpha,
+            release=self._releases,
+            negative_zeros=run.negative_zeros,
+            arrived=arrived,
+            scanned=scanned,
+        )
+        if not codec.selection.shared:
             return self._written
         return Selected(self._nothing, self._indices(run, step))
 
     def inspect(self, signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
-        if self._runtime.stops_when_bad:
-            # the launch that encodes also finds nonfinite values and writes the status
-            return self._found_later
         status = self.scan(signals, range(len(signals)))
         return Verdict(status, status)
 
@@ -236,30 +276,33 @@ class TritonEngine(ReferenceEngine):
         self._decode(received, "tensors", decoded)
         copy([targets[i] for i in odd], [decoded[i] for i in odd])
 
-    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
+    def sign_mover(
+        self, received: Received, weights: Sequence[Tensor]
+    ) -> Callable[[Sequence[SignRate]], object] | None:
         if not self.reads(received):
-            return super().can_apply_signs(received, weights)
+            return super().sign_mover(received, weights)
         # there may be thousands of weights, so this check calls no Python function for each weight
         are_known = {*map(_DTYPE, weights)} <= launching.KIND_OF.keys()
-        return are_known and all(map(Tensor.is_contiguous, weights))
-
-    def apply_signs(
-        self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]
-    ) -> None:
-        if not self.reads(received):
-            super().apply_signs(received, weights, rates)
-            return
-        if self._rates[0] != tuple(rates):
-            numbers = [number for rate in rates for number in rate]
-            self._rates = tuple(rates), launching.uploaded(numbers, torch.float32, self.device)
-        self._decode(received, "signs", weights, rates=self._rates[1])
+        if are_known and all(map(Tensor.is_contiguous, weights)):
+            return partial(self._decode, received, "signs", weights, None)
+        return None
 
     def _is_writable(self, tensor: Tensor) -> bool:
         return tensor.dtype in launching.KIND_OF and tensor.is_contiguous()
 
     def reads(self, received: Received) -> bool:
         """True if kernels can decode the `received` messages; otherwise logs the reason once."""
-        if reason := why_decoded_in_torch(received):
+        source: Received | None = received
+        if not isinstance(source, Arrived):
+            source = received.source
+        if isinstance(source, Arrived):
+            kinds = type(received.aggregation), type(source.shared)
+            reason = source.codec.derived[why_decoded_in_torch, *kinds]
+        elif source is None:
+            reason = "it is given coefficients in the place of messages"
+        else:
+            reason = why_indices_in_torch(type(source.shared))
+        if reason:
             note_engine(f"decodes in torch, because {reason}")
         return not reason
 
@@ -269,10 +312,11 @@ class TritonEngine(ReferenceEngine):
         """
         source = received.source
         assert isinstance(source, Arrived)
-        coding, places, _ = format_of(source.codec, source.rows)
+        coding = source.codec.derived[coding_of,]
+        places = source.codec.derived[places_of, source.rows, None]
         name = AGGREGATION_NAMES[type(received.aggregation)]
         arrivals = launches.Arrivals(source.body, places, coding, len(source.body), name)
-        self._encode(self.codec, [None], step, None, run, arrivals)
+        self.encode_into(run, [None], step, arrived=arrivals)
 
     def replier(
         self,
@@ -291,49 +335,6 @@ class TritonEngine(ReferenceEngine):
         mine = owner, owners.replicas, owners.in_turns, owners.run, owners.owned, owners.rows
         return TritonEngine(codec, layout, memory, self._runtime, of_owner=mine)
 
-    def _encode(
-        self,
-        codec: Codec,
-        signals: Sequence[Tensor | None],
-        step: int,
-        bad: Tensor | None,
-        run: MessageRows,
-        arrivals: Any = None,
-    ) -> None:
-        coder = self._coder(codec, step)
-        read: list[Tensor | None] = []  # keeps copies of signals alive until the launch
-        for signal in signals:
-            if signal is not None:
-                if signal.dtype not in launching.KIND_OF:
-                    signal = signal.float()
-                signal = signal.contiguous()
-            read.append(signal)
-        scanned = None
-        if bad is self._found:
-            scanned = self._numbers, SIGNAL_LIMIT, bad
-        if bad is None or scanned:
-            bad = self._fine
-        residual = None
-        decay = 0.0
-        alpha = 0.0
-        if self.memory:
-            residual = self.memory.residual
-            decay = self.memory.feedback.decay
-            alpha = self.memory.feedback.alpha
-        coder.encode(
-            self._signals.update(read),
-            bad,
-            run.octets[:, run.room :],
-            format_of(codec, run.rows, run.owners).places,
-            residual,
-            decay,
-            alpha,
-            release=self._releases,
-            negative_zeros=run.negative_zeros,
-            arrived=arrivals,
-            scanned=scanned,
-        )
-
     def _indices(self, run: MessageRows, step: int) -> SharedIndices | PackedIndices:
         rows = self.layout.rows
         codec = self.codec
@@ -347,7 +348,7 @@ class TritonEngine(ReferenceEngine):
         into: str,
         targets: Sequence[Tensor] = (),
         flat: Tensor | None = None,
-        rates: Tensor | None = None,
+        rates: Sequence[SignRate] = (),
     ) -> None:
         source: Received | None = received
         if not isinstance(source, Arrived):
@@ -356,26 +357,34 @@ class TritonEngine(ReferenceEngine):
         codec = self.codec
         if isinstance(source, Arrived):
             codec = source.codec
-        step = 0
-        if isinstance(source.shared, SharedIndices):
-            step = source.shared.step
-        coder = self._coder(codec, step)
+        _, coder = self._coders.get(id(codec)) or self._made(codec)
+        if codec.selection.shared:
+            step = 0
+            if isinstance(source.shared, SharedIndices):
+                step = source.shared.step
+            self._rotate(coder, codec.selection, step)
         addresses = self._targets
         if targets:
             addresses = addresses.update(targets)
+        table = None
+        if rates:
+            if self._rates[0] != tuple(rates):
+                numbers = [number for rate in rates for number in rate]
+                self._rates = tuple(rates), launching.uploaded(numbers, torch.float32, self.device)
+            table = self._rates[1]
         # autograd does not see these writes, so a new version invalidates graphs with old values
-        torch.autograd.graph.increment_version(targets)
+        torch._C._increment_version(targets)
         if isinstance(source, Sums):
             _, first = source.runs[0]
             coder.decode(
                 first.flatten().unsqueeze(0),
-                format_of(codec, received.rows).places,
+                codec.derived[places_of, received.rows, None],
                 source.aggregation.replicas,
                 "sum",
                 into,
                 addresses,
                 flat,
-                rates,
+                table,
                 None,
                 source.runs,
                 source.report,
@@ -390,13 +399,13 @@ class TritonEngine(ReferenceEngine):
         few = replicas * selection.k <= most_summed(selection.chunk)
         coder.decode(
             source.body,
-            format_of(codec, source.rows, received.owners).places,
+            codec.derived[places_of, source.rows, received.owners],
             replicas,
             AGGREGATION_NAMES[type(aggregation)],
             into,
             addresses,
             flat,
-            rates,
+            table,
             getattr(aggregation, "of_replicas", None),
             summed=isinstance(codec.basis, DCT) and is_sparse_mean and few,
         )
@@ -416,40 +425,30 @@ class TritonEngine(ReferenceEngine):
         choices = random_start(self._seed, cycle, 1)
         coder.rotations.rotate(coder.coding, words, choices, share, change)
 
-    def _coder(self, codec: Codec, step: int) -> Any:
-        """Returns the launches for `codec` over this engine's rows, with the shared selection of
-        `step`.
-        """
-        if codec is not self._coded[0]:
-            self._coded = codec, self._made(codec)
-        coder = self._coded[1]
-        if codec.selection.shared:
-            self._rotate(coder, codec.selection, step)
-        return coder
-
-    def _made(self, codec: Codec) -> Any:
-        if codec not in self._coders:
-            compiled = coding_of(codec)
-            side = 1
-            if isinstance(codec.basis, DCT):
-                side = codec.selection.chunk
-            matrix = dct_matrix(side, self.device)
-            waves = dct_waves(side, self.device)
-            first = 0
-            if isinstance(self.codec.selection, Random):
-                first = self.codec.selection.first
-            selecting = replace(compiled, basis="none", precision="fp32", block=1)
-            room = partial(launches.Rotations.room, selecting, self.device)
-            # all buckets and owners of a step share one table of rotations
-            rotations = self._runtime.shared(("rotations", selecting), room)
-            self._coders[codec] = launches.Coder(
-                compiled,
-                self._slots,
-                matrix,
-                waves,
-                rotations,
-                self._runtime.shared,
-                first,
-                self._of_owner,
-            )
-        return self._coders[codec]
+    def _made(self, codec: Codec) -> tuple[Codec, Any]:
+        """Makes the launches for `codec`, and keeps them."""
+        compiled = codec.derived[coding_of,]
+        side = 1
+        if isinstance(codec.basis, DCT):
+            side = codec.selection.chunk
+        matrix = dct_matrix(side, self.device)
+        waves = dct_waves(side, self.device)
+        first = 0
+        if isinstance(self.codec.selection, Random):
+            first = self.codec.selection.first
+        selecting = replace(compiled, basis="none", precision="fp32", block=1)
+        room = partial(launches.Rotations.room, selecting, self.device)
+        # all buckets and owners of a step share one table of rotations
+        rotations = self._runtime.shared(("rotations", selecting), room)
+        coder = launches.Coder(
+            compiled,
+            self._slots,
+            matrix,
+            waves,
+            rotations,
+            self._runtime.shared,
+            first,
+            self._of_owner,
+        )
+        found = self._coders[id(codec)] = codec, coder
+        return found

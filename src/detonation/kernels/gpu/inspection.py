@@ -4,8 +4,8 @@ with a few launches for all messages.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,15 +63,13 @@ class Limits:
     forget: float
 
 
-@dataclass(frozen=True)
-class RowRun:
-    """A range of rows in several messages; each message may begin at any address.
+class RunShape(NamedTuple):
+    """The shape of a run: a range of rows in several messages.
 
-    octets: `[messages, bytes]` uint8; each message has `room` free bytes, then its values,
-    statistics and indices, whose sizes in bytes are `lengths`.
+    Each message has `room` free bytes, then its values, statistics and indices, whose sizes in
+    bytes are `lengths`.
     """
 
-    octets: Tensor
     room: int
     rows: int
     lengths: tuple[int, int, int]
@@ -82,7 +80,6 @@ class Inspector:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
-        self._device = device
         self._columns = torch.empty(
             count, PARTS, _LINE_BYTES // 4, dtype=torch.int32, device=device
         )
@@ -95,35 +92,42 @@ class Inspector:
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
         # each launch sets these counters back to zero
         self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        self._runs: dict[tuple[int, ...], tuple[Tensor, int]] = {}
+        # a cache in C: a step finds the positions of its runs again without a call of Python
+        self._positions = cache(partial(_positions, device))
 
     def seal(
-        self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int,
-        origin: int, status: Tensor, received: int,
+        self, runs: Sequence[Tensor], shapes: Sequence[RunShape], nbytes: int, identity: int,
+        schema: int, step: int, origin: int, status: Tensor, received: int,
     ) -> None:  # fmt: skip
         """Writes the header of each message into the free bytes of the message's first run. The
         runs are in the order of their rows.
 
-        Shapes: status `[n]` int64, see `status_of`.
+        Shapes: runs `[messages, bytes]` uint8, each message at any address, see `RunShape`; status
+        `[n]` int64, see `status_of`.
         """
-        (head,) = [run.octets for run in runs if run.room]
+        addresses: list[int] = []
+        for run, shape in zip(runs, shapes, strict=True):
+            addresses += (run.data_ptr(), run.stride(0))
+            if shape.room:
+                head = run
+        addresses += addresses[:2] * (RUNS - len(runs))
         launch(
-            seal_kernel, self._count * PARTS, *self._read(runs), self._columns,
+            seal_kernel, self._count * PARTS, *addresses, *self._positions(*shapes), self._columns,
             self._sums, self._firsts, PARTS, self._arrivals, head, head.stride(0), identity, schema,
             step, origin, nbytes, status, status.numel(), received,
             RUNS=len(runs), STATUSES=power(status.numel()),
         )  # fmt: skip
 
     def inspect(
-        self, runs: Sequence[RowRun], whole: Tensor, nbytes: int, coding: Coding, places: Places,
-        identity: int, schema: int, step: int, place: int, parameters: int, usual: Tensor,
-        signals: bool, limits: Limits,
+        self, runs: Sequence[Tensor], shapes: Sequence[RunShape], whole: Tensor, nbytes: int,
+        coding: Coding, places: Places, identity: int, schema: int, step: int, place: int,
+        parameters: int, usual: Tensor, signals: bool, limits: Limits,
     ) -> Tensor:  # fmt: skip
         """Joins the runs of each message, replaces invalid messages by zeros, and returns the table
         of `decide_usable`.
 
         Args:
-            runs: As in `seal`.
+            runs, shapes: As in `seal`.
             whole: Output for the joined messages; the octets of the only run, if they are already
                 whole and aligned.
 
@@ -135,70 +139,66 @@ class Inspector:
             scale = min(coding.block, values) ** 0.5
         constants = dict(coding.constants)
         del constants["BASIS"], constants["SELECTION"]
+        addresses: list[int] = []
         aligned = True
-        for run in runs:
-            aligned = aligned and is_aligned(run.octets, 4, run.room)
+        for run, shape in zip(runs, shapes, strict=True):
+            at = run.data_ptr()
+            stride = run.stride(0)
+            addresses += (at, stride)
+            aligned = aligned and is_aligned(at + shape.room, self._count, stride, 4)
+        addresses += addresses[:2] * (RUNS - len(runs))
         launch(
-            inspect_kernel, self._count * PARTS, *self._read(runs), whole,
+            inspect_kernel, self._count * PARTS, *addresses, *self._positions(*shapes), whole,
             whole.stride(0),
             self._columns, self._sums, self._firsts, self._squares, self._faults, PARTS,
             self._arrivals, scale,
             identity, schema, step, place, nbytes, parameters,
             usual, limits.limit, limits.louder, limits.forget, self._table, self._count,
             RUNS=len(runs), SKIPPED=CHECKSUM_WORD,
-            JOIN=whole.data_ptr() != runs[0].octets.data_ptr(),
-            ALIGNED=aligned, **constants,
+            JOIN=whole.data_ptr() != addresses[0], ALIGNED=aligned, **constants,
             SOME=OCTETS,
             REPLICAS=power(self._count), SIGNALS=signals,
         )  # fmt: skip
+        if whole.device.type == "cpu":  # where a readback makes no copy of its own
+            return self._table.clone()
         return self._table
 
     def weigh(self, message: Tensor, places: Places, coding: Coding, weights: Tensor) -> None:
         """Writes the weight that `aggregate.ClippedMean` gives to each message."""
         # shapes: message [count, nbytes] uint8 from the first value on; weights [count] fp32
+        stride = message.stride(0)
         launch(
-            weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
+            weigh_kernel, self._count * PARTS, message, stride, places.statistics_at,
             places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
-            PRECISION=coding.precision, BLOCK=coding.block, ALIGNED=is_aligned(message, 4),
-            LANES=NORM_LANES,
-            PARTS=NORM_PARTS, REPLICAS=power(self._count),
+            PRECISION=coding.precision, BLOCK=coding.block,
+            ALIGNED=is_aligned(message.data_ptr(), self._count, stride, 4),
+            LANES=NORM_LANES, PARTS=NORM_PARTS, REPLICAS=power(self._count),
         )  # fmt: skip
 
-    def _read(self, runs: Sequence[RowRun]) -> tuple[Any, ...]:
-        """Returns the arguments of `read_message` for runs: the address of each of `RUNS` runs and
-        the distance between its messages, the positions of the parts of each run in the whole
-        message, and the number of lines of the message.
 
-        Shapes: positions `[runs, 16]` int64.
-        """
-        assert len(runs) <= RUNS
-        addresses: list[int] = []
-        lengths: list[int] = []
-        for run in runs:
-            addresses += (run.octets.data_ptr(), run.octets.stride(0))
-            lengths += (run.room, run.rows, *run.lengths)
-        addresses += addresses[:2] * (RUNS - len(runs))
-        key = tuple(lengths)
-        if key not in self._runs:
-            table = []
-            for run in runs:
-                header_end = 0
-                if run.room:
-                    header_end = _HEADER_BYTES
-                table.append([0, header_end, 0])
-            begin = _HEADER_BYTES
-            for part in range(3):
-                for line, run in zip(table, runs, strict=True):
-                    end = begin + run.lengths[part]
-                    line += [begin, end, run.room + sum(run.lengths[:part])]
-                    begin = end
-            numbers: list[int] = []
-            for line, run in zip(table, runs, strict=True):
-                numbers += [*line, run.rows, 0, 0, 0]
-            total = _HEADER_BYTES + sum(sum(run.lengths) for run in runs)
-            lines = -(-total // _LINE_BYTES)
-            self._runs[key] = uploaded(numbers, torch.int64, self._device), lines
-        return (*addresses, *self._runs[key])
+def _positions(device: torch.device, *shapes: RunShape) -> tuple[Tensor, int]:
+    """Returns the positions of the parts of each run in the whole message, and the number of lines
+    of the message.
+
+    Shapes: -> `[runs, 16]` int64.
+    """
+    assert len(shapes) <= RUNS
+    table = []
+    for shape in shapes:
+        header_end = 0
+        if shape.room:
+            header_end = _HEADER_BYTES
+        table.append([0, header_end, 0])
+    begin = _HEADER_BYTES
+    for part in range(3):
+        for line, shape in zip(table, shapes, strict=True):
+            end = begin + shape.lengths[part]
+            line += [begin, end, shape.room + sum(shape.lengths[:part])]
+            begin = end
+    numbers: list[int] = []
+    for line, shape in zip(table, shapes, strict=True):
+        numbers += [*line, shape.rows, 0, 0, 0]
+    return uploaded(numbers, torch.int64, device), -(-begin // _LINE_BYTES)
 
 
 class SumInspector:
@@ -304,14 +304,11 @@ class Scanner:
         return found
 
 
-def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
-    """True if each message begins, after `room` bytes, at an address that is a multiple of
-    `unit`.
-    """
-    # shape of `messages`: [messages, bytes] uint8
-    return not (
-        (messages.data_ptr() + room) % unit or (messages.shape[0] > 1 and messages.stride(0) % unit)
-    )
+@lru_cache(4096)
+def is_aligned(address: int, count: int, stride: int, unit: int) -> bool:
+    """True if each of `count` messages, the first at `address` and the next ones after `stride`
+    bytes each, begins at a multiple of `unit`."""
+    return not (address % unit or (count > 1 and stride % unit))
 
 
 @lru_cache(64)

@@ -166,6 +166,8 @@ class Coder:
         sizes = max(1, self._programs * values), max(1, self._programs * self._unit * of_row)
         make = partial(_scratch, *sizes, slots.device)
         self._scratch, self._numbers = shared(("scratch", *sizes), make)
+        # stands for received messages where there are none; kernels do not read it
+        self._alone = Arrivals(self._numbers, Places(0, 0), coding, 0, "")
         self._warps = 8
         if self._together > self._rows:
             self._warps = 16
@@ -201,7 +203,9 @@ class Coder:
             return
         slots = self.slots
         coding = self.coding
-        given = arrived or Arrivals(message, places, coding, 0, "")
+        stride = message.stride(0)
+        aligned = is_aligned(message.data_ptr(), message.shape[0], stride, 4)
+        given = arrived or self._alone
         memory = residual
         if memory is None:
             memory = self._scratch
@@ -210,14 +214,14 @@ class Coder:
             memory, signals.table, slots.starts,
             slots.numels, slots.count,
             slots.rows, status, status.numel(), decay, alpha, self._forward, self._inverse,
-            message, message.stride(0), places.statistics_at, places.indices_at,
+            message, stride, places.statistics_at, places.indices_at,
             places.count, places.turns, places.run, places.owned,
             self.rotations.table, self.rotations.turn, self.first_row, *self._of_owner,
             int(negative_zeros),
             given.message, given.message.stride(0), given.places.statistics_at,
             given.places.indices_at, given.replicas,
             self._scratch, self._numbers, units, *(scanned or (status, 0.0, status)),
-            **coding.constants, ALIGNED=is_aligned(message, 4), AGGREGATION=given.aggregation,
+            **coding.constants, ALIGNED=aligned, AGGREGATION=given.aggregation,
             **given.coding.arrived_constants,
             RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds, SEARCH=slots.search,
             STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._together,
@@ -260,6 +264,8 @@ class Coder:
         at = [first.data_ptr()]
         for row, run in others:
             at += [run.data_ptr(), row]
+        stride = message.stride(0)
+        aligned = is_aligned(message.data_ptr(), message.shape[0], stride, 4)
         unused = self._inverse  # stands for absent tensors, which the kernel does not read
         if report is None:
             report = unused
@@ -271,11 +277,11 @@ class Coder:
             weights = unused
         launch(
             decode_kernel, -(-slots.rows // self._rows),
-            message, message.stride(0), places.statistics_at, places.indices_at, replicas,
+            message, stride, places.statistics_at, places.indices_at, replicas,
             places.count, places.turns, places.run, places.owned,
             *at, report, self._inverse, self.rotations.table, self.rotations.turn, self.first_row,
             flat, targets.table, slots.starts, slots.numels, slots.count, slots.rows,
-            rates, weights, 1 / replicas, **self.coding.constants, ALIGNED=is_aligned(message, 4),
+            rates, weights, 1 / replicas, **self.coding.constants, ALIGNED=aligned,
             AGGREGATION=aggregation, INTO=into, KINDS=targets.kinds, SEARCH=slots.search,
             ROWS=self._rows, RUNS=len(runs), SUMMED=summed,
             warps=self._decode_warps,
