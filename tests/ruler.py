@@ -38,15 +38,16 @@ CEILINGS: dict[str, float] = {
     # and optimizers refuse what no step could use, and register a self-test (core: codes, calls);
     # groups are compared, a log belongs to a run, one checkpoint is loaded by its path, frozen weights are
     # compared, a follower waits for its trainer, and each message names its object and a remedy;
-    # `plan` compares with a baseline that has two learning rates, and recipes can have them
-    "tokens of src": 344_200,
-    "tokens of core": 93_250,
+    # `plan` compares with a baseline that has two learning rates, and recipes can have them;
+    # codes are looked up in pairs, and leave the memory as a kernel writes them (core too)
+    "tokens of src": 345_020,
+    "tokens of core": 94_040,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_490,  # for the same reasons
+    "cognitive complexity of src": 8_501,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,
