@@ -80,7 +80,8 @@ SIZES = {
     "private names of core that the application imports": 21,  # `worker.py` became three files; bytes of
     # full synchronisation among the replicas of each step
     "words of README": 960,  # the gain at every rate of a link, and what a second learning rate changes in each row
-    "words of docs": 54_700,  # what dense codes cost on a CPU; how `plan` counts a second learning rate, and how to take one;
+    "words of docs": 54_700,  # how `plan` counts a second learning rate, and how to take one;
+    # what dense codes cost on a CPU;
     # sentences that can be read alone; nouns that pronouns had replaced;
     # what a server does where nothing is new;
     # the self-test of an optimizer of your own, `vllm serve`;
