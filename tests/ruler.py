@@ -40,15 +40,16 @@ CEILINGS: dict[str, float] = {
     # compared, a follower waits for its trainer, and each message names its object and a remedy;
     # `plan` compares with a baseline that has two learning rates, and recipes can have them; what a step
     # on kernels needs is made once, and found without a call (core: derived, kept runs); sums of tensor
-    # parallelism, late updates of empty shards and shared units of FSDP2 (core)
-    "tokens of src": 345_050,
-    "tokens of core": 94_000,
+    # parallelism, late updates of empty shards and shared units of FSDP2 (core);
+    # codes are looked up in pairs, and leave the memory as a kernel writes them (core too)
+    "tokens of src": 345_900,
+    "tokens of core": 94_850,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_520,  # for the same reasons
+    "cognitive complexity of src": 8_535,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,

@@ -1,18 +1,29 @@
 """Time of an optimizer step against the floor that memory bandwidth sets, on one device without a network.
 
     python -m benchmarks.step.floor [--device cuda] [--millions 8 128]
+    python -m benchmarks.step.floor --codes [--millions 2 50]
 
 The floor is the bytes that any step with a momentum must move, at the rate at which the device copies: the gradient is
 read, momentum and weights are read and written, 20 bytes per parameter (28 for AdamW). There are two replicas; a
 loopback returns this replica's messages as those of the other. Five steps are measured together, so that a wait for the
 accelerator between them counts; the subjects take turns, and the median counts. Memory is the accelerator's peak above
 its level between two steps.
+
+`--codes` measures schemes that send every coordinate in few bits, on a CPU: nanoseconds of processor time per parameter
+beyond those of AdamW's own step, in plain torch and with compiled kernels; what of it the loopback takes, which plays
+the network; and the peak of resident memory in bytes per parameter, gradients and AdamW included. Each subject has a
+process of its own, in which its steps and AdamW's take turns; the median counts.
 """
 
 import argparse
+import gc
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +32,12 @@ import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.runtime import decides_on_device
 
+CODES: dict[str, Callable[[], dt.schemes.Scheme]] = {
+    "loco, 4 bits": dt.loco,
+    "loco, 2 bits": lambda: dt.loco("2bit"),
+    "muloco, 4 bits": lambda: dt.muloco(every=1),
+    "streaming_diloco, 4 bits": lambda: dt.schemes.streaming_diloco(every=1, fragments=1, delay=0),
+}
 STEPS = 5
 SUBJECTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "demo, compiled": (True, {}),
@@ -45,8 +62,16 @@ def main() -> None:
     )
     parser.add_argument("--topk", nargs="+", type=int, default=[4, 32], help="of chunk 64")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--codes", action="store_true", help="dense codes of few bits, on a CPU")
+    parser.add_argument("--subject", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.subject:
+        print(json.dumps(subject_of_codes(**json.loads(args.subject))))
+        return
+    if args.codes:
+        codes(args.millions or [2, 50], args.rounds)
+        return
     print(
         "| parameters | copied, GB/s | step | ms | floor, ms | step / floor | peak, bytes per parameter |"
     )
@@ -90,6 +115,110 @@ def table(numel: int, device: torch.device, topks: list[int], rounds: int) -> No
             + " |",
             flush=True,
         )
+
+
+def codes(sizes: list[int], rounds: int) -> None:
+    print(
+        "| scheme | engine | parameters | ns beyond AdamW | of them the loopback | AdamW, ns"
+        " | peak, bytes per parameter |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name in CODES:
+        for kernels in (False, True):
+            for millions in sizes:
+                task = json.dumps(
+                    {"name": name, "kernels": kernels, "millions": millions, "rounds": rounds}
+                )
+                command = [sys.executable, "-m", "benchmarks.step.floor", "--subject", task]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                found = json.loads(done.stdout.splitlines()[-1])
+                cells = [name, "kernels" if kernels else "plain torch", f"{millions} M"]
+                cells += [f"{found[key]:.2f}" for key in ("beyond", "loopback", "adamw")]
+                print("| " + " | ".join([*cells, f"{found['peak']:.1f}"]) + " |", flush=True)
+
+
+class TimedLoopback(LoopbackCommunicator):
+    """A loopback that adds up the processor time of its gathers."""
+
+    spent = 0.0
+
+    def all_gather(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
+        gather = super().all_gather(mine)
+
+        def wait() -> torch.Tensor:
+            began = time.process_time()
+            found = gather()
+            self.spent += time.process_time() - began
+            return found
+
+        return wait
+
+
+def subject_of_codes(name: str, kernels: bool, millions: int, rounds: int) -> dict[str, float]:
+    if not kernels:
+        from detonation.core.compute import kernel_library
+
+        kernel_library.load_library = lambda: None
+    loopback = TimedLoopback(2)
+    warm, _, take = matrices(1, CODES[name](), TimedLoopback(2))  # libraries load, and kernels
+    take()
+    # as in training, the process has freed a large tensor: only then malloc keeps freed memory
+    large = torch.zeros(7 * 2**20)
+    del warm, take, large
+    gc.collect()
+    before = resident("VmRSS")
+    model, gradients, step = matrices(millions, CODES[name](), loopback)
+    numel = sum(parameter.numel() for parameter in model)
+    peaks = []
+    for _ in range(3):
+        refill(model, gradients)
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+        step()
+        peaks.append(resident("VmHWM") - before)
+    # `gradients`, from which those of a step are copied, are no part of a step
+    found = {"peak": max(peaks[1:]) / numel - 4}
+    alone, _, adamw = matrices(millions, None, loopback)
+    times: dict[str, list[float]] = {"adamw": [], "all": [], "loopback": []}
+    for _ in range(rounds):
+        for key, each, take in (("all", model, step), ("adamw", alone, adamw)):
+            refill(each, gradients)
+            loopback.spent = 0.0
+            began = time.process_time()
+            take()
+            times[key].append(time.process_time() - began)
+            if key == "all":
+                times["loopback"].append(loopback.spent)
+    found |= {key: statistics.median(each) * 1e9 / numel for key, each in times.items()}
+    return found | {"beyond": found["all"] - found["adamw"]}
+
+
+def matrices(
+    millions: int, scheme: dt.schemes.Scheme | None, loopback: LoopbackCommunicator
+) -> tuple[torch.nn.ParameterList, list[torch.Tensor], Callable[[], Any]]:
+    """Makes 16 square matrices, their gradients, and a step of AdamW, with the scheme if there is one."""
+    side = int((millions * 1e6 / 16) ** 0.5) // 8 * 8
+    drawn = torch.Generator().manual_seed(0)
+    model = torch.nn.ParameterList([torch.zeros(side, side) for _ in range(16)])
+    gradients = [] if scheme is None else [torch.randn(side, side, generator=drawn) for _ in model]
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    refill(model, gradients or [torch.zeros_like(each) for each in model])
+    if scheme is None:
+        return model, gradients, base.step
+    return model, gradients, dt.replicate(base, model, loopback, scheme).step
+
+
+def refill(model: torch.nn.ParameterList, gradients: list[torch.Tensor]) -> None:
+    for parameter, gradient in zip(model, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(gradient)
+        parameter.grad.copy_(gradient)
+
+
+def resident(key: str) -> int:
+    """Bytes of resident memory of this process: now (VmRSS), or at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith(key))
+    return int(line.split()[1]) * 1024
 
 
 def copying(gradient: torch.Tensor) -> Callable[[], Any]:

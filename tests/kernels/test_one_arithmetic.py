@@ -53,6 +53,7 @@ MANY = [
     (dt.schemes.random(rate=1 / 2, precision="int8", aggregate="majority_vote"), 4), (dt.full(), 3),
     (dt.muloco(2, 1.0, 0.0, "int8", aggregate="rescaled_mean"), 3),
     (dt.schemes.sparseloco(every=2, topk=8, chunk=256), 3),
+    (dt.loco("4bit"), 1), (dt.loco("4bit"), 3), (dt.loco("2bit"), 3), (dt.loco("sign"), 5), (dt.loco("int8"), 3),
 ]  # fmt: skip
 """The same where it is anything else."""
 CASES = FEW + MANY

@@ -62,8 +62,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "marked": [_P, _I, _I, _I, _N, _N, _N, _P],
     "checksums": [_P, _I, _I, _I, _I, _P],
     "check_indices": [_P, _I, _I, _I, _N, _N, _N, _P],
-    "encode_powers": [_P, _I, _I, _P, _P, _I],
-    "look_up": [_P, _I, _I, _I, _I, _N, _I, _P, _I, _P],
+    "encode_powers": [_P, _I, _I, _P, _P, _P, _I, _N],
+    "look_up": [_P, _I, _I, _I, _I, _N, _I, _P, _I, _N, _P],
 }
 """Argument types of each C++ function: pointers, 64-bit counts, floats and ints."""
 
@@ -316,29 +316,49 @@ class Library:
         self._library.detonation_check_indices(*at, rows, k, chunk, width, found.data_ptr())
         return found
 
-    def encode_powers(self, values: Tensor, limits: Tensor, nbytes: int) -> Tensor:
-        """Encodes lines of values as `codebooks.E3M0` does. `octave_limits` describes `limits`."""
-        # shapes: values [..., n] and limits [6] fp32 -> [..., nbytes] uint8
-        *lines, count = values.shape
-        plain = values.to(torch.float32).contiguous()
-        encoded = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
+    def encode_powers(
+        self,
+        values: Tensor,
+        limits: Tensor,
+        packed: Tensor,
+        statistics: Tensor,
+        subtract: bool = False,
+    ) -> None:
+        """Encodes lines of values as `codebooks.E3M0` does. `octave_limits` describes `limits`.
+
+        Args:
+            packed, statistics: Outputs, whose lines are equally far apart.
+            subtract: Whether to subtract from `values` what was sent.
+        """
+        # shapes: values [lines, n] and limits [6] fp32, packed and statistics [lines, nbytes] uint8
         self._library.detonation_encode_powers(
-            plain.data_ptr(), prod(lines), count, limits.data_ptr(), encoded.data_ptr(), nbytes
-        )
-        return encoded
+            values.data_ptr(), *values.shape, limits.data_ptr(),
+            packed.data_ptr(), statistics.data_ptr(), packed.stride(0), subtract,
+        )  # fmt: skip
 
     def look_up(
-        self, packed: Tensor, levels: Tensor, first: int, count: int, width: int, block: int
+        self,
+        packed: Tensor,
+        levels: Tensor,
+        first: int,
+        count: int,
+        width: int,
+        block: int,
+        mean: bool = False,
     ) -> Tensor:
-        """Returns the level of each packed code of up to 4 bits; see `codebooks.decoded`."""
-        # shapes: [..., nbytes] uint8, levels [..., blocks, 2**width] fp32 -> [..., count] fp32
+        """Returns the level of each packed code of up to 4 bits; see `BlockCodebook.read`."""
+        # shapes: [..., nbytes] uint8, levels [..., blocks, 2**width] fp32 -> [..., count] fp32, or
+        # [1, count] for the mean of all messages
         lines = packed.unsqueeze(0).flatten(0, -2)
         of_lines = levels.unsqueeze(0).flatten(0, -3)
-        values = torch.empty(*packed.shape[:-1], count, dtype=torch.float32, device="cpu")
+        written = packed.shape[:-1]
+        if mean:
+            written = torch.Size([1])
+        values = torch.empty(*written, count, dtype=torch.float32, device="cpu")
         at = lines.data_ptr(), len(lines), lines.stride(0), lines.shape[1]
         begin = of_lines[:, first:]
         self._library.detonation_look_up(
-            *at, count, width, block, begin.data_ptr(), begin.stride(0), values.data_ptr()
+            *at, count, width, block, begin.data_ptr(), begin.stride(0), mean, values.data_ptr()
         )
         return values
 

@@ -20,7 +20,7 @@ from detonation.core.codec.aggregate import (
     aggregate,
 )
 from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT, dct_matrix, dct_waves
-from detonation.core.codec.codebooks import BlockCodebook, Sign
+from detonation.core.codec.codebooks import E3M0, BlockCodebook, Sign
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices, Unpackable, narrow
 from detonation.core.codec.message_rows import (

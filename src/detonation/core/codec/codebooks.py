@@ -5,6 +5,7 @@ statistics that decode its codes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
@@ -46,7 +47,53 @@ class BlockCodebook:
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
         # [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
-        return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
+        return self.read(packed, self.all_levels(statistics), 0, (rows, k))
+
+    def read(
+        self,
+        packed: Tensor,
+        levels: Tensor,
+        first: int,
+        shape: tuple[int, int],
+        mean: bool = False,
+    ) -> Tensor:
+        """Decodes the values of some rows from their codes, for one or several messages.
+
+        Args:
+            packed: The codes.
+            levels: Values by code, for all blocks of each message.
+            first: Number of the block with which the rows begin.
+            shape: Number of rows, and values per row.
+            mean: Whether the mean of the messages may replace them, as a single message.
+
+        Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows,
+        k]` fp32.
+        """
+        count = math.prod(shape)
+        kernel = _exact_kernel(packed)
+        if kernel and self.width <= 4:
+            line = kernel.look_up(packed, levels, first, count, self.width, self.block, mean)
+            return line.view(*line.shape[:-1], *shape)
+        messages = packed.shape[:-1]
+        blocks = -(-count // self.block)
+        missing = packed_bytes(blocks * self.block, self.width) - packed.shape[-1]
+        if missing:
+            packed = torch.nn.functional.pad(packed, (0, missing))
+        of_blocks = levels[..., first : first + blocks, :]
+        if packed.device.type == "cpu":
+            values = self.look_up(packed, of_blocks)
+        else:
+            values = BlockCodebook.look_up(self, packed, of_blocks)
+        return values.view(*messages, blocks * self.block)[..., :count].view(*messages, *shape)
+
+    def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
+        """The level of each code of whole blocks. Subclasses have faster ways for plain torch on a
+        CPU.
+
+        Shapes: `[..., nbytes]` uint8, `[..., blocks, 2**width]` fp32 -> `[..., blocks, block]`.
+        """
+        codes = unpack(packed, levels.shape[-2] * self.block, self.width, torch.uint8)
+        return _at_codes(levels, codes.view(*levels.shape[:-1], self.block))
 
     def all_levels(self, statistics: Tensor) -> Tensor:
         """The values that the codes stand for (levels), for each block of each message. They are
@@ -126,10 +173,16 @@ class Sign(BlockCodebook):
         self, blocks: Tensor, counts: Tensor, negative_zeros: bool
     ) -> tuple[Tensor, Tensor]:
         magnitude = blocks.abs().sum(1, keepdim=True) / counts
-        return is_negative(blocks, magnitude, negative_zeros).to(torch.uint8), magnitude
+        return is_negative(blocks, magnitude, negative_zeros).to(torch.int32), magnitude
 
     def levels(self, statistics: Tensor) -> Tensor:
         return torch.cat([statistics, -statistics], 1)
+
+    def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
+        codes = unpack(packed, levels.shape[-2] * self.block, 1, torch.uint8).view(torch.bool)
+        return torch.where(
+            codes.view(*levels.shape[:-1], self.block), levels[..., 1:], levels[..., :1]
+        )
 
 
 @dataclass(frozen=True)
@@ -150,19 +203,28 @@ class TwoBit(BlockCodebook):
     ) -> tuple[Tensor, Tensor]:
         size = blocks.abs()
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
-        large = size > deviation
+        large = flags(torch.gt, size, deviation)
         negative = is_negative(blocks, deviation, negative_zeros)
         # sum along rows, because scatter_add has no fixed order on an accelerator
         tails = blocks * large
         over = tails.clamp(min=0).sum(1, keepdim=True)
         under = tails.clamp(max=0).sum(1, keepdim=True)
         far = large.sum(1, keepdim=True, dtype=size.dtype)
-        above = (tails > 0).sum(1, keepdim=True, dtype=size.dtype)
-        small = size.masked_fill_(large, 0.0).sum(1, keepdim=True) / (counts - far).clamp_(min=1)
+        above = flags(torch.gt, tails, 0).sum(1, keepdim=True, dtype=size.dtype)
+        small = size.addcmul_(size, large, value=-1).sum(1, keepdim=True)
+        small = small / (counts - far).clamp_(min=1)
         over = over / above.clamp(min=1)
         under = under / (far - above).clamp_(min=1)
-        codes = large.to(torch.uint8).add_(negative, alpha=2)
+        codes = large.to(torch.int32).add_(negative.to(torch.int32), alpha=2)
         return codes, torch.cat([small, over, -small, under], 1)
+
+    def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
+        # two codes are looked up together, as one code of four bits for two levels
+        each = levels.unsqueeze(-2).expand(*levels.shape, 4)
+        pairs = torch.stack([each, each.mT], -1).view(torch.int64).flatten(-3)
+        codes = unpack(packed, levels.shape[-2] * self.block // 2, 4, torch.uint8)
+        codes = codes.view(*levels.shape[:-1], self.block // 2)
+        return _at_codes(pairs, codes).view(torch.float32)
 
     def allowed(self, statistics: Tensor) -> Tensor:
         return torch.cat([statistics[:, :2], -statistics[:, 2:]], 1) >= 0
@@ -184,22 +246,47 @@ class E3M0(BlockCodebook):
         kernel = _exact_kernel(values)
         if kernel is None:
             return super().encode(values, negative_zeros)
-        nbytes = self.nbytes(values.shape[-2], values.shape[-1])
-        return kernel.encode_powers(values.flatten(-2), octave_limits(), nbytes)
+        *messages, rows, k = values.shape
+        lines = values.to(torch.float32).reshape(math.prod(messages), rows * k)
+        lengths = self.lengths(rows, k)
+        encoded = torch.empty(len(lines), sum(lengths), dtype=torch.uint8, device="cpu")
+        packed, statistics = torch.split(encoded, list(lengths), 1)
+        kernel.encode_powers(lines, octave_limits(), packed, statistics)
+        return encoded.view(*messages, sum(lengths))
+
+    def encode_rest(self, values: Tensor, parts: Sequence[Tensor]) -> bool:
+        """Encodes values into the `parts` of a message, and subtracts what was sent from `values`,
+        in one pass. Returns False, and does nothing, if there is no kernel.
+
+        Shapes: `[rows, k]` fp32; `[1, length]` uint8 each.
+        """
+        kernel = _exact_kernel(values)
+        if kernel:
+            packed, statistics = parts
+            kernel.encode_powers(values.view(1, -1), octave_limits(), packed, statistics, True)
+        return kernel is not None
 
     def quantise(
         self, blocks: Tensor, counts: Tensor, negative_zeros: bool
     ) -> tuple[Tensor, Tensor]:
         size = blocks.abs()
         largest = size.amax(1, keepdim=True).to(torch.bfloat16).float()
-        tiny = size <= largest / 128
-        octaves = torch.div(largest, size, out=size).log2_().round_()
-        octaves.clamp_(0, 6).masked_fill_(tiny, 7)
-        return octaves.to(torch.uint8).add_(blocks < 0, alpha=8), largest
+        is_tiny = flags(torch.le, size, largest / 128)
+        size.add_(is_tiny)  # so no zero is divided by zero
+        octaves = torch.div(largest, size, out=size).log2_().round_().clamp_(0, 6)
+        octaves.add_(is_tiny, alpha=7).clamp_(max=7)
+        octaves.add_(flags(torch.lt, blocks, 0), alpha=8)
+        return octaves.to(torch.int32), largest
 
     def levels(self, statistics: Tensor) -> Tensor:
         falling = _powers(statistics.device)
         return torch.cat([statistics * falling, -statistics * falling], 1)
+
+    def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
+        # each byte has two codes; the first level is the largest magnitude
+        numbers = packed.reshape(-1).to(torch.int32)
+        pairs = _pairs(packed.device).index_select(0, numbers).view(torch.float32)
+        return pairs.view(*levels.shape[:-1], self.block).mul_(levels[..., :1])
 
 
 @dataclass(frozen=True)
@@ -244,18 +331,29 @@ it is exact in fp64, which holds every integer up to 2**53.
 
 
 def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """True for values that are sent as negative. A value counts as zero if it is no larger than the
-    rounding error of values of size `scale`.
+    """1 for values that are sent as negative, else 0. A value counts as zero if it is no larger
+    than the rounding error of values of size `scale`.
 
     A momentum that gets no new gradients never becomes exactly 0: rounding errors of the transform
     remain in it, and later denormal numbers, which the decay does not reduce.
 
-    Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
+    Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]`, see `flags`.
     """
     zero = scale * 2**-18
     if negative_zeros:
-        return blocks <= zero
-    return blocks < -zero
+        return flags(torch.le, blocks, zero)
+    return flags(torch.lt, blocks, -zero)
+
+
+def flags(compare: Callable[..., Tensor], values: Tensor, limits: Tensor | float) -> Tensor:
+    """The result of a comparison: bool, or on a CPU 1 and 0 in fp32, because there torch writes
+    bool four times as slowly.
+
+    Shapes: `[blocks, block]` fp32, and what broadcasts to it -> `[blocks, block]`.
+    """
+    if values.device.type == "cpu":
+        return compare(values, limits, out=torch.empty_like(values))
+    return compare(values, limits)
 
 
 def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -296,41 +394,16 @@ def ones(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, 1, dtype=torch.float32, device=device)
 
 
-def decoded(
-    packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], width: int, block: int
-) -> Tensor:
-    """Decodes the values of some rows from their codes, for one or several messages.
+def _at_codes(levels: Tensor, codes: Tensor) -> Tensor:
+    """The level of each code.
 
-    Args:
-        packed: Codes of `width` bits.
-        levels: Values by code, for all blocks of each message.
-        first: Number of the block with which the rows begin.
-        shape: Number of rows, and values per row.
-
-    Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows, k]`
-    fp32.
+    Shapes: `[..., blocks, levels]` of any type, `[..., blocks, block]` uint8 -> `[..., blocks,
+    block]`.
     """
-    messages = packed.shape[:-1]
-    count = math.prod(shape)
-    kernel = _exact_kernel(packed)
-    if kernel and width <= 4:
-        line = kernel.look_up(packed, levels, first, count, width, block)
-        return line.view(*messages, *shape)
-    codes = unpack(packed, count, width, torch.uint8)
-    missing = -count % block
-    if missing:
-        codes = torch.nn.functional.pad(codes, (0, missing))
-    blocks = codes.shape[-1] // block
-    codes = codes.view(*messages, blocks, block)
-    read = slice(first, first + blocks)
-    if codes.device.type == "cpu" and width == 1:
-        values = torch.where(codes.view(torch.bool), levels[..., read, 1:], levels[..., read, :1])
-    else:
-        firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
-        # `_firsts` is int32 where possible, because int64 positions would need twice the memory
-        positions = firsts.view(*levels.shape[:-1], 1)[..., read, :] + codes
-        values = levels.view(-1).index_select(0, positions.view(-1)).view(codes.shape)
-    return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
+    flat = levels.reshape(-1, levels.shape[-1])
+    # `_firsts` is int32 where possible, because int64 positions would need twice the memory
+    positions = _firsts(*flat.shape, flat.device).view(*codes.shape[:-1], 1) + codes
+    return flat.view(-1).index_select(0, positions.view(-1)).view(codes.shape)
 
 
 @lru_cache(maxsize=64)
@@ -378,3 +451,15 @@ def _powers(device: torch.device) -> Tensor:
         falling[exponent:] *= 0.5  # halved, because `exp2` is not exact on every processor
     falling[7] = 0
     return falling
+
+
+@lru_cache(maxsize=8)
+def _pairs(device: torch.device) -> Tensor:
+    """For each byte, the values of its two codes of `E3M0`, relative to the block's largest
+    magnitude, as the bits of two fp32 numbers.
+
+    Shapes: -> `[256]` int64.
+    """
+    falling = _powers(device)
+    each = torch.cat([falling, -falling])
+    return torch.stack([each.repeat(16), each.repeat_interleave(16)], 1).view(torch.int64).view(-1)

@@ -20,7 +20,7 @@ from detonation.core.codec.aggregate import (
     WeightedMean,
     message_norms,
 )
-from detonation.core.codec.codebooks import BlockCodebook, decoded
+from detonation.core.codec.codebooks import BlockCodebook
 from detonation.core.codec.indices import PackedIndices, narrow
 from detonation.core.codec.message_rows import SharedIndices
 from detonation.core.codec.precision import Float, numbers
@@ -200,11 +200,14 @@ class Arrived(Received):
     def read(self, first: int, end: int) -> Coefficients:
         """Decodes rows `first` to `end`, excluding `end`. Both must be rows at which messages can
         be cut, see `unit`.
-        """
-        return Coefficients(self.values(first, end), self.indices(first, end))
 
-    def values(self, first: int, end: int) -> Tensor:
-        """The decoded values of rows `first` to `end`, excluding `end`.
+        Kernels replace the messages of whole rows by their mean, if the aggregation is the mean.
+        """
+        mean = self.codec.dense and isinstance(self.aggregation, Mean)
+        return Coefficients(self.values(first, end, mean), self.indices(first, end))
+
+    def values(self, first: int, end: int, mean: bool = False) -> Tensor:
+        """The decoded values of rows `first` to `end`, excluding `end`; see `BlockCodebook.read`.
 
         Shapes: -> `[replicas, end - first, k]` fp32.
         """
@@ -219,7 +222,7 @@ class Arrived(Received):
             return self.codec.values(parts, rows)
         k = self.codec.selection.k
         begin = first * k // precision.block
-        return decoded(parts[0], self.levels, begin, (rows, k), precision.width, precision.block)
+        return precision.read(parts[0], self.levels, begin, (rows, k), mean)
 
     def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
         """The indices of rows `first` to `end`, excluding `end`; see `Coefficients`.

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_LOOKED_UP = 1, 2, 4
+"""Widths whose numbers are unpacked by a look-up table, because they do not cross bytes."""
+
+
 @lru_cache(maxsize=1024)
 def packed_bytes(count: int, width: int) -> int:
     """Bytes of `count` packed numbers of `width` bits.
@@ -66,7 +70,7 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
     missing = -(-count // 8) * width - packed.shape[-1]
     if missing:
         packed = torch.nn.functional.pad(packed, (0, missing))
-    if not _is_looked_up(packed, width):
+    if width not in _LOOKED_UP:
         packed = packed.reshape(-1)
     numbers = _unpack(packed, width).view(*shape, -(-count // 8) * 8)
     return numbers[..., :count].to(dtype)
@@ -84,6 +88,13 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
     # [n] integer -> [n * width / 8] uint8, n a multiple of 8
     if numbers.device.type != "cpu" and width < 8:
         return _pack_at_once(numbers, width)
+    if width in _LOOKED_UP:
+        words = numbers.to(torch.uint8).view(unit_dtype(8 // width))
+        shift = 8 - width
+        while shift < 4 * words.itemsize:
+            words = words | words >> shift
+            shift *= 2
+        return words.to(torch.uint8)
     lane = 16
     narrow = torch.int16
     if width <= 8:
@@ -116,14 +127,10 @@ def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
     return words.view(torch.uint8).view(-1, 8)[:, :width].contiguous().view(-1)
 
 
-def _is_looked_up(octets: Tensor, width: int) -> bool:
-    return width == 1 or (width in (2, 4) and octets.device.type != "cpu")
-
-
 def _unpack(octets: Tensor, width: int) -> Tensor:
     # [n * width / 8] uint8 -> [n] integer; n is a multiple of 8
     # the conversion to int32 copies the bytes, so they need not be contiguous
-    if _is_looked_up(octets, width):
+    if width in _LOOKED_UP:
         return (
             _octets(octets.device, width)
             .index_select(0, octets.to(torch.int32).view(-1))

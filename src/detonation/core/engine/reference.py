@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec import (
+    E3M0,
     FP32,
     Aggregation,
     Codec,
@@ -37,7 +38,7 @@ from detonation.core.engine.rule import Rule
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
 from detonation.core.flat.rows import Bucket, RowOwners
 from detonation.core.integrity.guard import Guard
-from detonation.core.memory import Memory
+from detonation.core.memory import Feedback, Memory
 from detonation.core.runtime import Runtime
 from detonation.plugins import plugins
 
@@ -115,6 +116,7 @@ class ReferenceEngine(Rule):
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as receivers decode them."""
+        self._rest = _subtracting(codec, memory)
         # True if sent values are subtracted from a block of memory while it is still in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
@@ -256,13 +258,16 @@ class ReferenceEngine(Rule):
         """
         for first, flat, memory in self._absorbed_parts(signals, None):
             part = run.of_rows(first, len(flat))
-            self.codec.write(Selected(flat, None), part)
+            sent = []
+            if not (self._rest and self._rest.encode_rest(flat, part.parts)):
+                self.codec.write(Selected(flat, None), part)
+                if self._exact:
+                    sent.append(flat)
+                else:
+                    sent.append(self.codec.written(part))
             if memory:
-                sent = flat
-                if not self._exact:
-                    sent = self.codec.written(part)
-                memory.release([sent])
-            del flat  # free this block before allocating the next block
+                memory.release(sent)
+            del flat, sent  # free this block before allocating the next block
         nobody_needs_them = torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu")
         return Selected(nobody_needs_them, None, released=True)
 
@@ -441,6 +446,17 @@ def _sends_codes(codec: Codec, layout: Layout) -> bool:
     """True if messages are whole rows in codes of few bits."""
     is_plain = isinstance(codec.basis, Identity) and not layout.tiled
     return codec.dense and is_plain and not isinstance(codec.precision, Float)
+
+
+def _subtracting(codec: Codec, memory: Memory | None) -> E3M0 | None:
+    """The codes for which a kernel subtracts the sent values from the memory as it encodes them;
+    None for all others.
+    """
+    precision = codec.precision
+    takes_all = memory and memory.feedback == Feedback(memory.feedback.decay)
+    if takes_all and isinstance(precision, E3M0):
+        return precision
+    return None
 
 
 def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
