@@ -400,10 +400,12 @@ def _at_codes(levels: Tensor, codes: Tensor) -> Tensor:
     Shapes: `[..., blocks, levels]` of any type, `[..., blocks, block]` uint8 -> `[..., blocks,
     block]`.
     """
-    flat = levels.reshape(-1, levels.shape[-1])
+    flat = levels.reshape(-1)  # a copy, if they are some blocks of several messages
+    of_each = levels.shape[-1]
     # `_firsts` is int32 where possible, because int64 positions would need twice the memory
-    positions = _firsts(*flat.shape, flat.device).view(*codes.shape[:-1], 1) + codes
-    return flat.view(-1).index_select(0, positions.view(-1)).view(codes.shape)
+    firsts = _firsts(len(flat) // of_each, of_each, flat.device)
+    positions = firsts.view(*codes.shape[:-1], 1) + codes
+    return flat.index_select(0, positions.view(-1)).view(codes.shape)
 
 
 @lru_cache(maxsize=64)
