@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -172,8 +172,12 @@ class MessageRows:
         return replace(self, allocate=self.body.clone, room=0, whole=None)
 
 
-# memory for the bytes of messages: called with a shape and `device`
-empty_octets = partial(torch.empty, dtype=torch.uint8)
+def empty_octets(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Returns memory for the bytes of messages. Its content is undefined.
+
+    Shapes: -> `shape` uint8.
+    """
+    return torch.empty(*shape, dtype=torch.uint8, device=device)
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
