@@ -2,6 +2,7 @@
 
 import ctypes
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,32 @@ def test_codes_have_the_bits_of_plain_torch_and_of_the_specification(precision, 
     monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     assert torch.equal(encoded, book.encode(values))
     assert torch.equal(read.view(torch.int32), book.decode(encoded, count, 1).view(torch.int32))
+
+
+@dataclass(frozen=True)
+class Fallen(codebooks.BlockCodebook):
+    """Codes of three bits, as a package may have: they cross bytes and words."""
+
+    width = 3
+    statistics = 1
+    block = 256
+
+    def quantise(self, blocks, counts, negative_zeros):
+        top = blocks.abs().amax(1, keepdim=True).to(torch.bfloat16).float()
+        return ((blocks / top + 1) * 3.5).round().clamp(0, 7).to(torch.int64), top
+
+    def levels(self, statistics):
+        return statistics * (torch.arange(8, device=statistics.device) / 3.5 - 1)
+
+
+@pytest.mark.parametrize("count", [1, 7, 257, 5000])
+def test_codes_of_three_bits_have_the_bits_of_plain_torch(count, monkeypatch):
+    values = torch.randn(3, count, 1, generator=torch.Generator().manual_seed(count))
+    encoded = Fallen().encode(values)
+    read = Fallen().decode(encoded, count, 1)
+    assert (read - values).abs().max() <= values.abs().max() / 3
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
+    assert torch.equal(read, Fallen().decode(encoded, count, 1))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])

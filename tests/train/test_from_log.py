@@ -106,7 +106,7 @@ def test_what_is_not_the_run_of_the_log_is_refused_and_leaves_it(train, killed, 
         ),
         (
             other,
-            r"cannot continue from the log: .* shards 1, this run has 2; resume with the settings of",
+            r"cannot continue from the log: .* shards 1, this run has 2: .*; resume with the settings of",
         ),
         (
             "train.log_updates=false",
