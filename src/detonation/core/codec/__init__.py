@@ -23,13 +23,7 @@ from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT, dct_matri
 from detonation.core.codec.codebooks import E3M0, BlockCodebook, Sign
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices, Unpackable, narrow
-from detonation.core.codec.message_rows import (
-    MessageRows,
-    SharedIndices,
-    Workspace,
-    empty_octets,
-    joined,
-)
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace, joined
 from detonation.core.codec.precision import FP32, PRECISIONS, Float, Precision
 from detonation.core.codec.received import Arrived, Collected, DecodedMessages, Received, Sums
 from detonation.core.codec.selection import (

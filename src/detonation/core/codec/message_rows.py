@@ -172,14 +172,6 @@ class MessageRows:
         return replace(self, allocate=self.body.clone, room=0, whole=None)
 
 
-def empty_octets(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Returns memory for the bytes of messages. Its content is undefined.
-
-    Shapes: -> `shape` uint8.
-    """
-    return torch.empty(*shape, dtype=torch.uint8, device=device)
-
-
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
     """Joins a header and the runs of a message: first the values of all runs, then their
     statistics, then their indices. Zeros pad the message to whole checksum lines.

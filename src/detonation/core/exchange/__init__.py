@@ -6,6 +6,6 @@ piece of a message, so a step needs one header, and one decision whether to use 
 """
 
 from detonation.core.exchange.chosen import exchange_for, room_of
-from detonation.core.exchange.exchange import Exchange
+from detonation.core.exchange.exchange import Exchange, empty_octets
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.exchange.unused import Unused

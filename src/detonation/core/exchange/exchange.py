@@ -18,7 +18,6 @@ from detonation.core.codec import (
     Received,
     Sums,
     Workspace,
-    empty_octets,
 )
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.message import DIGITS, HEADER_BYTES, Message
@@ -27,6 +26,9 @@ from detonation.core.link import Link
 from detonation.core.schemes import Scheme, aligned_rows
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
+
+# memory for the bytes of messages: called with a shape and `device`
+empty_octets = partial(torch.empty, dtype=torch.uint8)
 
 
 class Exchange(ABC):

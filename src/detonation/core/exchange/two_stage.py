@@ -16,11 +16,10 @@ from detonation.core.codec import (
     MessageRows,
     Received,
     aggregate,
-    empty_octets,
     narrow,
 )
 from detonation.core.engine import ReferenceEngine, Room, replied_at_once
-from detonation.core.exchange.exchange import Exchange, played, zeros_are_negative
+from detonation.core.exchange.exchange import Exchange, empty_octets, played, zeros_are_negative
 from detonation.core.flat.rows import KeptRows, RowOwners
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.message import HEADER_BYTES, Message

@@ -17,9 +17,9 @@ from detonation.core.codec import (
     SharedIndices,
     WeightedMean,
     Workspace,
-    empty_octets,
 )
 from detonation.core.compute.nonfinite import LIMIT
+from detonation.core.exchange import empty_octets
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage, explain_faults
 from detonation.core.integrity.message import (
     DIGITS,

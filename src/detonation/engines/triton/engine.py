@@ -32,13 +32,13 @@ from detonation.core.codec import (
     Sums,
     dct_matrix,
     dct_waves,
-    empty_octets,
     random_start,
 )
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import SIGNAL_LIMIT, Verdict
 from detonation.core.compute.scatter_sum import most_summed
 from detonation.core.engine import ReferenceEngine, Room, SignalInspector
+from detonation.core.exchange import empty_octets
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.rows import RowOwners
 from detonation.core.memory import Feedback, Memory
