@@ -184,7 +184,10 @@ LEFT_OUT = r"^Signum|^AdamW 0\.95, full$|Muon 0\.95|alpha"
 
 
 PLANNED = {
-    **{study: study for study in ("text", "rounds", "size", "images")},
+    "text": "text",
+    "rounds": "rounds",
+    "size": "size",
+    "images": "images",
     "groups": "text",
     "long": "long rounds",
 }
