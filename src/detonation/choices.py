@@ -114,10 +114,17 @@ def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]
 
 
 def make(
-    kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments: Mapping[str, Any]
+    kind: str,
+    table: Mapping[str, Callable[..., _T]],
+    name: str,
+    arguments: Mapping[str, Any],
+    also: Sequence[str] = (),
 ) -> _T:
     """Calls `table[name](**arguments)`, after it has checked the name and the names of the
     arguments.
+
+    Args:
+        also: Names that the caller accepts itself; an error about an unknown name lists them too.
 
     Raises:
         ValueError: The name or an argument is unknown, or an argument is missing. Errors of the
@@ -130,7 +137,7 @@ def make(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for argument in arguments:
             if argument not in named:
-                raise unknown(f"argument of {kind} {name}", argument, named)
+                raise unknown(f"argument of {kind} {name}", argument, [*named, *also])
     missing = [p.name for p in named.values() if p.default is p.empty and p.name not in arguments]
     if missing:
         raise ValueError(f"{kind} {name} needs {', '.join(missing)}")

@@ -83,7 +83,16 @@ def fails(capsys, monkeypatch, tmp_path):
             "unknown optimizer 'adm'. Valid: ASGD,",
         ),  # the name before what it lacks
         ("optimizer.name=sgd", "unknown optimizer 'sgd', did you mean 'SGD'? Valid: ASGD,"),
-        ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer]"),
+        (
+            "optimizer.name=SGD",
+            "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"
+            " optimizer.lr=...; another optimizer.name drops all settings of the optimizer before it",
+        ),
+        (
+            "optimizer.name=AdamW optimizer.lr=1 optimizer.embeding_lr_ratio=3",
+            "unknown argument of optimizer AdamW 'embeding_lr_ratio', did you mean"
+            " 'embedding_lr_ratio'? Valid: ",
+        ),
         (
             "model.name=vit",
             "model vit is for images, but the data sotu-sample are text: choose olmo2 or olmoe, or other data",
@@ -108,10 +117,6 @@ def fails(capsys, monkeypatch, tmp_path):
         (
             "train.init_from=nowhere",
             "train.init_from is 'nowhere', but must be the directory of a run or a model",
-        ),
-        (
-            "optimizer.name=SGD",
-            "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set",
         ),
         (
             "optimizer.name=AdamW optimizer.lr=1 optimizer.betas=[0.9]",

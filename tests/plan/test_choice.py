@@ -115,6 +115,28 @@ def test_sixteen_replicas_of_a_large_model_on_a_slow_link_are_told_that_they_do_
     )  # 1.91 ** 0.205
 
 
+@pytest.mark.parametrize(
+    ("factor", "pays", "words"),
+    [
+        (0.99, False, "; by then that of one is"),
+        (1.0, False, ""),
+        (1.04, False, ""),
+        (1.06, True, "1.1 times as long"),
+    ],
+)
+def test_machines_that_need_as_long_as_one_do_not_pay(monkeypatch, factor, pays, words):
+    """It once said that they pay, and that one takes 1 times as long."""
+    near, goal = network(1e9), goal_of()
+    ranked = options(pairs(goal), WORK, near, goal)
+    seconds = factor * ranked[0].seconds(goal)
+    alone = ("AdamW", ranked[0].estimate, seconds)
+    monkeypatch.setattr("detonation.plan.search.one_machine", lambda *_: alone)
+    found = advise(ranked, WORK, near, goal)
+    said = " ".join([found["reason"], *found["notes"]])
+    assert found["pays"] is pays and words in said
+    assert "-0.0%" not in said and " 1 times" not in said
+
+
 def measured(*values, **given):
     """A row of the table, with these losses on seeds 1, 2, ..."""
     row = {

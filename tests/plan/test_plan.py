@@ -240,7 +240,7 @@ def test_the_verb_ranks_schemes_for_a_given_link(capsys):
     assert found["reason"] in " ".join(printed.err.split())
     assert (
         "optimizer.name=Muon optimizer.momentum=0.9" in printed.err
-        and "optimizer.lr" not in printed.err
+        and "optimizer.lr" not in printed.err.split("to take it: ")[1].splitlines()[0]
     )
 
 
@@ -291,6 +291,39 @@ def test_the_flags_of_a_plan_for_no_recipe_are_its_first_choice_in_any_recipe(ca
     assert [scheme(table.name, table.arguments).arguments for table in taken] == 9 * [
         first["arguments"]
     ]
+
+
+RATES = "the first choice was measured with optimizer.lr=0.001 optimizer.embedding_lr_ratio=30: tune both"
+HAS = " for your model, because the recipe has AdamW at lr 0.003"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--parameters", "140k", "--steps", "300"], f"{RATES} for your model"),
+        (["quick-lm"], RATES + HAS),
+        (["quick-lm", "--set", "optimizer.embedding_lr_ratio=30"], None),
+    ],
+)
+def test_rates_of_a_measurement_are_named_where_the_flags_do_not_set_them(capsys, asked, said):
+    """The losses are of two learning rates; a recipe that has one does not reach them."""
+    ask = [
+        "plan",
+        *asked,
+        "--link",
+        "1gbit,5ms",
+        "--step-time",
+        "1",
+        "--optimizer",
+        "AdamW",
+        "--json",
+    ]
+    assert main(ask) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["first"]["optimizer_settings"]["embedding_lr_ratio"] == 30
+    assert [note for note in found["notes"] if note.startswith("the first choice was")] == [
+        said
+    ] * bool(said)
 
 
 def test_what_a_shell_would_expand_is_quoted(capsys):

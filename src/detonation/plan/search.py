@@ -29,6 +29,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 FEWEST_ROUNDS = 3
 
+LEAST_GAIN = 1.05
+"""Several machines pay if a single machine takes at least this many times as long. The predicted
+times are not more exact.
+"""
 LONG_WAIT = 0.5
 """If the first choice waits for a larger share of a step, the advice names remedies."""
 
@@ -348,10 +352,14 @@ def _second_machine(
     known = f"one machine with {optimizer} and the same examples per step has the baseline's loss"
     # relative difference between the loss of one machine after `seconds` and the baseline's loss
     ahead = (seconds / alone_s) ** -found.exponent - 1
-    if alone_s <= seconds:
-        both = f"within {duration(alone_s)}, {network.replicas} machines within {duration(seconds)}"
-        lower = f"by then that of one is {-ahead:.1%} lower"
-        return False, f"No second machine pays: {known} {both}; {lower}"
+    if alone_s < LEAST_GAIN * seconds:
+        text = (
+            f"No second machine pays: {known} within {duration(alone_s)}, {network.replicas}"
+            f" machines within {duration(seconds)}"
+        )
+        if ahead < -0.001:
+            text += f"; by then that of one is {-ahead:.1%} lower"
+        return False, text
     lead = (
         f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
     )

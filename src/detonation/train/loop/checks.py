@@ -199,6 +199,12 @@ def misfits(config: Config) -> list[str]:
             "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave"
             " it out"
         )
+    ratio = optimizer.embedding_lr_ratio
+    if optimizer.name == "Muon" and ratio > 1:
+        found.append(
+            f"optimizer.embedding_lr_ratio is {ratio:g}, but Muon was best at 0.3, and 30 is the"
+            " ratio of AdamW (docs/findings.md): leave it out, or tune it for Muon"
+        )
     for level in config.levels:
         chosen = scheme_of(level)
         every = chosen.round.every

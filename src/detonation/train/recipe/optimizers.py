@@ -75,7 +75,9 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
     function = partial(found, _groups(chosen, model))
     given = {"lr": chosen.lr, **arguments}
     try:
-        made = make("optimizer", {chosen.name: function}, chosen.name, given)
+        made = make(
+            "optimizer", {chosen.name: function}, chosen.name, given, ["embedding_lr_ratio"]
+        )
     except (TypeError, RuntimeError, ValueError, LookupError) as error:
         if str(error).startswith(("unknown ", f"optimizer {chosen.name} needs")):
             raise

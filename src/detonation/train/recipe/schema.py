@@ -57,6 +57,19 @@ class OptimizerConfig:
         )
 
 
+def spelled_optimizer(chosen: OptimizerConfig) -> str:
+    """Returns the optimizer and its learning rates as text.
+
+    >>> spelled_optimizer(OptimizerConfig("AdamW", 1e-3, embedding_lr_ratio=30.0))
+    'AdamW at lr 0.001, embeddings, norms and output layer at 0.03'
+    """
+    text = f"{chosen.name} at lr {chosen.lr:g}"
+    if chosen.embedding_lr_ratio != 1:
+        second = chosen.embedding_lr_ratio * chosen.lr
+        text += f", embeddings, norms and output layer at {second:g}"
+    return text
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Schedule of the learning rate. It rises linearly over `warmup` steps, and falls to `floor` *

@@ -186,10 +186,10 @@ def _plain(key: str, kind: type[_T], table: Mapping[str, Any]) -> _T:
 
 def _needed(key: str, name: str, values: Table) -> Any:
     if name not in values:
-        raise ValueError(
-            f"{key}.{name} is missing: give it in [{key}] of the recipe, or with --set"
-            f" {key}.{name}=..."
-        )
+        text = f"give it in [{key}] of the recipe, or with --set {key}.{name}=..."
+        if key == "optimizer" and name == "lr":
+            text += "; another optimizer.name drops all settings of the optimizer before it"
+        raise ValueError(f"{key}.{name} is missing: {text}")
     return values.pop(name)
 
 

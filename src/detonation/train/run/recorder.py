@@ -23,7 +23,7 @@ from detonation.train.loop.summary import (
 )
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
-from detonation.train.recipe.schema import described_mesh
+from detonation.train.recipe.schema import described_mesh, spelled_optimizer
 from detonation.train.recipe.tables import to_table
 
 _MOST_REPLICAS = 16
@@ -180,7 +180,7 @@ def _title(session: Session, path: Path) -> str:
     if config.mesh.link:
         world += f" and an emulated link of {config.mesh.link}"
     model = f"{config.model.name} with {numel:,} parameters"
-    optimizer = f"{config.optimizer.name} at lr {config.optimizer.lr:g}"
+    optimizer = spelled_optimizer(config.optimizer)
     return (
         f"{config.schemes} over {world}: {model} on {session.data.name}, by {optimizer}, in {path}"
     )

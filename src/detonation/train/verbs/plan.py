@@ -16,9 +16,17 @@ from detonation.cluster.network.profile import Compute, Profile, Step
 from detonation.core.schemes import Scheme, known_schemes, scheme
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Shapes, Work
-from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, task_of, trained_by
+from detonation.plan.losses import (
+    GOAL_STEPS,
+    TEXT,
+    TWO_RATES,
+    Goal,
+    optimizers,
+    task_of,
+    trained_by,
+)
 from detonation.plan.search import Candidate, advise, options, pairs
-from detonation.train.recipe.schema import require
+from detonation.train.recipe.schema import OptimizerConfig, require, spelled_optimizer
 
 _ROUNDED = 0.05
 """Largest relative difference between two parameter counts of the same model. A count such as 1.2b
@@ -72,6 +80,8 @@ def plan(question: Question) -> dict[str, Any]:
     found = advise(candidates, work, network, goal, settings=training.settings)
     if not tuned:
         found["optimizer"] = _named_optimizer(found["first"])
+    of_recipe = training.optimizer(found["first"]["scheme"])
+    found["notes"] += _rates(found["first"], of_recipe)
     return found
 
 
@@ -102,6 +112,24 @@ def _named_optimizer(best: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
     return {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
+
+
+def _rates(best: Mapping[str, Any], of_recipe: OptimizerConfig | None) -> list[str]:
+    """Returns a line with the learning rates of the measurement, if a training run would have
+    others: without a recipe, or if embeddings have a rate of their own only in the measurement.
+    """
+    measured = best["optimizer_settings"]
+    ratio = measured.get(TWO_RATES, 1.0)
+    if "lr" not in measured or (of_recipe and ratio in (1.0, of_recipe.embedding_lr_ratio)):
+        return []
+    rates = f"optimizer.lr={measured['lr']:g}"
+    own = "tune it for your model"
+    if ratio != 1:
+        rates += f" optimizer.{TWO_RATES}={ratio:g}"
+        own = "tune both for your model"
+    if of_recipe:
+        own += f", because the recipe has {spelled_optimizer(of_recipe)}"
+    return [f"the first choice was measured with {rates}: {own}"]
 
 
 def count(text: str) -> int:
@@ -148,6 +176,8 @@ class _Training:
         tuned: Each scheme with the optimizer that the recipe uses for it; empty without a recipe.
         settings: Function that returns the arguments to print for a scheme: those that differ from
             the recipe, or all without a recipe.
+        optimizer: Function that returns the recipe's optimizer for the scheme with a given name;
+            None without a recipe.
     """
 
     replicas: int
@@ -159,6 +189,7 @@ class _Training:
     losses_of: str = TEXT
     tuned: Sequence[Candidate] = ()
     settings: Callable[[Scheme], Mapping[str, object]] = lambda chosen: chosen.arguments
+    optimizer: Callable[[str], OptimizerConfig | None] = lambda name: None
 
 
 def _of_parameters(question: Question, profile: Profile | None) -> _Training:
@@ -216,6 +247,7 @@ def _of_recipe(question: Question, profile: Profile | None) -> _Training:
         losses_of,
         tuned,
         settings,
+        lambda name: layers.under(name, {}).optimizer,
     )
 
 
