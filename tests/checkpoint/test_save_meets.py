@@ -82,4 +82,4 @@ def test_a_save_before_the_step_of_gradients_that_were_sent_is_refused(name, tmp
     for found, name_of_saved in worlds.run(within_an_overlap, 2, 1, name, tmp_path):
         assert len(found) == 3 and name_of_saved == "step-000004"
         for step, text in enumerate(found, 1):
-            assert f"gradients of step {step} left within overlap(), but no step()" in text
+            assert f"overlap() began at step {step}, but no step() followed" in text

@@ -385,12 +385,12 @@ def test_gradients_on_their_way_cannot_be_changed_doubled_or_forgotten(shards):
         clipped, unscaled, scaled, twice, skipped, left_out, saved, synchronized, forgotten = rank
         for changed in (clipped, unscaled, scaled, left_out, forgotten):
             assert (
-                "changed after it was sent within overlap(): clip by replicate(clip=...), and unscale or"
+                "changed after it was sent within overlap(): clip by replicate(clip=...); to unscale or"
                 in changed
             )
-        assert "came twice within overlap(): put one backward into it" in twice
+        assert "computed twice within overlap(): put only the last backward before step()" in twice
         for half_done in (skipped, saved, synchronized):
-            assert "gradients of step 0 left within overlap(), but no step() followed" in half_done
+            assert "overlap() began at step 0, but no step() followed: call step()" in half_done
 
 
 def by_ddp(mesh):

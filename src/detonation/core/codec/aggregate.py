@@ -38,8 +38,8 @@ class Aggregation(Protocol):
         """Aggregates one message per replica.
 
         Args:
-            values: Of all replicas, in replica order.
-            indices: Of all replicas; None if `values` are whole rows.
+            values: The coefficients of all replicas, in replica order.
+            indices: Their indices; None if `values` are whole rows.
             chunk: Coefficients per row.
 
         Shapes: values `[replicas, rows, k]` fp32, indices `[replicas, rows, k]` integer -> `[rows,
@@ -53,11 +53,11 @@ class _Rowwise:
 
 @dataclass(frozen=True)
 class Mean(_Rowwise):
-    """Mean over all replicas. If a replica does not send a coefficient, its value counts as 0."""
+    """Mean over all replicas. A coefficient that a replica does not send counts as 0."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
-        if len(values) == 1:  # not divided in place: `total` may share memory with the message
+        if len(values) == 1:  # do not change `total`, which may share memory with the message
             return total
         return total.div_(len(values))
 
@@ -88,8 +88,8 @@ class RescaledMean(_Rowwise):
     this row has in the messages.
 
     The mean of messages that point in different directions has a smaller norm than each message.
-    If the messages are orthogonal, it is smaller by the square root of the number of replicas. No
-    row is scaled up by more than this square root.
+    If the messages are orthogonal and have equal norms, their mean has this norm divided by the
+    square root of the number of replicas. No row is scaled up by more than this square root.
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -129,7 +129,8 @@ class ClippedMean:
         return WeightedMean(self.weights(norms))(values, indices, chunk)
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> [replicas] fp32
-        # a sort, because torch.nanmedian makes the host wait for the device in some torch versions
+        # compute the median by a sort, because in some torch versions torch.nanmedian makes the
+        # host wait for the device
         empty = norms <= 0
         rising = norms.masked_fill(empty, torch.inf).sort().values
         last = empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0)
@@ -220,8 +221,8 @@ class Coefficients:
         )
 
     def is_sparse(self, chunk: int) -> bool:
-        """True if each replica chose its own coefficients, and all replicas together sent so few
-        that the inverse transform is computed as a sum of basis vectors.
+        """True if each replica chose its own coefficients, and all replicas together sent few
+        coefficients per row. Then the inverse transform is computed as a sum of basis vectors.
         """
         replicas, _, k = self.values.shape
         return not self.shared and replicas * k <= most_summed(chunk)

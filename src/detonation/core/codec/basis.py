@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ONE = 1 << 120
 _PI = 0x3243F6A8885A308D313198A2E037073
-"""Pi in units of 1 / _ONE."""
+"""Pi as a fixed-point integer, in units of 1 / `_ONE`."""
 
 
 class Basis(Protocol):
@@ -31,7 +31,7 @@ class Basis(Protocol):
 
     @property
     def tile(self) -> int:
-        """Side of the square tile in a row; 0 if a row is a run of neighbouring coordinates."""
+        """Side of the square tile that a row holds; 0 if a row holds neighbouring coordinates."""
 
     def forward(self, chunks: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
 
@@ -60,7 +60,8 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        # column-major, because top-k reads the same coefficient of all rows at a time
+        # on a CPU the result is column-major, because top-k reads one coefficient of all rows at a
+        # time
         if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)
@@ -107,8 +108,8 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
     """The matrix whose columns are the DCT-II basis vectors, with the same bits on every machine.
 
     The cosines are computed in integer arithmetic. A library's cosine differs in its last bit
-    between processors, and the result of an FFT depends on the number of threads. Replicas that
-    used either would diverge.
+    between processors, and the result of an FFT depends on the number of threads. With either of
+    them, replicas on different machines would diverge.
 
     Shapes: -> `[size, size]` fp32.
     """

@@ -87,8 +87,8 @@ class BlockCodebook:
         return values.view(*messages, blocks * self.block)[..., :count].view(*messages, *shape)
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
-        """The level of each code of whole blocks. Subclasses have faster ways for plain torch on a
-        CPU.
+        """The level (decoded value) of each code, for whole blocks. Subclasses have faster versions
+        for plain torch on a CPU.
 
         Shapes: `[..., nbytes]` uint8, `[..., blocks, 2**width]` fp32 -> `[..., blocks, block]`.
         """
@@ -104,12 +104,12 @@ class BlockCodebook:
         stated = self._statistics(statistics)
         return self.levels(stated.flatten(0, -2)).view(*stated.shape[:-1], 2**self.width)
 
-    @lru_cache(maxsize=256)  # noqa: B019 (a codebook is a value of a fixed table)
+    @lru_cache(maxsize=256)  # noqa: B019 (the cache keeps few codebooks alive)
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
         count = rows * k
         return packed_bytes(count, self.width), 2 * self.statistics * -(-count // self.block)
 
-    @lru_cache(maxsize=256)  # noqa: B019 (as above)
+    @lru_cache(maxsize=256)  # noqa: B019 (the cache keeps few codebooks alive)
     def nbytes(self, rows: int, k: int) -> int:
         return sum(self.lengths(rows, k))
 
@@ -272,7 +272,7 @@ class E3M0(BlockCodebook):
         size = blocks.abs()
         largest = size.amax(1, keepdim=True).to(torch.bfloat16).float()
         is_tiny = flags(torch.le, size, largest / 128)
-        size.add_(is_tiny)  # so no zero is divided by zero
+        size.add_(is_tiny)  # prevents 0 / 0
         octaves = torch.div(largest, size, out=size).log2_().round_().clamp_(0, 6)
         octaves.add_(is_tiny, alpha=7).clamp_(max=7)
         octaves.add_(flags(torch.lt, blocks, 0), alpha=8)
@@ -283,7 +283,7 @@ class E3M0(BlockCodebook):
         return torch.cat([statistics * falling, -statistics * falling], 1)
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
-        # each byte has two codes; the first level is the largest magnitude
+        # look up both codes of a byte at once; the first level is the largest magnitude
         numbers = packed.reshape(-1).to(torch.int32)
         pairs = _pairs(packed.device).index_select(0, numbers).view(torch.float32)
         return pairs.view(*levels.shape[:-1], self.block).mul_(levels[..., :1])
@@ -313,7 +313,7 @@ class Int8(BlockCodebook):
         # sums of whole numbers are exact, so the order of scatter_add does not matter
         sizes = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device)
         sizes.scatter_add_(1, codes, ones(len(blocks), blocks.device).expand_as(codes))
-        # the zeros of the padding were counted in the bin of 0
+        # do not count the padding: its zeros went to the bin of 0
         sizes[:, 128:129] -= self.block - counts
         units = scaled.mul_(_FIXED_POINT).round_().double()
         totals = torch.zeros_like(sizes, dtype=torch.float64).scatter_add_(1, codes, units)
@@ -331,8 +331,8 @@ it is exact in fp64, which holds every integer up to 2**53.
 
 
 def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """1 for values that are sent as negative, else 0. A value counts as zero if it is no larger
-    than the rounding error of values of size `scale`.
+    """1 for values that are sent as negative, else 0. A value counts as zero if its magnitude is
+    at most the rounding error of values of size `scale`.
 
     A momentum that gets no new gradients never becomes exactly 0: rounding errors of the transform
     remain in it, and later denormal numbers, which the decay does not reduce.
@@ -346,8 +346,8 @@ def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
 
 
 def flags(compare: Callable[..., Tensor], values: Tensor, limits: Tensor | float) -> Tensor:
-    """The result of a comparison: bool, or on a CPU 1 and 0 in fp32, because there torch writes
-    bool four times as slowly.
+    """The result of a comparison, as bool. On a CPU it is 1 or 0 in fp32, because torch writes bool
+    four times as slowly there.
 
     Shapes: `[blocks, block]` fp32, and what broadcasts to it -> `[blocks, block]`.
     """
@@ -395,12 +395,12 @@ def ones(count: int, device: torch.device) -> Tensor:
 
 
 def _at_codes(levels: Tensor, codes: Tensor) -> Tensor:
-    """The level of each code.
+    """The level (decoded value) of each code in its block.
 
     Shapes: `[..., blocks, levels]` of any type, `[..., blocks, block]` uint8 -> `[..., blocks,
     block]`.
     """
-    flat = levels.reshape(-1)  # a copy, if they are some blocks of several messages
+    flat = levels.reshape(-1)  # copies levels that are not contiguous
     of_each = levels.shape[-1]
     # `_firsts` is int32 where possible, because int64 positions would need twice the memory
     firsts = _firsts(len(flat) // of_each, of_each, flat.device)
@@ -432,8 +432,9 @@ def _exact_kernel(values: Tensor) -> kernel_library.Library | None:
 
 @lru_cache(maxsize=1)
 def octave_limits() -> Tensor:
-    """For each number of octaves from 0 to 5, the largest ratio that `E3M0` rounds to it. The
-    ratios follow torch's rounding of logarithms on this machine.
+    """For each n from 0 to 5, the largest ratio that `E3M0` rounds to 2**n. The ratio is the
+    block's largest magnitude divided by the magnitude of a value. The limits follow torch's
+    rounding of logarithms on this machine.
 
     Shapes: -> `[6]` fp32.
     """
@@ -447,7 +448,7 @@ def octave_limits() -> Tensor:
 
 @lru_cache(maxsize=8)
 def _powers(device: torch.device) -> Tensor:
-    """The value of each code of `E3M0`, relative to the block's largest magnitude."""
+    """The magnitude of each exponent of `E3M0`, relative to the largest magnitude of the block."""
     falling = torch.ones(8, dtype=torch.float32, device=device)
     for exponent in range(1, 8):
         falling[exponent:] *= 0.5  # halved, because `exp2` is not exact on every processor

@@ -33,10 +33,10 @@ class Selected:
     """The coefficients of a message, before they are encoded.
 
     Args:
-        values: `[rows, k]` fp32; `[rows, 0]` if an engine has already written them into a run and
-            nobody needs them.
+        values: `[rows, k]` fp32; `[rows, 0]` if an engine has already written the values into the
+            message and nobody else needs them.
         indices: Indices of the values, in the same shape; None if `values` are whole rows.
-        released: True if they have already left the memory.
+        released: True if the values are already subtracted from the memory of unsent values.
     """
 
     values: Tensor
@@ -60,8 +60,8 @@ class PartLengths(dict[int, tuple[int, ...]]):
 
 
 class Derived(dict[tuple[Any, ...], Any]):
-    """What engines derive from a codec: `derived[make, *arguments]` is `make(codec, *arguments)`.
-    It is made once, because a codec does not change, and found again without a call.
+    """Cache of what engines compute from a codec. `derived[make, *arguments]` calls
+    `make(codec, *arguments)` on first use and stores the result, because a codec does not change.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -107,7 +107,7 @@ class Codec:
 
     @cached_property
     def derived(self) -> Derived:
-        """What engines derive from this codec, see `Derived`."""
+        """Cache of what engines compute from this codec; see `Derived`."""
         return Derived(self)
 
     @cached_property
@@ -151,8 +151,7 @@ class Codec:
         Args:
             coefficients: After the basis.
             shared: Indices that all replicas know; None if the selection looks at the data.
-            out: Memory for the values. Without it they get new memory. Not used if whole rows are
-                sent.
+            out: Memory for the values; None for new memory. It is not used if whole rows are sent.
 
         Shapes: coefficients `[rows, chunk]` fp32, shared `[rows, k]` integer -> values `[rows, k]`.
         """
@@ -194,7 +193,8 @@ class Codec:
         return run.body[0]
 
     def width(self, rows: int, room: int) -> int:
-        """Bytes of a message with a header of `room` bytes, rounded up to whole checksum lines."""
+        """Bytes of a message of `rows` rows with a header of `room` bytes, rounded up to whole
+        checksum lines."""
         return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
 
     def sent(self, rows: int, room: int) -> int:
@@ -317,8 +317,8 @@ class Codec:
         """Makes `Received` from messages, one per replica, as if the network had delivered them.
 
         Args:
-            messages: By replica.
-            rows: Of each message.
+            messages: One per replica.
+            rows: Number of rows of each message.
             shared: Indices of every message, if all replicas know them; else None.
 
         Shapes: messages `[nbytes]` uint8, shared `[rows, k]` integer.

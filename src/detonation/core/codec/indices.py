@@ -34,7 +34,7 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
 
 
 def _words(indices: Tensor, chunk: int) -> Tensor:
-    """The bytes of each row's bitmap, computed as one number per row."""
+    """The bitmaps of all rows as bytes. Each bitmap is computed as one integer."""
     # [rows, k] integer -> [rows * chunk / 8] uint8
     words = torch.empty(len(indices), dtype=unit_dtype(chunk // 8), device="cpu")
     some = _cached_rows(chunk)
@@ -66,7 +66,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         counted = counted.cumsum(-1, dtype=torch.int32)
     wanted = torch.arange(1, k + 1, dtype=counted.dtype, device=bitmap.device)
     wanted = wanted.expand(*messages, rows, k).contiguous()
-    # positions at which the count of set bits reaches each wanted count; `chunk` if it never does
+    # position of the n-th set bit for each wanted n; `chunk` if a row has fewer set bits
     positions = torch.searchsorted(counted.contiguous(), wanted, out_int32=True)
     del counted
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
@@ -74,9 +74,9 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
 
 
 def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The positions of the set bits of each row in rising order, followed by zeros. Each set bit
-    writes its position to the place that its rank gives, because torch's own search would process
-    one row at a time.
+    """The positions of the set bits of each row in rising order, followed by zeros. The position of
+    the n-th set bit is scattered to column n, because torch's own search would process one row at a
+    time.
 
     Shapes: `[rows, chunk]` uint8 -> `[rows, chunk]` of `dtype`.
     """
@@ -102,7 +102,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
-    else:  # rows of whole bytes are counted by a table, without a byte of memory for each bit
+    else:  # counts the set bits of whole bytes by a table, which needs no tensor of single bits
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
     return _any_of_row(counts != k) * 2

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass
 class Workspace:
-    """Memory for messages, which is reused by name. With a `depth` of 0 every call makes it anew.
+    """Memory for messages, which is reused by name. With a `depth` of 0 nothing is reused.
 
     A message stays in its buffer until its collective ends. The stream that encodes a message first
     waits for the collective of the previous message, so `depth` buffers of each name suffice.
@@ -42,8 +42,8 @@ class Workspace:
     _kept: dict[Hashable, list[tuple[Hashable, Any]]] = field(default_factory=dict)
 
     def take(self, name: Hashable, size: Hashable, make: Callable[[], T]) -> T:
-        """Returns what `make` returned for this name, the least recently used of the same `size`.
-        Its content is undefined.
+        """Returns the least recently used buffer of this name, if it has this `size` and there are
+        `depth` buffers already; else a new buffer from `make`. Its content is undefined.
         """
         if not self.depth:
             return make()
@@ -71,9 +71,9 @@ class MessageRows:
         first: Number of the first row of each message.
         room: Bytes of `octets` before the first part.
         owners: How rows of the flat are assigned to messages; None for one message.
-        negative_zeros: See `Precision.encode`; other than the rest, it changes from step to step.
+        negative_zeros: See `Precision.encode`. It may change at each step.
         is_summed: Whether an all-reduce overwrites this memory with the sum.
-        whole: The run of all rows of the message, if these rows are a part of it.
+        whole: The run of all rows of the message; None if this run holds all of them.
     """
 
     codec: Codec
@@ -126,7 +126,7 @@ class MessageRows:
         """Bytes between the last row and the end of its checksum line, which the checksum counts as
         zeros; None if there is no padding.
 
-        Only the last rows of a message with a header on an accelerator have padding.
+        Only a message with a header on an accelerator has padding, after its last row.
 
         Shapes: -> `[messages, n]` uint8.
         """

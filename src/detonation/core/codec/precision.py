@@ -20,7 +20,7 @@ class Precision(Protocol):
 
     The encoding is an odd function: negated values, with the opposite sign for zeros, decode to the
     negated result. Without this property parameters whose sent values are around zero would drift
-    in one direction. The leading dimensions of a tensor number the messages.
+    in one direction. Dimensions before `rows` stand for several messages.
     """
 
     @property
@@ -102,7 +102,7 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    # a single message is viewed without its stride, because torch rejects an odd stride
+    # drop the dimension of a single message, because torch rejects its stride if that is odd
     if messages == 1:
         octets = octets[0]
     size = dtype.itemsize

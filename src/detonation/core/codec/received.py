@@ -45,7 +45,7 @@ class Received:
         aggregation: Makes one update of all messages.
         unit: Messages can be cut after multiples of this number of rows.
         width: Coefficients per row, of all replicas together; 0 if unknown.
-        release: Returns the receive buffer. Call it after the last read.
+        release: Gives the receive buffer back for reuse. Call it after the last read.
         owners: Assignment of rows to owners, if each message holds the rows of one owner.
     """
 
@@ -58,7 +58,8 @@ class Received:
 
     @property
     def source(self) -> Arrived | Sums | None:
-        """The messages as they arrived, for an engine that decodes their bytes itself."""
+        """The messages as they arrived, for an engine that decodes them itself; None if they
+        are available from `read` alone."""
         return None
 
     def read(self, first: int, end: int) -> Coefficients:

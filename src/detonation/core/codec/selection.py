@@ -145,9 +145,9 @@ class Rotation:
         return self.shares * self.k
 
     def phase(self, step: int, seed: int) -> tuple[int, int, int]:
-        """Three numbers that define the selection of `step`: the number of its cycle, the number of
-        the share that it sends of each row, and a number that is XORed with the permutation number
-        of each row.
+        """Three numbers that define which coordinates `step` sends: the number of the cycle, the
+        number of the share within each row, and a number that is XORed with each row's permutation
+        number.
         """
         return *divmod(step, self.shares), 0
 

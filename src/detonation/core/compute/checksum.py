@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINE_BYTES = 4096
-"""Bytes of a checksum line. The words of a message are arranged in lines, and summed by line and by
-column, which needs no temporary as large as the message.
+"""Bytes of a checksum line. The words of a message are arranged in lines. They are summed by line
+and by column, so no temporary is as large as the message.
 """
 _WORDS = LINE_BYTES // 4
 _STRIDE = 0x9E3779B97F4A7C15

@@ -1,5 +1,5 @@
 """Finds NaN, infinite and far too large values before they are added to the memory of unsent
-values. A NaN in this memory would win every top-k, and so freeze its chunk on all replicas.
+values. Every top-k would select a NaN in this memory, so no replica would train its chunk again.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,10 @@ its receivers do.
 class Verdict:
     """The result of checking the signals of a message or of a bucket.
 
-    bad: True if these signals must not be added to the memory of unsent values. If only the device
-    knows the result, `bad` is a tensor in which any nonzero number means True. status: the status
-    that the header of the message carries for these signals; see `Header`.
+    Args:
+        bad: True if these signals must not be added to the memory of unsent values. If only the
+            device knows the result, `bad` is a tensor in which any nonzero number means True.
+        status: The status that the header of the message carries for these signals; see `Header`.
     """
 
     bad: bool | Tensor
@@ -66,7 +67,7 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
             at = library.beyond(tensors, SIGNAL_LIMIT)
             return FINE if at < 0 else Verdict(True, 1 + present[at][0])
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-        # no value of a signal is larger than the norm of the signal
+        # if the norm of a signal is within the limit, all its values are
         if (norms <= SIGNAL_LIMIT).all():
             return FINE
     numbers, within = signals_within(signals, tensors[0].device)
@@ -108,7 +109,7 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
     if len(within) > 1:
         together = torch.cat(list(within))
     count = max(each) + 1
-    # a signal within the limit gets a number past the end, which the remainder turns into 0
+    # signals within the limit get the number `count` + 1, which the remainder turns into 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 

@@ -71,10 +71,10 @@ class SumOfSquares:
 
 
 def added(numbers: Tensor) -> Tensor:
-    """The sum over the last dimension by halving: elements i and i + n / 2 are added until one is
-    left.
+    """The sum over the last dimension, of length n: adds elements i and i + n / 2, and repeats this
+    with the n / 2 sums until one sum is left.
 
-    The dimension is padded with zeros to a power of two.
+    The dimension is first padded with zeros to a power of two.
 
     Shapes: `[..., n]` -> `[...]`.
     """
@@ -125,7 +125,7 @@ def beside_each_other(values: list[Tensor], indices: list[Tensor]) -> tuple[Tens
     Shapes: per replica `[rows, k]` fp32 and `[rows, k]` integer -> `[rows, replicas * k]` fp32, and
     int32.
     """
-    if values[0].device.type == "cpu":  # concatenation copies the few bytes of a row at once
+    if values[0].device.type == "cpu":  # torch.cat copies the values of a row at once
         return torch.cat(values, 1), torch.cat(indices, 1).to(torch.int32)
     shape = len(values[0]), len(values), values[0].shape[1]
     sent = torch.empty(shape, dtype=torch.float32, device=values[0].device)

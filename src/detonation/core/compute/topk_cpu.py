@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 TOPK_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROUNDS = 12
-"""Up to this number of coefficients, finding one maximum after the other is faster than sorting."""
+"""Up to this number of selected coefficients per row, finding one maximum after the other is faster
+than sorting."""
 _LOWEST = -(1 << 31)
 
 
@@ -49,11 +50,11 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
 
 
 def _maxima(keys: Tensor, count: int) -> Tensor:
-    """The `count` largest keys of each column, of which only the lowest bits are right. Changes
-    `keys`, which must not be negative.
+    """The `count` largest keys of each column, in falling order. Their sign bits may be wrong.
+    Changes `keys`, which must not be negative.
 
-    All keys are shifted cyclically, so that the maximum becomes the lowest int32. The other keys
-    stay positive in their order, and those found before become negative.
+    After each maximum, all keys are shifted cyclically, so that this maximum becomes the lowest
+    int32. Smaller keys then are positive, in the same order; maxima found before are negative.
 
     Shapes: `[chunk, columns]` int32 -> `[count, columns]` int32.
     """
@@ -83,8 +84,8 @@ class SortingNetwork:
     comparisons.
 
     Args:
-        lines: Numbers of each column, a power of two.
-        count: How many of them are wanted.
+        lines: Number of lines of the matrix, a power of two.
+        count: How many of the largest numbers of each column are wanted.
     """
 
     def __init__(self, lines: int, count: int, columns: int, dtype: torch.dtype) -> None:

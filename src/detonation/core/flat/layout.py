@@ -111,7 +111,7 @@ class Slot:
         """Cuts the slot between lines of tiles into parts of about `rows` tiles. A parameter in
         chunks is one part.
 
-        Yields the first row of each part within this slot, the part as a slot, and its first
+        Yields for each part its first row within this slot, the part as a slot, and its first
         coordinate.
         """
         tiles = self.tiles
@@ -255,7 +255,7 @@ class Layout:
         Shapes: parts `[n, chunk]` each; targets contiguous, one local shape per parameter.
         """
         at = 0
-        begin = 0  # the first parameter that is not yet complete
+        begin = 0  # number of the first parameter that is not yet written completely
         for part in parts:
             line = part.reshape(-1)
             end = at + part.numel()

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 BUCKETS = 4
-"""Largest number of buckets of a flat. On an accelerator each bucket costs kernel launches."""
+"""Largest number of buckets of a flat, unless `SMALL_BUCKETS` applies. On an accelerator each
+bucket costs kernel launches."""
 SMALL_BUCKETS = 8
 """Largest number of buckets if an all-reduce adds the messages, or if messages are sent at the end
-of a round. A sum needs fewer kernel launches per bucket, and rounds end rarely, so that more and
-smaller buckets are affordable; these need less memory.
+of a round. More and smaller buckets need less memory. They cost little here, because a sum needs
+fewer kernel launches per bucket, and rounds end rarely.
 """
 
 
@@ -40,8 +41,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of a layout from row `first` on, with the layout of the parts of parameters in these
-    rows.
+    """Consecutive rows of a flat, from row `first` on. `layout` describes the parts of parameters
+    in these rows.
 
     late: True if the gradients of these rows arrive only at the end of backward.
     """

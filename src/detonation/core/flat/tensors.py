@@ -271,9 +271,9 @@ def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int])
     """Returns the local gradient of each parameter, as a tensor to write into. A missing gradient
     is created as zeros.
 
-    Each gradient gets the strides of its parameter, because fused steps read memory in its order,
-    and sums over other strides round differently. Parameters whose numbers are in `unused` get
-    temporary memory instead, and have no gradient afterwards.
+    Each gradient gets the strides of its parameter: fused optimizer steps read both in the order of
+    their memory, and sums over other strides round differently. Parameters whose numbers are in
+    `unused` get temporary memory instead, and have no gradient afterwards.
     """
     found = []
     for number, parameter in enumerate(parameters.values()):
@@ -283,7 +283,7 @@ def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int])
             continue
         gradient = parameter.grad
         if gradient is None or gradient.stride() != parameter.stride():
-            parameter.grad = None  # first None, because a `Piece` keeps an existing gradient
+            parameter.grad = None  # because a `Piece` does not replace an existing gradient
             parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
         assert gradient is not None

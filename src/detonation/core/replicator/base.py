@@ -63,7 +63,7 @@ class Replicator(ABC):
         match those of a replica that announces no change.
 
         Args:
-            step: The next step, up to `at`.
+            step: The first step that has not run yet; at most `at`.
             name, in_buckets: See `Channel.announce`.
 
         Returns: The messages, which `discard` receives; empty if step `at` sends none.
@@ -84,8 +84,8 @@ class Replicator(ABC):
 
     @abstractmethod
     def make_portable(self, step: int) -> None:
-        """Completes after `step` steps what belongs to the current message layout, such as an open
-        round, so that a replicator with another layout can take over the state.
+        """Completes, after `step` steps, open rounds and all else that depends on the layout of the
+        messages. Then a replicator with another layout can take over the state.
         """
 
     @abstractmethod

@@ -50,11 +50,15 @@ class Transfer:
     """One message of one replica at one step, from its encoding to the received update.
 
     The message has one header, even if several collectives send it, so all replicas decide only
-    once whether to use it. pipeline: the pipeline of the bucket that the message contains, or of
-    all rows. own: for schemes that need it, the update of each bucket that would result if all
-    replicas had sent this message. verdict: whether the signals of a message in one collective are
-    finite. unreleased: selected coefficients that are not yet subtracted from the memory of unsent
-    values, each with its values as receivers decode them, if those differ.
+    once whether to use it.
+
+    Args:
+        pipeline: The pipeline of the bucket that the message contains, or of all rows.
+        own: For schemes that need it, the update of each bucket that would result if all replicas
+            had sent this message.
+        verdict: Whether the signals of a message in one collective are finite.
+        unreleased: Selected coefficients that are not yet subtracted from the memory of unsent
+            values, each with its values as receivers decode them, if those differ.
     """
 
     pipeline: BucketPipeline
@@ -124,8 +128,8 @@ class Update:
 
         Args:
             unused: The numbers of the parameters that no replica used, which the step leaves alone.
-            signs: The base optimizer, where it may move weights by signs.
-            weights: Then the local part of each parameter.
+            signs: The base optimizer, if it is a `SignSGD` that may move the weights itself.
+            weights: The local part of each parameter; needed with `signs` only.
         """
         received = self.received
         may_move = signs is not None and not (  # hooks around a step may read gradients
@@ -136,7 +140,7 @@ class Update:
         if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
-                # a temporary tensor moves in place of a parameter that no replica used
+                # a temporary tensor is moved instead of a parameter that no replica used
                 moved[number] = torch.empty_like(moved[number])
             adds_up = any(map(_MOMENTUM, signs.param_groups))
             move = None
@@ -159,7 +163,7 @@ class Channel:
     Args:
         scheme: The codec, the memory, the round and the collective.
         runtime: The device, the seed, and the use of kernels.
-        counts: Of the faults of the level; a new one when left out.
+        counts: The fault counts of the level; new counts if None.
         place: The number of the channel among all channels of the optimizer.
         late: The parameters whose gradients arrive only at the end of backward, by name.
     """
@@ -200,7 +204,7 @@ class Channel:
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
         self.unused = Unused(link, layout, self.memory, guard, scheme.round.delay > 0)
         if runtime.decides_on_device:
-            # this transform copies the basis to the device now, before the first round ends
+            # transform one row now: it stores the basis on the device, before the first round ends
             row = torch.zeros(
                 1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
             )
@@ -250,11 +254,11 @@ class Channel:
         value, an empty message that reports the reason is sent instead.
 
         Args:
-            pipeline: Of a bucket that is a message of its own, one in memory at a time: `signals`
-                are its pieces. All buckets of a step are sent like this, in one order on all
+            pipeline: The pipeline of a bucket that is a message of its own; `signals` are its
+                pieces. Either all buckets of a step are sent like this, in one order on all
                 replicas, or none.
-            lost: Whether this replica counts as one without gradients, whatever the signals are:
-                the step is undone if all replicas do.
+            lost: True to count this replica as one without gradients, whatever the signals are.
+                The step is undone if all replicas are counted so.
 
         Shapes: one local shape per parameter, or one per piece of the bucket.
         """
@@ -270,7 +274,7 @@ class Channel:
         transfer.verdict = whole.engine.found_later or whole.engine.inspect(signals, self.runtime)
         bad = transfer.verdict.bad
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # no buckets needed: CPU engines encode small blocks, and kernels need no temporary tensors
+        # encode all rows at once: CPU engines split them into blocks, kernels need no temporaries
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)
@@ -342,8 +346,8 @@ class Channel:
         return [transfer]
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Waits for messages of all replicas at a step in which this rank announced a change, and
-        does not use these messages."""
+        """Waits for the messages of all replicas at a step in which this rank announced a change of
+        its trained parameters, and does not use these messages."""
         kept = {name: tensor.clone() for name, tensor in self.exchange.state().items()}
         for transfer in transfers:
             transfer.forward()

@@ -44,7 +44,7 @@ class Flat:
 
     When the replicas have agreed which parameters no replica used, the rows of these parameters are
     set to infinity. No valid update contains infinity. So checkpoints and other message layouts
-    keep the information which parameters were unused.
+    also store which parameters were unused.
     """
 
     layout: Layout
@@ -138,7 +138,7 @@ class Pending:
             each.look(unused) if isinstance(each, Flat) else each for each in self._updates
         )
         blanks = sum(self._is_blank(each) for each in self._updates)
-        # a rank without rows sees no update, so it takes the number of the other shards
+        # a shard without rows counts every update as blank, so take the least count of all shards
         for link in shards:
             own = torch.tensor([blanks], dtype=torch.int64, device=self._device)
             blanks = int(link.collect(own).min())
@@ -305,8 +305,8 @@ class GradientReplicator(Replicator):
             self._refuse_unequal()
         if self._overlap:
             raise OverlapError(
-                f"gradients of step {self._overlap.step} left within overlap(), but no step()"
-                " followed: call it once after every overlap()"
+                f"overlap() began at step {self._overlap.step}, but no step() followed: call step()"
+                " once after every overlap()"
             )
 
     def drop_overlap(self) -> None:

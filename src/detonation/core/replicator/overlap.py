@@ -73,7 +73,7 @@ class CommStream:
 
 
 class Overlap:
-    """Sends the gradients of one step bucket by bucket, while backward computes the following ones.
+    """Sends the gradients of one step bucket by bucket, while backward computes other ones.
 
     Every rank sends the buckets in the same order, even if backward completes them in different
     orders: a complete bucket waits for the buckets before it. So no two ranks start collectives in
@@ -109,7 +109,7 @@ class Overlap:
         # version of each gradient when its first piece was sent; see `GradientStamp`
         self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
-        # by data pointer of a storage: the names of the sent gradients that are views of it
+        # names of the sent gradients that are views of a storage, by the storage's data pointer
         self._views: dict[int, list[str]] = {}
         if stream:
             stream.wait_for_current()
@@ -189,9 +189,9 @@ class Overlap:
             return
         if index in self._arrived:
             raise OverlapError(
-                f"the gradient of {self._names[index]} came twice within overlap(): put one"
-                " backward into it, the last before step(); a model that runs a sharded module"
-                " twice cannot overlap"
+                f"the gradient of {self._names[index]} was computed twice within overlap(): put"
+                " only the last backward before step() into overlap(); a model that runs a sharded"
+                " module twice cannot overlap"
             )
         self._arrived.add(index)
         if self._views:
@@ -232,7 +232,7 @@ class Overlap:
             self._stamps = gradient_stamps(parameters) | self._stamps
             pieces = pipeline.bucket.cut(signals)
             largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
-            # samples detect changes by torch's GradScaler, which leave the version unchanged
+            # samples detect changes by torch's GradScaler, which do not change the version counter
             if largest is not None:
                 sample = largest.reshape(-1)[:: max(1, largest.numel() // SAMPLED_VALUES)]
                 self._samples.append((sample, sample.clone()))
@@ -294,5 +294,5 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _changed(which: str) -> OverlapError:
     text = f"{which} changed after it was sent within overlap()"
     return OverlapError(
-        f"{text}: clip by replicate(clip=...), and unscale or zero gradients without overlap()"
+        f"{text}: clip by replicate(clip=...); to unscale or zero gradients, do not use overlap()"
     )

@@ -33,8 +33,8 @@ class ParameterReplicator(Replicator):
     """Lets replicas train separately for a round of local steps, and then moves all replicas to
     common parameters, the anchor.
 
-    Each replica sends its movement in the round: the parameters at the start of the round, in their
-    own dtype, minus the current parameters. The agreed update is the gradient of an outer SGD,
+    Each replica sends its movement in the round: the anchor, rounded to the dtype of the
+    parameters, minus the current parameters. The agreed update is the gradient of an outer SGD,
     which moves the anchor. The anchor is fp32 and bitwise equal on all replicas. With a delay of n
     steps, the update is applied n steps after the message was sent. The scheme's `resume_from` and
     `keep` decide how far the parameters follow the anchor afterwards.
@@ -59,7 +59,7 @@ class ParameterReplicator(Replicator):
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
         self._arrived: Tensor | None = (
-            # the received update, from the time a checkpoint has read it until it is applied
+            # the received update that a checkpoint has stored, until the update is applied
             None
         )
         self._lost: dict[
@@ -85,7 +85,7 @@ class ParameterReplicator(Replicator):
             if not self._steps_left:
                 self._land()
         else:
-            self._arrived = None  # a checkpoint then stores zeros as the update in flight
+            self._arrived = None  # no update is in flight: a checkpoint stores zeros
         if self.round.sends(step):
             self._exchange(step, self.round.delay)
 
@@ -115,7 +115,7 @@ class ParameterReplicator(Replicator):
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # otherwise parameters equal the anchor already, or an outer level has moved them
+        ):  # with other schemes, parameters equal the anchor, or an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -219,7 +219,7 @@ class ParameterReplicator(Replicator):
         self._in_flight[-1][1].append((pipeline, unsent))
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
-        """Returns the movement of a bucket's parameters in this round (its start minus the current
+        """Returns the movement of a bucket's parameters in this round (the anchor minus the current
         parameters), times `weight`."""  # [rows of the bucket, chunk]
         moved = self._position(bucket, weights)
         start = self._anchor.flat
@@ -306,7 +306,7 @@ class ParameterReplicator(Replicator):
             pass
         elif isinstance(lost, Tensor):
             torch.where(lost, anchor, target, out=target)
-        elif lost:  # the replica's movement was not finite, so the weights take the anchor alone
+        elif lost:  # this replica's movement was not finite, so its weights become the anchor
             target = anchor
         copy(bucket.cut(weights), bucket.layout.parts(target))
 

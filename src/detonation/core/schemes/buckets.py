@@ -10,14 +10,14 @@ from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS, Bucket
 from detonation.core.schemes.scheme import Scheme
 
 SMALLEST = 2**20
-"""Smallest size of a bucket in bytes of fp32."""
+"""Smallest size of a bucket, as bytes of its coordinates in fp32."""
 
 
 def aligned_rows(*codecs: Codec) -> int:
-    """The number of rows at whose multiples messages of all `codecs` can be cut without changing a
-    bit of the result.
+    """Messages of all `codecs` can be cut after multiples of this number of rows, without changing
+    a bit of the result.
 
-    It is at least 64, because a matrix product of fewer rows may round differently.
+    The number is at least 64, because a matrix product of fewer rows may round differently.
     """
     return math.lcm(*(codec.unit for codec in codecs), 64)
 
@@ -33,7 +33,7 @@ def cut_into_buckets(
     layout: Layout, scheme: Scheme, unit: int, few: bool = False, late: Collection[str] = ()
 ) -> list[Bucket]:
     """Cuts the rows of `layout` into buckets, and returns the buckets in the order of their rows.
-    All buckets together are sent in as many bytes as one whole message.
+    All buckets together need as many bytes as one whole message, apart from headers and padding.
 
     Every bucket except the last has a multiple of `unit` rows, see `traffic.buckets_of`. A layout
     in tiles has one bucket, because a multiple of `unit` would end inside a line of tiles.

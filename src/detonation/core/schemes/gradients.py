@@ -276,10 +276,11 @@ def random_sign(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """`random` in one bit per value with majority vote: replicas send signs, and the update is the
-    sign of the majority.
+    """`random` in one bit per value with majority vote: each value of the update has the sign of
+    the majority.
 
-    Neither indices nor magnitudes are sent, so it needs 1 / 32 of the bytes of `random` in fp32.
+    A message holds no indices, and one mean magnitude per 1,024 signs. So it needs about 1 / 32 of
+    the bytes of `random` in fp32.
 
     Args:
         rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one

@@ -132,8 +132,8 @@ class Scheme:
 
     @property
     def worth_overlapping(self) -> bool:
-        """True if messages should be sent while backward still computes, because the step after
-        this backward waits for their mean. With a delay, a step waits for earlier messages only.
+        """True if sending gradients while backward still computes saves time, because the next step
+        waits for their mean. With a delay, the next step waits for earlier messages only.
         """
         return self.signal == "gradients" and not self.round.delay
 
@@ -249,8 +249,8 @@ class ParameterScheme(Scheme):
 
     @property
     def averages(self) -> bool:
-        """True if the parameters at the end of a round are the mean of all replicas' parameters,
-        whatever the anchor is."""
+        """True if every coordinate that is sent at the end of a round becomes the mean over all
+        replicas, whatever the anchor is."""
         whole = self.codec.selection.period == 1 or self.resume_from == "sent"
         exact = whole and self.summable and self.codec.precision == PRECISIONS["fp32"]
         return (
@@ -272,9 +272,7 @@ class ParameterScheme(Scheme):
         if not 0 <= self.keep <= 1:
             raise ValueError(f"keep is {self.keep}, must be from 0 to 1")
         if self.resume_from == "sent" and self.round.delay:
-            raise ValueError(
-                f"delay is {self.round.delay}, must be 0 if parameters follow the sent values"
-            )
+            raise ValueError(f"delay is {self.round.delay}, must be 0 if resume_from is 'sent'")
         if self.round.delay >= self.round.every:
             raise ValueError(
                 f"delay is {self.round.delay}, must be below every ({self.round.every})"

@@ -31,14 +31,14 @@ bytes, because it adds a second collective and a second rounding.
 
 
 class LargerThanDense(DetonationError, ValueError):
-    """A scheme would send more than the full synchronisation that it replaces."""
+    """Raised if a scheme would send more bytes than the full synchronisation that it replaces."""
 
 
 def collective_for(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> CollectiveKind:
-    """The collective that sends the messages of `scheme`. For the link "auto" it is the collective
-    with the fewest bytes that does not raise the loss.
+    """The collective that sends the messages of `scheme`. For the link "auto" it is chosen by the
+    bytes that it sends and its effect on the loss.
 
     It is an all-reduce if an all-reduce can add the messages. Otherwise it is an all-gather or, if
     owners (each replica aggregates some of the rows) need clearly fewer bytes (`WORTH_A_ROUND`), a
@@ -142,7 +142,7 @@ def hops(kind: str, replicas: int, nbytes: float = inf) -> int:
     """Number of transfers that follow one another in one exchange, in which each replica sends a
     message of `nbytes`. Each of these transfers costs one latency.
 
-    On a ring of R replicas it is R - 1 for an all-gather, and 2 (R - 1) for an all-reduce.
+    On a ring of R replicas, an all-gather takes R - 1 transfers, and an all-reduce 2 (R - 1).
 
     >>> hops("all-reduce", 4), hops("all-gather", 4), hops("all-gather", 4, nbytes=25)
     (6, 3, 1)
