@@ -130,7 +130,7 @@ def test_owners_get_their_rows_in_turns_and_give_them_back():
 
 
 def test_an_all_reduce_is_refused_where_the_network_cannot_add():
-    with pytest.raises(ValueError, match="needs fp32 or bf16 at shared indices"):
+    with pytest.raises(ValueError, match="needs precision fp32 or bf16, a shared selection"):
         dt.scheme("random", {"link": "all-reduce", "precision": "sign"})
     with pytest.raises(ValueError, match="link is 'ring', must be one of auto"):
         dt.demo(link="ring")

@@ -213,7 +213,7 @@ class Codec:
             values, indices = self._dealt(selected, run.owners)
             count = run.owners.replicas
         encoded: list[Tensor | None] = []
-        # encode before the run allocates its memory, because the encoding may fail
+        # encode before `run` allocates its memory, because the encoding may fail
         if not isinstance(self.precision, Float):
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
             lengths = self.precision.lengths(run.rows, self.selection.k)
@@ -254,8 +254,8 @@ class Codec:
         return values, indices
 
     def written(self, run: MessageRows) -> Tensor:
-        """The values that a run contains, as every receiver decodes them. In fp32 the values may
-        share memory with the run.
+        """The values in the memory `run` of a message, as every receiver decodes them. In fp32 the
+        values may share this memory.
 
         Shapes: -> `[rows of the flat, k]` fp32.
         """
@@ -293,7 +293,7 @@ class Codec:
 
     @cached_property
     def lengths(self) -> Mapping[int, tuple[int, ...]]:
-        """For each number of rows, the bytes of each part of a message with so many rows: values,
+        """Maps a number of rows to the bytes of each part of a message of these rows: values,
         statistics and indices. Each part can be cut at multiples of `unit` rows.
         """
         return PartLengths(self)

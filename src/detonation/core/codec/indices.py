@@ -93,7 +93,7 @@ def _positions(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-    """The fault of each bitmap: 2 if some row does not have exactly `k` set bits, else 0.
+    """The fault code of each bitmap: 2 if some row does not have exactly `k` set bits, else 0.
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """
@@ -109,7 +109,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
 
 
 def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
-    """The fault of the indices of each message: 1 if an index is not below `chunk`, 2 if the
+    """The fault code of the indices of each message: 1 if an index is not below `chunk`, 2 if the
     indices of a row do not rise, else 0.
 
     Shapes: `[messages, rows, k]` integer -> `[messages]` int64.

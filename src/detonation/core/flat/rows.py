@@ -202,7 +202,7 @@ class RowOwners:
         pairs = []
         own = self._turns * self.run
         begin = self.replicas * own
-        rest = self.owned - own  # number of rows of an owner that are not round robin
+        rest = self.owned - own  # number of rows of an owner that are not assigned round robin
         whole, left = self._remainder
         end = begin + whole * rest
         for lines, parts in zip(matrices, dealt, strict=True):

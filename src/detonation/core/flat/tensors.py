@@ -30,8 +30,8 @@ def bare_name(name: str) -> str:
 
 
 class Piece(Tensor):
-    """Rows of a parameter that are replicated on their own: a view of these rows in the local shard
-    and in its gradient.
+    """A view of some rows of a parameter, in the local shard and in its gradient. Each piece is
+    replicated on its own.
 
     Two replicas can cut a parameter into shards at different rows. Pieces are cut so that all
     replicas have the same pieces, and each piece is on one rank of every replica.

@@ -59,8 +59,8 @@ class Replicator(ABC):
         message with a reason instead of the message of step `at`, if that step sends one. All
         earlier messages must have been sent.
 
-        It runs the same collectives as step `at` and no other part of the step, so its collectives
-        match those of a replica that announces no change.
+        It runs the same collectives as step `at`, because replicas that announce no change run the
+        whole step at the same time. It runs no other part of the step.
 
         Args:
             step: The first step that has not run yet; at most `at`.

@@ -156,7 +156,7 @@ class Scheme:
             raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")
         if self.link == "all-reduce" and not self.summable:
             raise ValueError(
-                "link is 'all-reduce', which needs fp32 or bf16 at shared indices and"
+                "link is 'all-reduce', which needs precision fp32 or bf16, a shared selection and"
                 " aggregate='mean': use link='auto'"
             )
         if not (self.aggregation.rowwise or hasattr(self.aggregation, "weights")):
@@ -191,8 +191,8 @@ class Scheme:
         If each sender selects its own coefficients, the aggregate of a row has more coefficients
         than a message. A reply as large as one message would leave most coefficients in the owner's
         residual until later steps, which raises the loss by up to a third. So a reply holds as many
-        coefficients per row as can have arrived, up to a quarter of the row or the number in four
-        messages, whichever is larger. Each coefficient has two bits (research/log.md). With a
+        coefficients per row as can have arrived, but no more than four messages or a quarter of the
+        row hold, whichever is larger. Each coefficient has two bits (research/log.md). With a
         shared selection a reply has the format of a message.
 
         Example:
@@ -374,8 +374,8 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
         found = function(*args, **kwargs)
         if not isinstance(found, Scheme):
             raise ValueError(
-                f"scheme {name} is {found!r}, must be made by momentum(...), outer_sgd(...) or the"
-                " like"
+                f"scheme {name} is {found!r}, must be a Scheme: return what momentum(...) or"
+                " outer_sgd(...) makes"
             )
         return replace(found, name=name, arguments=dict(bound.arguments))
 

@@ -17,7 +17,7 @@ from detonation.core.schemes.scheme import Scheme
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 
 SMALL = 2**20
-"""Largest size in bytes, of the messages of all replicas together, at which an all-gather over gloo
+"""If the messages of all replicas together have at most this many bytes, an all-gather over gloo
 sends each message to all replicas at the same time instead of along a ring."""
 MANY_REPLICAS = 8
 """From this number of replicas on, the replies of owners (replicas that aggregate rows for all)
