@@ -24,19 +24,20 @@ class Prefetcher {
   int at_ = 0;
 };
 
-// A few coefficients of each row, from one or several messages.
+// The few coefficients of each of LANES rows, from one or several messages.
 struct FewCoefficients {
   const float *const *values;
   const uint8_t *indices;  // LANES * k per message
   int messages, k;
 };
 
-// rows = (FRESH ? 0 : rows) + the sum of weight * value * basis[index], in the order of the messages and of their
-// coefficients. `between` is called once per row.
+// rows = (FRESH ? 0 : rows) + the sum of weight * value * basis[index], in the order of the
+// messages and of their coefficients. `between`, which may prefetch, is called once per row.
 template <int N, bool FRESH, typename Between>
 INLINE void add_basis_vectors(float *rows, int valid, float weight, const float *basis, const FewCoefficients &few,
                               const Between &between) {
-  constexpr int V = N / LANES < 8 ? N / LANES : 8;  // vectors of a row that stay in registers
+  // number of SIMD vectors of a row that stay in registers
+  constexpr int V = N / LANES < 8 ? N / LANES : 8;
   for (int row = 0; row < valid; ++row, rows += N) {
     between();
     for (int at = 0; at < N; at += V * LANES) {

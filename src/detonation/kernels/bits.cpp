@@ -14,7 +14,8 @@ namespace {
 int check_bytes(Unpacker indices, int64_t rows, int k, int chunk, int width) {
   constexpr int ROOM = 4096;
   uint8_t index[ROOM + 1] = {}, inside[ROOM];
-  const int group = ROOM / k & ~7;  // rows; a multiple of 8, so that each group begins at a whole byte
+  // number of rows of a group; a multiple of 8, so that each group begins at a whole byte
+  const int group = ROOM / k & ~7;
   for (int i = 0; i < group * k; ++i) inside[i] = i % k != k - 1;
   uint8_t most = 0, fall = 0;
   for (int64_t r = 0; r < rows; r += group) {
@@ -86,7 +87,7 @@ int faults_of_bitmap(const uint8_t *bitmap, int64_t rows, int k, int chunk) {
   return 0;
 }
 
-// See `detonation_checksums`.
+// The checksum of one message of `count` bytes, as `detonation_checksums` defines it.
 int64_t checksum(const uint8_t *bytes, int64_t count, int64_t skipped) {
   constexpr int LINE = 1024;
   const auto mixed = [](uint64_t place) {
@@ -129,7 +130,7 @@ void detonation_pack(const void *numbers, int64_t lines, int64_t count, int byte
   }
 }
 
-// The inverse of packing; packed lines are `stride` bytes apart.
+// Unpacks the numbers that `detonation_pack` has packed. Packed lines are `stride` bytes apart.
 void detonation_unpack(const uint8_t *packed, int64_t lines, int64_t stride, int64_t nbytes, int64_t count, int bytes,
                        int width, void *numbers) {
   for (int64_t line = 0; line < lines; ++line) {
@@ -145,7 +146,7 @@ void detonation_unpack(const uint8_t *packed, int64_t lines, int64_t stride, int
 // Writes the bitmap of each of `lines` messages. An index has one byte if `bytes` is true, else eight.
 void detonation_mark(const void *indices, int64_t lines, int64_t rows, int k, int chunk, int bytes, uint8_t *bitmaps) {
   const int64_t nbytes = (rows * chunk + 7) / 8;
-  if (lines * nbytes)  // without lines `bitmaps` may be null
+  if (lines * nbytes)  // if there are no lines, `bitmaps` may be null
     std::memset(bitmaps, 0, size_t(lines * nbytes));
   for (int64_t i = 0; i < lines * rows * k; ++i) {
     const int64_t row = i / k, message = row / rows;
@@ -178,7 +179,9 @@ void detonation_checksums(const uint8_t *messages, int64_t lines, int64_t stride
   for (int64_t line = 0; line < lines; ++line) sums[line] = checksum(messages + line * stride, count, skipped);
 }
 
-// The fault of each message: see above. Messages are `stride` bytes apart.
+// Checks the indices of each message (`width` bits each, or a bitmap if `width` is 0), and writes
+// its fault: 1 if an index is not below `chunk`; 2 if the indices of a row do not rise, or if a row
+// of the bitmap has not k set bits; else 0. Messages are `stride` bytes apart.
 void detonation_check_indices(const uint8_t *packed, int64_t lines, int64_t stride, int64_t rows, int k, int chunk,
                               int width, int64_t *faults) {
   for (int64_t line = 0; line < lines; ++line)

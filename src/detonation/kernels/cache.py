@@ -64,7 +64,7 @@ def _directories(reasons: list[str]) -> Iterator[Path]:
     for find in (_of_user, lambda: shared):
         try:
             yield private_directory(find())
-        except (OSError, RuntimeError) as error:  # RuntimeError if the user has no home directory
+        except (OSError, RuntimeError) as error:  # RuntimeError without a home directory
             reasons.append(str(error))
     with (
         contextlib.suppress(OSError),
@@ -96,12 +96,16 @@ def private_directory(path: Path) -> Path:
         if parent != path:
             owners |= {*_system_users()}
         if found.st_uid not in owners:
-            raise PermissionError(f"{parent} belongs to user {found.st_uid}")
+            raise PermissionError(
+                f"{parent} belongs to user {found.st_uid}: set XDG_CACHE_HOME to your own directory"
+            )
         if parent != path and found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
             raise PermissionError(f"other users may write to {parent} (chmod go-w {parent})")
     path.chmod(0o700)
     if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
-        raise PermissionError(f"{path} cannot be written")
+        raise PermissionError(
+            f"{path} cannot be written: set XDG_CACHE_HOME to a directory that can be written"
+        )
     return path
 
 
@@ -134,7 +138,7 @@ def _make_once(path: Path, make: Callable[[Path], None]) -> None:
         _wait_for(lock.fileno())
         if _whole(path):
             return
-        # the directory is used once only, because compilers may write further files
+        # each compilation gets a new directory, because compilers may write further files
         with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as folder:
             part = Path(folder) / path.name
             make(part)

@@ -1,5 +1,6 @@
-// Encodes values as codes of up to 4 bits, with numbers for each block of values
-// (`codebooks.BlockCodebook`). Without sums, so the bits are those of torch on every machine.
+// Encodes values as codes of up to 4 bits, with statistics of each block of values
+// (`codebooks.BlockCodebook`). All operations have a fixed order, so the bits are those of torch on
+// every machine.
 
 #include <cstdint>
 #include <cstring>
@@ -12,10 +13,12 @@ namespace {
 // Levels of `codebooks.E3M0`, relative to the largest magnitude of a block.
 constexpr float FALLING[16] = {1,  1 / 2.0f,  1 / 4.0f,  1 / 8.0f,  1 / 16.0f,  1 / 32.0f,  1 / 64.0f,  0,
                                -1, -1 / 2.0f, -1 / 4.0f, -1 / 8.0f, -1 / 16.0f, -1 / 32.0f, -1 / 64.0f, -0.0f};
-constexpr int POWERS = 256;  // values of a block of `codebooks.E3M0`
+constexpr int POWERS = 256;  // number of values in a block of `codebooks.E3M0`
 constexpr int LIMITS = 6;
 typedef uint8_t Codes __attribute__((vector_size(LANES)));
-constexpr int PIECE = 256;  // codes that are decoded together; a multiple of 8, so that each piece begins at a whole byte
+// Number of codes that are decoded together; a multiple of 8, so that each piece begins at a whole
+// byte.
+constexpr int PIECE = 256;
 
 INLINE Floats magnitude(Floats v) { return masked(Ints{} + 0x7fffffff, v); }
 
@@ -30,7 +33,8 @@ struct Table {
   explicit Table(const float *from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
   INLINE Floats at(Ints number) const {
     const __m256i n = __m256i(number);
-    const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(n, 28));  // the instruction reads only the sign
+    // bit 3 of a number selects `high`; it becomes the sign bit, the only bit that `blendv` reads
+    const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(n, 28));
     return Floats(_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, n), _mm256_permutevar8x32_ps(high, n), is_high));
   }
 #else
@@ -44,7 +48,7 @@ struct Table {
 #endif
 };
 
-// LANES codes of W bits, packed from the first bit of `packed` on.
+// Unpacks LANES codes of W bits, the first of which begins at the first bit of `packed`.
 template <int W> INLINE Ints unpacked(const uint8_t *packed) {
   typedef int64_t Words __attribute__((vector_size(4 * LANES)));
   typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
@@ -62,7 +66,7 @@ INLINE void narrowed(Ints code, uint8_t *codes) {
 }
 
 // Writes a code per value of one block; returns the block's largest magnitude in bf16. With
-// `subtract`, subtracts from each value what its code stands for.
+// `subtract`, subtracts from each value the level that receivers decode.
 template <bool subtract> uint16_t encode_block(float *values, const Table &limits, uint8_t *codes) {
   Floats most = {};
   for (int i = 0; i < POWERS; i += LANES) {
@@ -93,7 +97,7 @@ template <bool subtract> uint16_t encode_block(float *values, const Table &limit
   return uint16_t(number >> 16);
 }
 
-// See `detonation_encode_powers`.
+// Encodes one line of values; see `detonation_encode_powers`.
 template <bool subtract>
 void encode_powers(float *values, int64_t count, const Table &limits, uint8_t *packed, uint8_t *statistics) {
   Packer packer(packed, (count + 1) / 2);
@@ -109,14 +113,15 @@ void encode_powers(float *values, int64_t count, const Table &limits, uint8_t *p
   }
 }
 
-// Writes the levels of `count` codes, from a whole byte of `packed` on, or adds them.
+// Decodes `count` codes, the first of which begins at the first bit of `packed`: writes the level
+// of each code into `values`, or with `add` adds it.
 template <int W, bool add>
 INLINE void look_up(const float *levels, const uint8_t *packed, int64_t nbytes, int count, float *values) {
   float all[16];
   for (int code = 0; code < 16; ++code) all[code] = levels[code & ((1 << W) - 1)];
   const Table table(all);
   int i = 0;
-  if (LANES * W % 8 == 0 && 32 % W == 0)  // codes of 3 bits cross words
+  if (LANES * W % 8 == 0 && 32 % W == 0)  // not for 3 bits: such codes cross the borders of words
     for (; i + LANES <= count; i += LANES) {
       const Floats level = table.at(unpacked<W>(packed + i * W / 8));
       store(values + i, add ? load(values + i) + level : level);
@@ -128,7 +133,7 @@ INLINE void look_up(const float *levels, const uint8_t *packed, int64_t nbytes, 
   }
 }
 
-// See `detonation_look_up`.
+// Decodes all lines, piece by piece; see `detonation_look_up`.
 template <int W>
 void decode_codes(const uint8_t *packed, int64_t lines, int64_t stride, int64_t nbytes, int64_t count, int64_t block,
                   const float *levels, int64_t apart, bool mean, float *values) {
@@ -153,9 +158,9 @@ void decode_codes(const uint8_t *packed, int64_t lines, int64_t stride, int64_t 
 extern "C" {
 
 // Encodes `lines` lines of `count` values each as codes of `codebooks.E3M0`: `packed` codes, and
-// `statistics`, a bf16 number per block. Lines of both are `nbytes` bytes apart. `limits`: the
-// largest ratio of each number of octaves except the last. With `subtract`, values become what
-// their codes leave.
+// `statistics`, the largest magnitude of each block in bf16. Lines of both are `nbytes` bytes
+// apart. `limits[n]`: the largest ratio of this magnitude to a value with code n; a value with a
+// larger ratio gets code n + 1. With `subtract`, values become their rounding errors.
 void detonation_encode_powers(float *values, int64_t lines, int64_t count, const float *limits, uint8_t *packed,
                               uint8_t *statistics, int64_t nbytes, int subtract) {
   float of_octave[16];

@@ -9,7 +9,7 @@
 namespace {
 
 struct Secants {
-  float of[256];  // the stage of length n is at [n / 2, n)
+  float of[256];  // the factors of the stage of length n are at [n / 2, n)
   Secants() {
     for (int n = 2; n <= 256; n *= 2)
       for (int i = 0; i < n / 2; ++i) of[n / 2 + i] = float(0.5 / std::cos((i + 0.5) * M_PI / n));
@@ -20,7 +20,8 @@ const Secants secants;
 // The factor that makes basis vector c orthonormal.
 template <int N> INLINE float norm(int c) { return std::sqrt((c ? 2.0f : 1.0f) / N); }
 
-// Changes x in place; t is scratch of the same length. Up to sixteen coefficients stay in registers.
+// The DCT of rows of N coefficients, in place in x; t is scratch of the same length. Dct<16> keeps
+// all coefficients in registers.
 template <int N> struct Dct {
   template <bool NORMAL = false> static void forward(Floats *x, Floats *t) {  // NORMAL: orthonormal
     constexpr int H = N / 2;

@@ -14,7 +14,7 @@
 
 namespace {
 
-// Decodes LANES rows of all messages.
+// Decodes LANES rows of the messages of all replicas.
 template <int N> struct Decoder {
   const float *const *values;
   Unpacker *indices;
@@ -22,7 +22,7 @@ template <int N> struct Decoder {
   const bool few, nonzero;
   const float weight;
   const float *const basis;
-  const float *const *magnitudes;  // of blocks if the values are signs; else null
+  const float *const *magnitudes;  // the magnitude of each block if the values are signs; else null
   std::vector<float> read;
   alignas(64) float sum[LANES * N], count[LANES * N];
   alignas(64) uint8_t index[LANES * N];
@@ -33,7 +33,7 @@ template <int N> struct Decoder {
         weight(weight), basis(basis), magnitudes(magnitudes),
         read(magnitudes ? size_t(messages) * LANES * k + LANES : 0) {}
 
-  // The values of message m from row `start` on.
+  // Returns the values of message m from row `start` on.
   const float *values_of(int m, int64_t start, int valid) {
     if (!magnitudes) return values[m] + start * k;
     float *to = read.data() + m * LANES * k;
@@ -92,7 +92,7 @@ template <int N> struct Decoder {
     for (int row = 0; row < valid; ++row, rows += N) {
       const RowBitmap<N> marks(unpacker);
       for (int j = 0; j < k; j += LANES) __builtin_prefetch(value + LANES * k + j, 0);
-      int left = k;  // a corrupt bitmap may mark more indices
+      int left = k;  // a corrupt bitmap may mark more than k indices
       for (int b = 0; b < N; b += LANES) {
         const __mmask16 mask = marks.at(b);
         const int marked = __builtin_popcount(mask);

@@ -11,12 +11,14 @@
 
 namespace {
 
-constexpr int FEW = 12;  // coefficients per row that a network sorts
+// Up to FEW coefficients per row, a sorting network lists them all. For more, it finds only the
+// k-th largest.
+constexpr int FEW = 12;
 
 template <int N> struct Encoder {
   alignas(64) Floats x[N], sent[N], scratch[N];
   alignas(64) float staged[LANES * N];
-  alignas(64) float selected[LANES * N + LANES];  // the values of each row, row by row
+  alignas(64) float selected[LANES * N + LANES];  // the selected values, row by row
   alignas(64) uint8_t indices[LANES * N + 4];
   RowBitmap<N> marks[LANES];
 
@@ -55,7 +57,8 @@ template <int N> struct Encoder {
     }
 #pragma GCC unroll 4
     for (int j = 0; j < FILLED; j += 4) transpose_fours(value + j);
-    // copies four numbers at a time; each lane overwrites the excess of the lane before
+    // copies four numbers at a time: the copy of a lane overwrites the excess numbers of the lane
+    // before
     for (int lane = 0; lane < LANES; ++lane)
       for (int j = 0; j < k; j += 4) {
         const float *block = reinterpret_cast<const float *>(value + j + lane % 4) + lane / 4 * 4;
@@ -64,8 +67,9 @@ template <int N> struct Encoder {
       }
   }
 
-  // The same for any k; also fills `sent` with alpha times the selected coefficients, scaled for the transposed DCT,
-  // and zeros elsewhere.
+  // Finds the k largest values of each row, for any k; `indices` only if `listed`. Also fills
+  // `sent` with alpha times the selected coefficients, scaled for the transposed DCT, and with
+  // zeros elsewhere.
   void many(int k, bool listed, float alpha) {
     mark(k, alpha);
     to_rows<N>(x, LANES, staged);

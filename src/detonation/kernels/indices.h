@@ -53,7 +53,7 @@ class Packer {
     }
   }
 
-  // `count` numbers below 2**width, one byte per number; width up to 8.
+  // Packs `count` numbers below 2**width, each read from one byte; width up to 8.
   INLINE void put_bytes(const uint8_t *numbers, int64_t count, int width) {
     int64_t i = 0;
     if (!bits_)
@@ -76,7 +76,7 @@ class Unpacker {
  public:
   Unpacker(const uint8_t *from, int64_t bytes) : from_(from), end_(from + bytes) {}
 
-  // `count` numbers, one byte per number; width up to 8.
+  // Unpacks `count` numbers, each into one byte; width up to 8.
   INLINE void get_bytes(uint8_t *numbers, int64_t count, int width) {
     int64_t i = 0;
     if (!bits_)
@@ -127,7 +127,7 @@ template <int N> struct RowBitmap {
   uint16_t at(int index) const { return uint16_t(word[index / 32] >> index % 32); }  // 16 bits from `index` on
 };
 
-// The first k marked indices, in order, followed by zeros if a row marks fewer.
+// Writes the first k indices that the bitmap marks, in order, then zeros if it marks fewer.
 template <int N> INLINE void marked_indices(const RowBitmap<N> &marks, int k, uint8_t *index) {
   int w = 0;
   uint64_t left = marks.word[0];

@@ -1,5 +1,6 @@
-// SIMD over rows: lane i of every vector belongs to row i. GCC vector extensions leave the choice of instructions to
-// the compiler, which would split vectors that are wider than the machine's vectors.
+// SIMD over rows: lane i of every vector belongs to row i. The types are GCC's vector extensions,
+// so the compiler chooses the instructions. LANES is the width of the machine's vectors, because
+// the compiler would split wider vectors.
 
 #pragma once
 
@@ -49,8 +50,9 @@ INLINE float fused(float a, float b, float c) {
 #ifdef __FP_FAST_FMAF
   return __builtin_fmaf(a, b, c);
 #else
-  const double product = double(a) * b, sum = product + c, part = sum - product;  // the product is exact
-  const double error = (product - (sum - part)) + (c - part);                     // and so is the error of the sum
+  // both the product and the error of the sum are exact
+  const double product = double(a) * b, sum = product + c, part = sum - product;
+  const double error = (product - (sum - part)) + (c - part);
   int64_t number;
   std::memcpy(&number, &sum, sizeof number);
   // an inexact sum becomes its odd neighbour, which no rounding to fp32 takes for a tie
@@ -109,8 +111,8 @@ INLINE void transpose_fours(Floats *v) {
   swap<1>(v[0], v[1]), swap<1>(v[2], v[3]);
 }
 
-// Transposes LANES rows of N, of which the first `valid` exist, to one vector per column; `between` is called once per
-// square.
+// Transposes LANES rows of N, of which the first `valid` exist, to one vector per column.
+// `between`, which may prefetch, is called once per square of LANES x LANES numbers.
 template <int N, typename Between>
 INLINE void to_lanes(const float *rows, int valid, Floats *x, const Between &between) {
   for (int block = 0; block < N; block += LANES) {

@@ -165,7 +165,7 @@ class Library:
         rates: Sequence[SignRate] | None = None,
     ) -> None:
         """Writes the mean of messages into `targets`. With `rates`, `targets` are weights, and each
-        weight moves by the sign of the mean.
+        weight moves against the sign of the mean, at the rate of its parameter.
 
         Args:
             targets: fp32, one tensor per parameter.
@@ -385,8 +385,8 @@ def load_library() -> Library | None:
 def _load(path: Path) -> Library:
     try:
         return Library(path)
-    except AttributeError as error:  # the library lacks functions, although it was compiled
-        raise OSError(f"{path} is not the library: {error}") from error
+    except AttributeError as error:  # g++ made a library without these functions
+        raise OSError(f"{path} is not the library: {error}. Check g++") from error
 
 
 def _compile(compiler: str, path: Path) -> None:

@@ -1,4 +1,5 @@
-// Access to the rows of a flat matrix in place: each parameter is a tensor of its own.
+// Access to the rows of a flat in place, in the tensors of the parameters, without a copy of the
+// whole matrix.
 
 #pragma once
 
@@ -12,7 +13,7 @@ struct Slots {
   const int64_t *numel;
 };
 
-// Iterates over the rows of all slots, a few at a time.
+// Iterates over the rows of all slots (parameters), a few rows at a time.
 template <int N> class Rows {
  public:
   explicit Rows(const Slots &slots) : slots_(slots) {}
@@ -57,7 +58,7 @@ template <int N> class Rows {
       if (length_[row] < N) std::memset(rows + row * N + length_[row], 0, size_t(N - length_[row]) * sizeof(float));
   }
 
-  // The slot of the rows that `next` returned, or of one row after it returned null.
+  // The slot of the rows that `next` returned, or the slot of one row after `next` returned null.
   int64_t slot() const { return slot_; }
   int64_t slot(int row) const { return of_[row]; }
 

@@ -17,7 +17,8 @@ INLINE void order(Ints &a, Ints &b) {
   a = larger;
 }
 
-// Longer networks are separate functions: unrolled, the network of 256 keys takes about ten thousand instructions.
+// Sorting networks of more than SHORT keys are separate functions and not unrolled: the unrolled
+// network of 256 keys would have about ten thousand instructions.
 constexpr int SHORT = 16;
 template <int P> void long_clean(Ints *v);
 template <int P> void long_sort(Ints *v);
@@ -83,7 +84,7 @@ template <int N, int P> __attribute__((noinline)) Ints kth_of_groups(const Float
   return best[k - 1];
 }
 
-// The smallest selected key. P / 2 < k <= P.
+// Returns the k-th largest key of each row. P is the smallest power of two that is at least k.
 template <int N, int P = 1> INLINE Ints kth(const Floats *x, int k) {
   if constexpr (P < N)
     if (k > P) return kth<N, 2 * P>(x, k);

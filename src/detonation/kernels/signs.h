@@ -6,9 +6,9 @@
 
 namespace {
 
-constexpr int BLOCK = 1024;  // values with one magnitude
+constexpr int BLOCK = 1024;  // number of values that share one magnitude
 
-// Encodes values as they come.
+// Encodes values as signs, block by block; `add` takes any number of values.
 class SignWriter {
  public:
   SignWriter(uint8_t *codes, uint8_t *statistics, bool negative_zeros)
@@ -30,7 +30,7 @@ class SignWriter {
   }
 
  private:
-  static constexpr int SUMS = 64;  // added in parallel, in the order of torch with AVX-512
+  static constexpr int SUMS = 64;  // partial sums of magnitudes, in the order of torch with AVX-512
   alignas(64) float block_[BLOCK];
   int held_ = 0;
   uint8_t *codes_, *statistics_;
@@ -74,7 +74,8 @@ class SignWriter {
   }
 };
 
-// The `count` values from number `first`, a multiple of LANES, on; `values` has room for whole vectors.
+// Decodes the `count` values from number `first`, a multiple of LANES, on. Writes whole vectors, so
+// `values` may need up to LANES - 1 more numbers.
 INLINE void signed_values(const uint8_t *codes, const float *magnitudes, int64_t first, int count, float *values) {
   Ints bit;
   for (int lane = 0; lane < LANES; ++lane) bit[lane] = 1 << lane;

@@ -1,5 +1,5 @@
-// The exported functions: DCT, top-k and memory in one pass over a flat matrix, and decoding in
-// another pass. `basis` has the basis vectors, [chunk, chunk].
+// The exported functions: one pass over the flat computes DCT, top-k and memory, and another pass
+// decodes messages. `basis` has the basis vectors, [chunk, chunk].
 
 #include <vector>
 
@@ -32,8 +32,8 @@ int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gr
 #undef CALL
 }
 
-// residual -= alpha * inverse DCT of the values at their indices; padding remains zero. `few` is the
-// same as in decode.
+// residual -= alpha * inverse DCT of the values at their indices; padding remains zero. `few`: see
+// `detonation_decode`.
 int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, float alpha, int k, int width,
                        const float *values, const uint8_t *indices, int64_t bytes, int few, const float *basis) {
   const Slots slots{nullptr, numel};
@@ -44,9 +44,9 @@ int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *
 }
 
 // Writes the mean of messages, or the mean over nonzero values, into one tensor per parameter. With
-// `few` it is one sum of all coefficients, times `weight`. With `shrink` and `lr` per parameter the
-// tensors are weights, and step along the signs of the mean: shrink * weights - lr * sign. With
-// `magnitudes` of blocks the values are signs.
+// `few` a row of the mean is one sum over the coefficients of all messages, times `weight`. With
+// `shrink` and `lr` per parameter the tensors are weights, and step along the signs of the mean:
+// shrink * weights - lr * sign. With `magnitudes` of blocks the values are signs.
 int detonation_decode(float *const *tensors, const int64_t *numel, int64_t rows, int chunk, const float *const *values,
                       const float *const *magnitudes, const uint8_t *const *indices, int64_t bytes, int messages, int k, int width, int few,
                       int nonzero, float weight, const float *basis, const float *shrink, const float *lr) {

@@ -114,7 +114,7 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     total = link.all_reduce(torch.cat([own, whole]))()
     sums = total[:-1]
     counts = total[-1:]
-    # rare; all replicas have the same `counts`, so all enter this branch
+    # rarely true; all replicas have the same `counts`, so all or none of them enter this branch
     if int(counts) < link.replicas:
         counts = link.all_reduce(finite.to(values.dtype))()
         nowhere = counts == 0

@@ -44,9 +44,9 @@ class StopConsensus:
     levels of replication, and the links on which ranks tell each other their reasons to stop.
 
     Most ranks see a fault themselves, because they receive the same messages. The shards of a
-    replica do not: they must exchange reasons to stop. The replicas of each level must exchange
-    them, too, if there are several levels, or if only an owner (the replica that aggregates some
-    rows) receives a message.
+    replica receive different messages, so they must exchange reasons to stop. The replicas of each
+    level must exchange them, too, if there are several levels, or if only an owner (the replica
+    that aggregates some rows) receives a message.
 
     On an accelerator the host does not wait for faults of the current step. It reads the fault
     counts of a step when the next step begins. If ranks must exchange reasons to stop, the error is
@@ -63,17 +63,18 @@ class StopConsensus:
         if safety.verify_every:
             compared = base
         self._numbers = numbers_of(compared)
-        # called before replicas compare the base optimizer's options
+        # a hook that `verify` calls before replicas compare the base optimizer's options
         self.look: Callable[[], object] = lambda: None
         self.compare = differences  # `verify` calls this function to find tensors that differ
         self.runtime = runtime
         self.decides_on_device = runtime.decides_on_device
-        self.half_step = ""  # if the last step failed after sending its messages: the cause
+        # why the last step failed after it had sent its messages; "" if it did not fail
+        self.half_step = ""
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
         self.gates: list[StepGate] = []  # optional parts of a step, called in this order
-        # the most serious reason to stop of any rank, which is not raised yet, and its step
+        # the most serious reason to stop of any rank, before its error is raised, and its step
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(

@@ -70,8 +70,8 @@ def selftest(
     base: BaseStep | None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Returns two hashes: of the update that two fixed messages decode to, and of the weights after
-    optimizer steps with the settings of `base`.
+    """Returns a hash of the update that two fixed messages decode to. With `base`, also returns a
+    hash of the weights after optimizer steps with the settings of `base`.
 
     If two processes have equal hashes, they very likely compute equal weights from equal messages,
     because the test covers 262,144 numbers.

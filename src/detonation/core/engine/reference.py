@@ -89,9 +89,9 @@ class ReferenceEngine(Rule):
         self._on_cpu = runtime.device.type == "cpu"
         self._room = room or Room(max(1, layout.rows))
         self._encodes_codes = self._on_cpu and _sends_codes(codec, layout)
-        # a message of codes can be cut only between the blocks of its codebook
+        # rows at which messages can be cut: a message of codes only between blocks of its codebook
         unit = codec.unit if self._encodes_codes else 8
-        # number of rows that one operation processes, so that they fit into the cache
+        # number of rows that one operation processes: so few that they fit into the cache
         self._cached_rows = max(unit, CACHE_BLOCK // codec.selection.chunk // unit * unit)
         self._released_rows = self._cached_rows
         self._absorbed_rows = self._cached_rows
@@ -103,7 +103,7 @@ class ReferenceEngine(Rule):
         self._encoded_at_once = self._selected_rows
         if codec.dense or (self._on_cpu and codec.selection.shared):
             self._encoded_at_once = layout.rows
-        # each block of rows is computed once, because every step has the same blocks
+        # `Bucket` objects are cached, because every step has the same blocks of rows
         self._block = cache(partial(Bucket.of, layout))
         self._memories: dict[int, Memory] = {}
         self.is_heavy = not self._on_cpu and is_heavy(codec)
@@ -234,7 +234,8 @@ class ReferenceEngine(Rule):
     ) -> Selected:
         """Encodes like `encode`, and writes the coefficients into `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # not fp64: torch would round it to the message's dtype, other engines round to fp32 first
+        # fp64 signals are excluded: `fill` would round them directly to the message's dtype, but
+        # other engines round them to fp32 first
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -245,7 +246,7 @@ class ReferenceEngine(Rule):
         if self._encodes_codes and not run.owners:
             return self._encode_codes(run, signals)
         out = None
-        # an all-reduce overwrites its buffer, but `release` needs this replica's own values
+        # not into the buffer of an all-reduce, which overwrites the values that `release` needs
         if self.codec.precision == FP32 and not (run.is_summed or self.codec.dense):
             out = run.numbers
         selected = self.encode(signals, step, bad, out)
@@ -291,8 +292,8 @@ class ReferenceEngine(Rule):
         owners: RowOwners,
         owner: int,
     ) -> Replier | None:
-        """The engine that encodes the replies of `owner`, whose unsent part stays in `residual`;
-        None if plain torch computes the replies.
+        """The engine that encodes the replies of `owner`, and keeps their unsent part in
+        `residual`; None if plain torch computes the replies.
 
         Shapes: residual `[owned, chunk]` fp32.
         """
@@ -449,8 +450,8 @@ def _sends_codes(codec: Codec, layout: Layout) -> bool:
 
 
 def _subtracting(codec: Codec, memory: Memory | None) -> E3M0 | None:
-    """The codes for which a kernel subtracts the sent values from the memory as it encodes them;
-    None for all others.
+    """The precision of `codec`, if a kernel both encodes values in this precision and subtracts the
+    sent values from the memory; else None.
     """
     precision = codec.precision
     takes_all = memory and memory.feedback == Feedback(memory.feedback.decay)

@@ -56,11 +56,12 @@ class Room:
 
 
 def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
-    """Two numbers, each at most `rows`: to how many rows of the memory a signal is added at once,
-    and for how many rows coefficients are selected at once.
+    """Two numbers of rows, each at most `rows`: the rows of the memory to which signals are added
+    at once, and the rows in which coefficients are selected at once.
     """
     if room.few_launches:
-        at_once = _rows(rows, 8, room, 9)  # 9 / 8 of a bucket: the last one can be longer
+        # 9 / 8 of a bucket, because the last bucket can be longer than the others
+        at_once = _rows(rows, 8, room, 9)
         return at_once, at_once
     k = codec.selection.k
     line = 4 * codec.selection.chunk
@@ -74,12 +75,13 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
     free = line + BUCKETS * (2 * message - kept)
     chosen = line * _transforms(codec)
     if not codec.selection.shared:
-        chosen += line + 24 * k  # bytes of magnitudes, and of positions and values twice
+        # bytes of the magnitudes, and of two copies of the positions and values
+        chosen += line + 24 * k
     return _rows(rows, line, room, free), _rows(rows, max(line, chosen), room, free)
 
 
 def released_at_once(codec: Codec, rows: int, room: Room) -> int:
-    """From how many of the `rows` rows of the memory the sent values are subtracted at once."""
+    """Number of rows of the memory, up to `rows`, from which sent values are subtracted at once."""
     if room.few_launches:
         return _rows(rows, 8, room, 9)
     free = 4 * codec.selection.chunk

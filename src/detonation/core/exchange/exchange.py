@@ -27,7 +27,7 @@ from detonation.core.schemes import Scheme, aligned_rows
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
-# memory for the bytes of messages: called with a shape and `device`
+# function that allocates memory for the bytes of messages, from a shape and a `device`
 empty_octets = partial(torch.empty, dtype=torch.uint8)
 
 
@@ -49,9 +49,10 @@ class Exchange(ABC):
         self._link = link
         self._guard = guard
         self._rows = rows
-        # for `zeros_are_negative`: steps between two messages that contain the same coordinates,
-        # and whether signs cancel: an outer SGD uses magnitudes, a base optimizer maybe only signs
+        # for `zeros_are_negative`: steps between two messages that contain the same coordinates
         self._period = scheme.round.every * max(1, scheme.codec.selection.period)
+        # for `zeros_are_negative`: true for votes, and for an outer SGD, which uses magnitudes;
+        # false for a base optimizer, which may use only signs
         self._cancel = scheme.signal == "parameters" or isinstance(scheme.aggregation, MajorityVote)
         # Gradients are sent at every step, so their message buffers are kept for reuse.
         # Rounds end rarely, so the message buffers of rounds are freed after each exchange.
@@ -59,8 +60,8 @@ class Exchange(ABC):
         # A simulated communicator on a CPU shares the message itself, so it is not reused, either.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # Returns receive buffers for reuse. It is None on a device without kernels, because the
-        # device's allocator reuses the memory.
+        # Function that takes back receive buffers for reuse. None on a device without kernels,
+        # because torch's allocator on the device reuses the memory.
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
@@ -238,7 +239,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    # empty: a sum hides the norms of messages, so there is no reference norm
+    # no tensors: a sum hides the norms of messages, so there is no reference norm
     def state(self) -> dict[str, Tensor]:
         return {}
 
@@ -262,7 +263,7 @@ class AllGather(Exchange):
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(empty_octets, shape, device=self._guard.usual.device)
         new = partial(MessageRows, self._codec, rows, memory, first, room)
-        if self._workspace.depth:  # then a run is reused with its memory and views
+        if self._workspace.depth:  # buffers are kept: reuse a run with its memory and views
             run = self._workspace.take(("run", first), rows, new)
         else:
             run = new()

@@ -85,7 +85,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # rows per block, because messages and replies can be cut only at multiples of a run
+        )  # rows of a block: whole runs, because messages and replies can be cut only between runs
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows

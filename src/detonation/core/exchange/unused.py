@@ -78,8 +78,8 @@ class Unused:
         message.missing = missing
 
     def agreed(self, unused: Sequence[int]) -> Missing:
-        """Returns a record of missing gradients for a loaded step, in which the replicas have
-        already agreed that no replica used the parameters `unused`.
+        """Returns a record of missing gradients for a pending update from a loaded checkpoint. In
+        this record the replicas have already agreed that no replica used the parameters `unused`.
         """
         octets = packed(unused, len(self._layout.slots))
         rows = self._layout.row_numbers(unused)

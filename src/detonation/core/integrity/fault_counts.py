@@ -77,8 +77,8 @@ class FaultCounts:
         fatal: 0, or the number of a reason for which all ranks must stop; `error` decodes it on any
             rank.
         due: Steps at which messages are due, until `StopConsensus` has handled them.
-        reports: Of messages whose numbers the device still computes: the step at which a message is
-            due, its numbers, and the function that `catch_up` calls with them.
+        reports: One entry for each message whose numbers the device still computes: the step at
+            which the message is due, its numbers, and the function that `catch_up` calls with them.
         names: Names of all parameters of the model, for errors.
         changed: By replica, the parameter that it announced as newly trained or no longer trained.
         changing: Number of replicas that must announce the same change; 0 if this rank announced
@@ -113,7 +113,7 @@ class FaultCounts:
         """Forgets all reasons to stop, because a loaded checkpoint replaced the state."""
         self.fatal = 0
         self.changing = 0
-        self._raised = (0, 0)  # number and step of the last error
+        self._raised = (0, 0)  # number of the last raised reason to stop, and its first step
         self.due: set[int] = set()
         self.changed: dict[int, str] = {}
         self.missing: set[int] = set()
@@ -163,8 +163,8 @@ class FaultCounts:
         self.missing = set()
 
     def announcement(self, name: str) -> int:
-        """The number by which a rank tells its other links that it announced a change: it began or
-        stopped training the parameter `name`."""
+        """The number that a rank sends in place of a reason to stop, if it announced a change: it
+        began or stopped training the parameter `name`."""
         return _CHANGING << 56 | _bit(self._replica) << 32 | self.names.index(name)
 
     @staticmethod
@@ -253,8 +253,8 @@ class FaultCounts:
         self.refuse(_ALL_REPLICAS, fault, step)
 
     def misplace(self, sender: int, step: int) -> None:
-        """Records that `sender` added a message of another step, level of replication or optimizer
-        to the sum of `step`."""
+        """Records a reason to stop: `sender` added a message of another step, level of replication
+        or optimizer to the sum of `step`."""
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
@@ -286,7 +286,9 @@ class FaultCounts:
                 self._stop(_DESYNC, sender)
 
     def desync(self, sender: int, name: str) -> None:
-        """Records that `name` on `sender` differs from the other replicas."""
+        """Records a reason to stop: the tensor or the options `name` of the replica `sender` differ
+        from those of the other replicas.
+        """
         self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:

@@ -283,7 +283,7 @@ class Guard(SumGuard):
             if len(runs) > 1:
                 runs = sorted(runs, key=attrgetter("first"))
             if not phase:
-                # digest of the last exchange that every replica has certainly read
+                # digest of the last exchange whose messages every replica has certainly read
                 opened = self._received.get(self._sent - 1 - self._delay, 0)
                 received = (opened >> 32 ^ self.noted) << 32 | crc32(self._counts.options)
                 if message.missing:
@@ -291,7 +291,8 @@ class Guard(SumGuard):
                 self._sent += 1
             nbytes = sum(message.codec.lengths[sum(map(_ROWS, runs))])
             self._write_header(runs, nbytes, message.step, self._place | phase, status, received)
-            message.sent.clear()  # collectives hold references to memory that they still use
+            # collectives hold references to the runs that they still send
+            message.sent.clear()
         end = run.room + sum(run.codec.lengths[run.rows])
         return run.octets[:, : end + -end % run.codec.alignment]
 

@@ -156,8 +156,8 @@ def put(place: Tensor, value: int | Tensor) -> None:
 
 
 UNUSED_PLACE = 1 << 30
-"""This number is added to the place number that an observer sees. It marks a record of the
-parameters that no replica used in a step, in contrast to messages.
+"""This number is added to the place (the number of a message within its step) that an observer
+gets. It marks records that contain the unused parameters of a step instead of messages.
 """
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
 """What a message says about its sender's parameters without a gradient: there are none; they are a

@@ -269,7 +269,7 @@ class ProcessGroupCommunicator(Communicator):
         self._own = own and self._size > 1
         self._is_gloo = dist.get_backend(self._of_axis) == "gloo"
         self._staging: HostStaging | None = None
-        if self._is_gloo and HostStaging.has_devices():  # gloo reads host memory only
+        if self._is_gloo and HostStaging.has_devices():  # gloo can read only host memory
             self._staging = HostStaging()
         self._free: list[Tensor] = []  # receive buffers that are free for reuse
 
@@ -381,9 +381,10 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Creates a new process group with the ranks and the backend of `group`. Collective over these
     ranks only, unlike `dist.new_group`, which all ranks of the world must call.
 
-    `dist.new_group` can be limited to some ranks, too. It then names a group by the number of
-    groups that each rank has created, which may differ between ranks. This function counts only the
-    groups that were created beside `group`, in the store of `group`.
+    With `use_local_synchronization`, `dist.new_group` is collective over some ranks, too. It then
+    names a group by the number of groups that each rank has created, which may differ between
+    ranks. This function instead counts, in the store of `group`, only the groups that were created
+    with the ranks of `group`.
     """
     world = distributed_c10d._world
     everyone = distributed_c10d._get_default_group()

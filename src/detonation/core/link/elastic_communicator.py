@@ -126,11 +126,11 @@ class AgreedCommunicator(Communicator):
         self._equal_ranks = equal_ranks
 
     @property
-    def replica(self) -> int:  # type: ignore[override]  # replicas may get new numbers
+    def replica(self) -> int:  # type: ignore[override]  # the number may change
         return self._between.replica
 
     @property
-    def absent(self) -> Collection[int]:  # type: ignore[override]  # more replicas may be lost
+    def absent(self) -> Collection[int]:  # type: ignore[override]  # changes with each loss
         return self._between.absent
 
     def size(self) -> int:

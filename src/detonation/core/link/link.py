@@ -138,8 +138,8 @@ class Link:
             for ring collectives. Traffic inside the node is not counted.
         waited_s: Seconds for which the host was blocked by an unfinished exchange. NCCL blocks the
             device instead, which is not counted.
-        recycle: Returns a receive buffer, `[replicas, bytes]` uint8, after its last use.
-        observer: Is called with received messages.
+        recycle: Function that takes back a receive buffer, `[replicas, bytes]` uint8, for reuse.
+        observer: Object whose methods are called with received messages.
         playback: The observer, if it also supplies the messages.
 
     Args:
@@ -178,7 +178,7 @@ class Link:
         self.replicas = self._inter_node.size()
         self.replica = self._inter_node.replica
         self.recycle = self._communicator.recycle
-        # the bytes that these two functions send are not added to `bytes_sent`
+        # the bytes that `send_to_all` and `require_same` send are not added to `bytes_sent`
         self.send_to_all = partial(send_to_all, self._inter_node)
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0

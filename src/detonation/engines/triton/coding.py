@@ -27,7 +27,7 @@ LONGEST_ROW = 256
 indices of one byte.
 """
 LONGEST_SHARED = 1024
-"""Length of the longest row of a shared selection, whose indices are not sent."""
+"""Length of the longest row that kernels support for a shared selection, which sends no indices."""
 AGGREGATION_NAMES: dict[type[Aggregation], str] = {
     Mean: "mean", MeanNonzero: "nonzero", MajorityVote: "majority", WeightedMean: "weighted",
 }  # fmt: skip
@@ -85,7 +85,7 @@ def why_indices_in_torch(shared: type) -> str:
     kernels can."""
     if issubclass(shared, SharedIndices):
         return ""
-    return "it is given indices in the place of their rule"
+    return "it was given indices instead of the rule that computes them"
 
 
 def coding_of(codec: Codec) -> Coding:

@@ -178,7 +178,8 @@ class TritonGuard(Guard):
         report = self._reports.take("", size, make)
         self._sums.inspect(values, digits, report)
         read = report
-        if report.device.type == "cpu":  # where a readback makes no copy of its own
+        # on a CPU a readback makes no copy, and a later step overwrites the report
+        if report.device.type == "cpu":
             read = report.clone()
         found = runtime.Readback(read)
         said = partial(self._report_sum, step, absent)
@@ -187,7 +188,9 @@ class TritonGuard(Guard):
 
     @cached_property
     def _inspector(self) -> Callable[[int], inspection.Inspector]:
-        """Returns the inspector of a number of messages, and makes each of them once."""
+        """Returns a function that returns the inspector for a given number of messages. It makes
+        one inspector for each number.
+        """
         return cache(partial(inspection.Inspector, device=self.usual.device))
 
     @cached_property

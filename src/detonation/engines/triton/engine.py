@@ -57,9 +57,9 @@ from detonation.kernels.gpu import inspection, launches, launching
 
 _DTYPE = attrgetter("dtype")
 OwnerRows = tuple[int, int, int, int, int, int]
-"""Which rows an owner (a replica that aggregates some rows) has: the number of the owner; the
-number of owners; the owner's rows that are assigned round robin, the rows of one run, and all its
-rows (see `addressing.dealt_row`); the number of rows of the flat.
+"""Six numbers that say which rows an owner (a replica that aggregates some rows) has. They are: the
+number of the owner, the number of owners, the owner's rows that are assigned round robin, the rows
+of one run, all rows of the owner, and all rows of the flat. See `addressing.dealt_row`.
 """
 
 
@@ -116,7 +116,8 @@ class TritonEngine(ReferenceEngine):
         self._releases = "read"
         if self._exact:
             self._releases = "exact"
-        elif codec.precision == PRECISIONS["bf16"]:  # bf16 rounds each value separately
+        # bf16 rounds each value separately, so the kernel need not read the sent values back
+        elif codec.precision == PRECISIONS["bf16"]:
             self._releases = "rounded"
         self.releases_at_once = True
         self._of_owner = of_owner
@@ -135,12 +136,14 @@ class TritonEngine(ReferenceEngine):
         if runtime.stops_when_bad:
             # the launch that encodes also finds nonfinite values and writes the status
             self.found_later = Verdict(self._found, self._found)
-        self._written = Selected(self._nothing, None)  # these values are in a message already
-        # only "read" keeps the codec's precision: it subtracts the values as the message holds them
+        # returned by `encode_into`, which has written the selected values into the message
+        self._written = Selected(self._nothing, None)
+        # The codec of `encode`: in fp32, unless "read" subtracts the values that the message holds.
         self._selects = codec
         if self._releases != "read":
             self._selects = replace(codec, precision=FP32)
-        # by the id of a codec, which is kept with its coder, because hashing a codec is slow
+        # Keys are ids of codecs, because hashing a codec is slow. Each codec is kept with its
+        # coder, so that no other codec gets its id.
         self._coders: dict[int, tuple[Codec, Any]] = {}
 
     def encode(
@@ -220,7 +223,8 @@ class TritonEngine(ReferenceEngine):
     def scan(
         self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None
     ) -> Tensor:
-        """Returns the status of gradients with these rising `numbers`; see `Scanner.scan`.
+        """Returns the status of the gradients of the parameters `numbers`, which are in rising
+        order; see `Scanner.scan`.
 
         Shapes: one local shape per parameter -> `[n]` int64.
         """
@@ -281,7 +285,7 @@ class TritonEngine(ReferenceEngine):
     ) -> Callable[[Sequence[SignRate]], object] | None:
         if not self.reads(received):
             return super().sign_mover(received, weights)
-        # there may be thousands of weights, so this check calls no Python function for each weight
+        # no Python function is called per weight, because there may be thousands of weights
         are_known = {*map(_DTYPE, weights)} <= launching.KIND_OF.keys()
         if are_known and all(map(Tensor.is_contiguous, weights)):
             return partial(self._decode, received, "signs", weights, None)
@@ -299,7 +303,7 @@ class TritonEngine(ReferenceEngine):
             kinds = type(received.aggregation), type(source.shared)
             reason = source.codec.derived[why_decoded_in_torch, *kinds]
         elif source is None:
-            reason = "it is given coefficients in the place of messages"
+            reason = "it was given coefficients instead of messages"
         else:
             reason = why_indices_in_torch(type(source.shared))
         if reason:
@@ -307,8 +311,8 @@ class TritonEngine(ReferenceEngine):
         return not reason
 
     def reply(self, received: Received, run: MessageRows, step: int) -> None:
-        """Encodes the answer of an owner of rows: the sum of the coefficients in its memory and the
-        coefficients of an update.
+        """Encodes the answer of an owner of rows: the coefficients in the owner's memory plus the
+        coefficients of the update.
         """
         source = received.source
         assert isinstance(source, Arrived)
@@ -426,7 +430,7 @@ class TritonEngine(ReferenceEngine):
         coder.rotations.rotate(coder.coding, words, choices, share, change)
 
     def _made(self, codec: Codec) -> tuple[Codec, Any]:
-        """Makes the launches for `codec`, and keeps them."""
+        """Creates and caches the `Coder` that launches the kernels for `codec`."""
         compiled = codec.derived[coding_of,]
         side = 1
         if isinstance(codec.basis, DCT):
@@ -438,7 +442,7 @@ class TritonEngine(ReferenceEngine):
             first = self.codec.selection.first
         selecting = replace(compiled, basis="none", precision="fp32", block=1)
         room = partial(launches.Rotations.room, selecting, self.device)
-        # all buckets and owners of a step share one table of rotations
+        # all buckets and owners of a step share one table of the positions that are sent
         rotations = self._runtime.shared(("rotations", selecting), room)
         coder = launches.Coder(
             compiled,

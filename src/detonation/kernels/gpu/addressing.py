@@ -58,8 +58,8 @@ def searched(starts, rows, slots, SEARCH: tl.constexpr):
 
 @triton.jit
 def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """Returns the slot of row `first`, and whether this slot contains all coordinates of the rows
-    up to `last`. The number of these coordinates must be below 2**31.
+    """Returns the slot (rows of one tensor) of row `first`, and whether this slot contains all
+    coordinates of the rows up to `last`. The number of these coordinates must be below 2**31.
     """
     slot = searched(starts, first, slots, SEARCH)
     left = tl.load(numels + slot) - (first - tl.load(starts + slot)) * CHUNK
@@ -71,9 +71,9 @@ def rows_of_tile(
     starts, numels, slots, slot, first, last, row, present, column,
     CHUNK: tl.constexpr, SEARCH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Locates rows `first` to `last`, most of which are in `slot`. Returns their numbers, their
-    slots, their offsets in the flattened tensors, a mask of existing rows, and a mask of existing
-    coordinates.
+    """Locates rows `first` to `last`, most of which are in `slot` (the rows of one tensor). Returns
+    their numbers, their slots, their offsets in the flattened tensors, a mask of existing rows, and
+    a mask of existing coordinates.
 
     WHOLE: True if `slot` contains all these rows. In this case nothing is read per row, and the
     masks are constants.
@@ -134,8 +134,8 @@ def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS:
 
 @triton.jit
 def rounded_as(numbers, kind, KINDS: tl.constexpr):
-    """Rounds `numbers` to the dtype of each row and back to fp32, as torch rounds after every
-    operation.
+    """Rounds `numbers` to the dtype of each row's tensor and back to fp32, as torch rounds after
+    every operation.
     """
     found = numbers
     if KINDS & 2:
@@ -169,7 +169,8 @@ def message_of_row(begin, item, messages, turns, run, owned):
     """
     of_turn = (begin % run).to(tl.int32) + item
     turn = (begin // run % messages).to(tl.int32) + of_turn // run
-    rest = begin + item - wide(turns) * messages  # below `messages * run` where it is used
+    # if `rest` is not negative, it is below `messages * run`, so 32 bits suffice for the division
+    rest = begin + item - wide(turns) * messages
     left = tl.maximum(wide(owned) - turns, 1).to(tl.int32)
     message = tl.where(rest < 0, turn % messages, rest.to(tl.int32) // left)
     in_turns = (begin // run // messages + turn // messages) * run + of_turn % run
@@ -264,7 +265,7 @@ def rotation_kernel(
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-        # a word's rank in its permutation is the position; the low bits make words distinct
+        # a coefficient's position is the rank of its word among the words of its permutation
     ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)
@@ -290,5 +291,7 @@ def rotation_kernel(
 
 @triton.jit
 def word_of(words, first, index, BITS: tl.constexpr):
-    """Returns the random word of an index, with the index in its lowest bits."""
+    """Returns random word number `first + index`, with its lowest `BITS` bits replaced by `index`,
+    so that the words of a permutation differ.
+    """
     return ((random_word(words, first + index) >> BITS) << BITS) + index

@@ -147,8 +147,8 @@ def sum_of_vectors(
 
 @triton.jit
 def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
-    """Returns the address of the run of a sum that contains each row, and the row's number in the
-    run.
+    """Returns for each row the address of the run (range of rows) of a sum that contains it, and
+    the number of the row in this run.
     """
     # shapes: row [rows] int64 -> address and number, of the same shape
     address, local = tl.zeros_like(row) + wide(address0), row

@@ -120,7 +120,8 @@ def encode_kernel(
         RELEASE: How the sent part is subtracted from the residual: "exact", "rounded" to bf16, or
             "read" from the message, as every receiver reads it; "" if it is not subtracted.
     """
-    # true if the sent part is a sum of few basis vectors: no coefficient was rounded separately
+    # true if the sent part is computed as a sum of few basis vectors, from the stored coefficients;
+    # coefficients that are stored in bf16 must also be subtracted in bf16
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
                             and (PRECISION != "bf16" or RELEASE == "rounded"))  # fmt: skip
     EACH: tl.constexpr = CHUNK if BITMAP else K
@@ -231,7 +232,7 @@ def encode_kernel(
                                 4 * K
                             )
                             octets = octets if BLOCK > 1 else values_out
-                            # the indices in `numbers` have one byte each
+                            # distance of the indices, which have one byte each, from `octets`
                             numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],

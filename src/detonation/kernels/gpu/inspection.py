@@ -92,7 +92,7 @@ class Inspector:
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
         # each launch sets these counters back to zero
         self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        # a cache in C: a step finds the positions of its runs again without a call of Python
+        # the positions of runs are cached, so a later step calls no Python function to compute them
         self._positions = cache(partial(_positions, device))
 
     def seal(
@@ -159,7 +159,8 @@ class Inspector:
             SOME=OCTETS,
             REPLICAS=power(self._count), SIGNALS=signals,
         )  # fmt: skip
-        if whole.device.type == "cpu":  # where a readback makes no copy of its own
+        # on a CPU a readback makes no copy, and the next launch overwrites the table
+        if whole.device.type == "cpu":
             return self._table.clone()
         return self._table
 
@@ -247,8 +248,8 @@ class SumInspector:
 class Scanner:
     """Looks for nonfinite or too large values in tensors of fixed sizes, step after step.
 
-    numbers: the rising numbers of the tensors. addresses: the table of the tensors, which an
-    encoder may read, too.
+    numbers: the numbers of the tensors, in rising order. addresses: the table of the tensors, which
+    an encoder may read, too.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class Coder:
         self._forward = padded_matrix(forward, side)
         self._inverse = padded_matrix(inverse, side)
         self._rows = max(least, TILE // coding.columns)
-        if INTERPRETED:  # the interpreter would spend time on rows that do not exist
+        if INTERPRETED:  # the interpreter needs time even for masked rows, which do not exist
             self._rows = min(self._rows, max(16, power(slots.rows)))
         self._together = self._rows
         if is_dct and coding.columns <= 64 and not INTERPRETED:
@@ -166,7 +166,7 @@ class Coder:
         sizes = max(1, self._programs * values), max(1, self._programs * self._unit * of_row)
         make = partial(_scratch, *sizes, slots.device)
         self._scratch, self._numbers = shared(("scratch", *sizes), make)
-        # stands for received messages where there are none; kernels do not read it
+        # argument in place of received messages if there are none; kernels do not read it
         self._alone = Arrivals(self._numbers, Places(0, 0), coding, 0, "")
         self._warps = 8
         if self._together > self._rows:
@@ -266,7 +266,7 @@ class Coder:
             at += [run.data_ptr(), row]
         stride = message.stride(0)
         aligned = is_aligned(message.data_ptr(), message.shape[0], stride, 4)
-        unused = self._inverse  # stands for absent tensors, which the kernel does not read
+        unused = self._inverse  # argument in place of absent tensors; the kernel does not read it
         if report is None:
             report = unused
         if flat is None:

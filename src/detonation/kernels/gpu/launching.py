@@ -20,7 +20,8 @@ numbers as for many.
 """
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The dtypes that kernels read and write, each with its bit."""
-# False with ROCm, whose JIT also specialises on tensor sizes
+# True if `launch` starts compiled kernels without Triton's JIT. False with ROCm, whose JIT also
+# specialises on tensor sizes.
 _DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
@@ -98,8 +99,8 @@ class Places:
 
 
 class Slots:
-    """Where many tensors lie in one flat (the matrix of all rows): for each tensor its first row
-    and its number of coordinates, in device memory.
+    """The positions of many tensors in one flat (the matrix of all rows): for each tensor its first
+    row and its number of coordinates, in device memory.
     """
 
     def __init__(
@@ -178,8 +179,9 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
         on_device = torch.cuda.device(device)
     with on_device:
         key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]
-        if _DIRECT:  # the JIT would inspect each argument, which costs more time than the launch
-            for each in arguments:  # without a function call per argument, which costs time
+        # the JIT would inspect each argument, which needs more time than the launch
+        if _DIRECT:
+            for each in arguments:  # no function is called per argument, because calls cost time
                 if isinstance(each, Tensor):
                     key += (each.dtype, each.data_ptr() % 16)
                 else:

@@ -32,8 +32,8 @@ def place_number(index):
 
 @triton.jit
 def add_run(words, octets, run, line):
-    """Adds the bytes that one run of rows contributes to a line to the words of this line, part by
-    part; see `read_message`.
+    """Reads the bytes of one run of rows that belong to checksum line `line`, and adds them to
+    `words`, the 32-bit words of this line. See `read_message` for the parts of a run.
     """
     octet = (
         wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
@@ -58,8 +58,8 @@ def read_message(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Reads messages in up to four runs of rows, and computes their checksums and facts. `parts`
-    programs read one message.
+    """Reads messages in up to four runs of rows, and computes their checksums, and the facts that
+    decide whether they are refused (`facts_of`). `parts` programs read one message.
 
     A run holds its own header, values, statistics and indices. The whole message joins each of
     these parts from all runs. The checksum is computed over the joined message.
@@ -369,7 +369,7 @@ def scan_kernel(
     """Searches tensors for values that are nonfinite or above `limit`. Each program writes 1 + the
     number of the first tensor in which it finds such a value; 0 if it finds none.
 
-    numbers: the rising numbers of the tensors, `[slots]` int64.
+    numbers: the numbers of the tensors, in rising order, `[slots]` int64.
     """
     column = tl.arange(0, ROW)
     first = tl.zeros([ROWS], dtype=tl.int64) + slots
