@@ -207,7 +207,8 @@ class NativeEngine(ReferenceEngine):
             self._waves,
             rates,
         )
-        # autograd does not see these writes, so a new version invalidates graphs with old values
+        # autograd does not see what kernels write, so a new version of the tensors invalidates
+        # graphs that hold old values
         torch.autograd.graph.increment_version(weights)
 
 

@@ -52,7 +52,8 @@ void list_marked(const uint8_t *bitmap, int64_t rows, int k, int chunk, Index *i
   }
 }
 
-// 1 if an index of `width` bits is not below `chunk`, 2 if the indices of a row do not rise, else 0.
+// Checks the packed indices of a message: returns 1 if an index of `width` bits is not below
+// `chunk`, 2 if the indices of a row do not rise, else 0.
 int faults_of_indices(const uint8_t *packed, int64_t rows, int k, int chunk, int width) {
   Unpacker indices(packed, (rows * k * width + 7) / 8);
   if (width <= 8) return check_bytes(indices, rows, k, chunk, width);
@@ -67,7 +68,7 @@ int faults_of_indices(const uint8_t *packed, int64_t rows, int k, int chunk, int
   return fault;
 }
 
-// 2 if the number of set bits in a row of the bitmap is not k, else 0.
+// Checks the bitmap of a message: returns 2 if a row has not k set bits, else 0.
 int faults_of_bitmap(const uint8_t *bitmap, int64_t rows, int k, int chunk) {
   for (int64_t r = 0; r < rows; ++r) {
     int found = 0;

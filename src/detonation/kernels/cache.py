@@ -64,7 +64,7 @@ def _directories(reasons: list[str]) -> Iterator[Path]:
     for find in (_of_user, lambda: shared):
         try:
             yield private_directory(find())
-        except (OSError, RuntimeError) as error:  # RuntimeError without a home directory
+        except (OSError, RuntimeError) as error:  # RuntimeError if the user has no home directory
             reasons.append(str(error))
     with (
         contextlib.suppress(OSError),

@@ -121,7 +121,7 @@ INLINE void look_up(const float *levels, const uint8_t *packed, int64_t nbytes, 
   for (int code = 0; code < 16; ++code) all[code] = levels[code & ((1 << W) - 1)];
   const Table table(all);
   int i = 0;
-  if (LANES * W % 8 == 0 && 32 % W == 0)  // not for 3 bits: such codes cross the borders of words
+  if (LANES * W % 8 == 0 && 32 % W == 0)  // not for 3 bits: some of these codes are in two words
     for (; i + LANES <= count; i += LANES) {
       const Floats level = table.at(unpacked<W>(packed + i * W / 8));
       store(values + i, add ? load(values + i) + level : level);

@@ -1,4 +1,5 @@
-// The DCT-II of rows in SIMD lanes and its transpose, by Lee's recursion (B. G. Lee, 1984); unscaled.
+// The DCT-II of rows in SIMD lanes and its transpose, by Lee's recursion (B. G. Lee, 1984). Only
+// `forward<true>` scales the coefficients to an orthonormal basis.
 
 #pragma once
 

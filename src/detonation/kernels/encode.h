@@ -11,8 +11,8 @@
 
 namespace {
 
-// Up to FEW coefficients per row, a sorting network lists them all. For more, it finds only the
-// k-th largest.
+// Up to FEW coefficients per row, a sorting network lists them all. For more coefficients, the
+// network finds only the k-th largest.
 constexpr int FEW = 12;
 
 template <int N> struct Encoder {

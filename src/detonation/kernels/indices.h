@@ -61,7 +61,7 @@ class Packer {
         uint64_t eight;
         std::memcpy(&eight, numbers + i, 8);
         eight = pack_eight(eight, width);
-        std::memcpy(to_, &eight, 8);  // the next write replaces the excess bytes
+        std::memcpy(to_, &eight, 8);  // the next write overwrites the excess bytes
       }
     for (; i < count; ++i) put(numbers[i], width);
   }

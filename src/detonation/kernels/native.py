@@ -112,7 +112,7 @@ class Library:
         `[nbytes]` uint8.
         """
         rows, chunk = residual.shape
-        pointers = (ctypes.c_void_p * len(gradients))()  # null where a gradient is None
+        pointers = (ctypes.c_void_p * len(gradients))()  # null for each gradient that is None
         for number, gradient in enumerate(gradients):
             if gradient is not None:
                 pointers[number] = gradient.data_ptr()
@@ -385,14 +385,14 @@ def load_library() -> Library | None:
 def _load(path: Path) -> Library:
     try:
         return Library(path)
-    except AttributeError as error:  # g++ made a library without these functions
+    except AttributeError as error:  # the library lacks a function
         raise OSError(f"{path} is not the library: {error}. Check g++") from error
 
 
 def _compile(compiler: str, path: Path) -> None:
     command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
     try:
-        # the limit is generous, because compiling needs 13 s even on an idle machine
+        # the time limit is generous, because compiling needs 13 s even on an idle machine
         subprocess.run(command, check=True, capture_output=True, timeout=300)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()

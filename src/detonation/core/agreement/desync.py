@@ -73,7 +73,8 @@ def differences(
     sums += torch.tensor(hashes, dtype=torch.int64, device=device).unbind()
     if not sums:
         return []
-    table = link.collect(torch.stack(sums)).tolist()  # [replicas][sums of tensors, then of options]
+    # for each replica, the checksums of its tensors, then the hashes of its options
+    table = link.collect(torch.stack(sums)).tolist()
     columns = zip(names, zip(*table, strict=True), strict=True)
     found = [_difference(name, column) for name, column in columns]
     return [difference for difference in found if difference]

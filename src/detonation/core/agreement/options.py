@@ -61,7 +61,7 @@ def take_recorded(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
     """
     options = dict(recorded)
     kinds = options.pop(_TENSORS, None)
-    if isinstance(kinds, dict):  # records of older versions have no dtypes
+    if isinstance(kinds, dict):  # records that older versions wrote have no dtypes
         _take_kinds(group, kinds)
     group.update({key: _like(group.get(key), value) for key, value in options.items()})
 

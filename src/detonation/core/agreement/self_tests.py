@@ -116,7 +116,7 @@ def _message(
     rows = layout.rows
     k = codec.selection.k
     values = _ramp(rows * k, device)
-    if codec.precision.block > 1:  # integers, so that sums of squares are exact in any order
+    if codec.precision.block > 1:  # whole numbers, so that sums of squares are exact
         values = (values * 1024).remainder(11).floor() - 5
     indices = shared
     if not codec.selection.shared:

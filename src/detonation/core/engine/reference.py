@@ -268,7 +268,7 @@ class ReferenceEngine(Rule):
                     sent.append(self.codec.written(part))
             if memory:
                 memory.release(sent)
-            del flat, sent  # free this block before allocating the next block
+            del flat, sent  # free this block of rows before allocating the next block
         nobody_needs_them = torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu")
         return Selected(nobody_needs_them, None, released=True)
 
@@ -355,7 +355,7 @@ class ReferenceEngine(Rule):
         for part in self._decoded_parts(received):
             flat[first : first + len(part)] = part
             first += len(part)
-            del part  # free this part before allocating the next part
+            del part  # free this part of the update before allocating the next part
         return flat
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
@@ -368,7 +368,7 @@ class ReferenceEngine(Rule):
                 at_once = self.layout.rows
             for strip, part in self._decoded_tiles(received, at_once):
                 copy(strip.cut(targets), strip.layout.parts(part))
-                del part  # free this part before allocating the next part
+                del part  # free this part of the update before allocating the next part
         elif received.rows <= at_once:
             update = self.update(received.read(0, received.rows), received.aggregation)
             copy(targets, self.layout.views(update))
@@ -395,7 +395,7 @@ class ReferenceEngine(Rule):
             for strip, part in self._decoded_tiles(received, at_once):
                 index = strip.pieces[0].index
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
-                del part  # free this part before allocating the next part
+                del part  # free this part of the update before allocating the next part
             return
         # the update of a single whole message may share the message's memory
         may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
@@ -412,7 +412,7 @@ class ReferenceEngine(Rule):
                 part.sign_()
             signs = block.layout.views(part)
             _move(block.cut(weights), signs, [rates[piece.index] for piece in block.pieces])
-            del block, part, signs  # free these tensors before allocating the next tensors
+            del block, part, signs  # free these tensors before allocating the next part
 
     def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields the update in strips of about `at_once` tiles, one parameter after the other. A
@@ -427,7 +427,7 @@ class ReferenceEngine(Rule):
         at_once = self._decoded_at_once(received)
         read = at_once
         if self._room.few_launches and received.owners:
-            # more rows per read, because each read of the owners' replies launches kernels
+            # more rows are read at once, because each read of the owners' replies launches kernels
             read = received.rows
             if not self.codec.selection.shared:
                 read = -(-received.rows // READS)

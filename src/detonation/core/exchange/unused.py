@@ -139,7 +139,7 @@ class Unused:
         arriving = self._link.all_gather(mine.to(self._guard.usual.device))
         (arrived,), absent = self._link.wait([arriving])
         sets = [bytes(row) for row in arrived.tolist()]
-        # Later messages carry a digest of these sets, so a replica with other sets is detected.
+        # later messages carry a digest of these sets, so a replica with other sets is detected
         self._guard.noted = crc32(b"".join(sets), self._guard.noted) >> 1
         self._known[self._next : self._next + 1] = [sets]
         self._next = (self._next + 1) % self._most_known

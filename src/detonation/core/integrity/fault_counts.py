@@ -120,7 +120,7 @@ class FaultCounts:
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
-        # for each replica: messages used since its last refusal
+        # for each replica: number of its messages that were used since its last refusal
         self._good: Counter[int] = Counter()
 
     def catch_up(self, until: float) -> None:

@@ -68,7 +68,7 @@ class SumGuard:
         self.noted = 0
         self._sent = 0
         self._opened = 0
-        # digests of what was received in earlier exchanges, by the number of the exchange
+        # digests of the messages received in earlier exchanges, by the number of the exchange
         self._received: dict[int, int] = {}
 
     def seal_sum(

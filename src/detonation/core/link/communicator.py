@@ -313,13 +313,13 @@ class ProcessGroupCommunicator(Communicator):
         return wait
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        # [bytes] -> [replicas, bytes] uint8
+        # shapes: [bytes] -> [replicas, bytes] uint8
         if self._is_gloo and self._size > 2 and is_sent_at_once(len(mine), self._size):
             return self.all_to_all(mine.repeat(self._size))
         return self._received(_all_gather, (self._size, len(mine)), mine)
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        # [replicas * bytes] -> [replicas, bytes] uint8
+        # shapes: [replicas * bytes] -> [replicas, bytes] uint8
         return self._received(dist.all_to_all_single, (self._size, len(mine) // self._size), mine)
 
     def _received(
@@ -404,7 +404,7 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if options is not None:
         options._timeout = timeout
     bound = everyone.bound_device_id
-    # otherwise torch would split the world's NCCL communicator, which needs all ranks of the world
+    # with a bound device torch would split the world's NCCL communicator, which needs all ranks
     everyone.bound_device_id = None
     try:
         make: Any = distributed_c10d._new_process_group_helper

@@ -44,12 +44,12 @@ class HierarchicalCommunicator(Communicator):
         return wait
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        # [bytes] -> [replicas, bytes] uint8
+        # shapes: [bytes] -> [replicas, bytes] uint8
         part = self._own_part(mine.view(1, -1)).view(-1)
         return self._joined(self._slow.all_gather(part), len(mine))
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        # [replicas * bytes] -> [replicas, bytes] uint8
+        # shapes: [replicas * bytes] -> [replicas, bytes] uint8
         slices = mine.view(self.size(), -1)
         parts = self._own_part(slices).reshape(-1)
         return self._joined(self._slow.all_to_all(parts), slices.shape[1])
@@ -57,7 +57,7 @@ class HierarchicalCommunicator(Communicator):
     def _own_part(self, lines: Tensor) -> Tensor:
         """Returns the part of every row of `lines` that this rank sends. The parts of all ranks
         have the same size; zeros pad the last part."""
-        # [lines, n] -> [lines, share]
+        # shapes: [lines, n] -> [lines, share]
         share = -(-lines.shape[1] // self._fast.size())
         padded = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
         return padded[:, self._fast.replica * share : (self._fast.replica + 1) * share]

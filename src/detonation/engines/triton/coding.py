@@ -76,7 +76,7 @@ def why_decoded_in_torch(codec: Codec, aggregation: type[Aggregation], shared: t
     if codec.precision not in PRECISION_NAMES:
         return f"no kernel decodes {codec.precision!r}"
     if type(codec.selection) in (TopK, Everything):
-        return ""  # these messages can be decoded without the step number in `SharedIndices`
+        return ""  # messages of these selections can be decoded without `SharedIndices`
     return why_indices_in_torch(shared)
 
 

@@ -376,7 +376,8 @@ class TritonEngine(ReferenceEngine):
                 numbers = [number for rate in rates for number in rate]
                 self._rates = tuple(rates), launching.uploaded(numbers, torch.float32, self.device)
             table = self._rates[1]
-        # autograd does not see these writes, so a new version invalidates graphs with old values
+        # autograd does not see what kernels write, so a new version of the tensors invalidates
+        # graphs that hold old values
         torch._C._increment_version(targets)
         if isinstance(source, Sums):
             _, first = source.runs[0]

@@ -90,7 +90,7 @@ class Inspector:
         )
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
-        # each launch sets these counters back to zero
+        # counts finished programs; each launch resets the counters to zero
         self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)
         # the positions of runs are cached, so a later step calls no Python function to compute them
         self._positions = cache(partial(_positions, device))
@@ -207,7 +207,7 @@ class SumInspector:
 
     def __init__(self, device: torch.device) -> None:
         self._faults = torch.empty(SCANNING, dtype=torch.int32, device=device)
-        # each launch sets this counter back to zero
+        # counts finished programs; each launch resets the counter to zero
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, added: int) -> None:

@@ -137,9 +137,9 @@ class Coder:
         least = 1
         if is_dct:
             side = coding.columns
-            least = 16  # smallest number of rows of a matrix product
+            least = 16  # smallest number of rows that a matrix product supports
         elif coding.bitmap:
-            least = 8  # smallest number of rows that fill whole bytes
+            least = 8  # smallest number of rows whose bitmaps fill whole bytes
         self._forward = padded_matrix(forward, side)
         self._inverse = padded_matrix(inverse, side)
         self._rows = max(least, TILE // coding.columns)

@@ -26,7 +26,7 @@ def place_number(index):
     """Returns the factor of column or line number `index` in a checksum, before its lowest bit is
     set or cleared. Lines are numbered after all columns; see `checksum._numbers`.
     """
-    at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+    at = (index + 1).to(tl.int64) * -7046029254386353131  # the constant 0x9E3779B97F4A7C15 as int64
     return at ^ ((at >> 32) & 0xFFFFFFFF)
 
 
@@ -149,7 +149,7 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
     column = tl.arange(0, LINE_WORDS)
     total = header
     weighted = tl.zeros([1], dtype=tl.int64)
-    # one program adds these sums after all other programs have ended
+    # the program that ends last adds the sums of all programs of the message
     for begin in range(0, parts, TOGETHER):
         part = begin + tl.arange(0, TOGETHER)
         there = part < parts

@@ -269,7 +269,7 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
             tl.zeros([SOME], tl.float32) + width,
         )
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
-        code = tl.minimum(tl.maximum(code, 0), 255)  # also makes a valid code of NaN
+        code = tl.minimum(tl.maximum(code, 0), 255)  # the limits also turn NaN into a valid code
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
         # scaled values exceed 8192 only if all values are so small that their squares are 0
         far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)
