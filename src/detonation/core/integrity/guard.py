@@ -95,7 +95,7 @@ class Expected:
 
 
 def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
-    """The words of each header, and the checksum of each message with its checksum word set to 0.
+    """The words of each header, and the checksum of each message as if its checksum word were 0.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, 8]` and `[messages]` int64.
     """

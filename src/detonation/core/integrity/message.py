@@ -125,8 +125,8 @@ def constant(number: int, device: torch.device) -> Tensor:
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
-    """Copies a sealed message with `sender` as its new sender, without waiting for the device. All
-    other bytes are unchanged.
+    """Copies a sealed message with `sender` as its new sender, without waiting for the device. The
+    copy has a new checksum and zeros as padding; all other bytes are unchanged.
 
     Shapes: `[bytes]` uint8 -> the same.
     """
@@ -145,7 +145,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
 
 
 def put(place: Tensor, value: int | Tensor) -> None:
-    """Writes `value` to the position `place`.
+    """Writes `value` into the tensor `place`.
 
     The host does not wait, because `fill_` passes a number as an argument of the kernel launch.
     """

@@ -233,8 +233,8 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises `ValueError` if `group` cannot send tensors of `device`: NCCL cannot send CPU
-    tensors.
+    """Raises `ValueError` if `group` cannot send tensors of `device`, for example CPU tensors over
+    NCCL.
     """
     if not carries(group, device):
         raise ValueError(

@@ -17,8 +17,8 @@ Level = tuple[Axis, Scheme]
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of a rank: it holds shard number `shard` of replica number `replica`. Both numbers
-    start at 0."""
+    """The place of a rank: the rank holds shard number `shard` of replica number `replica`. Both
+    numbers start at 0."""
 
     replica: int
     replicas: int

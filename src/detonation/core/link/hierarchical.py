@@ -1,5 +1,5 @@
-"""Hierarchical collectives: if all ranks of a node hold the same message, it crosses the slow link
-between nodes only once.
+"""Hierarchical collectives: if all ranks of a node hold the same message, the message crosses the
+slow link between nodes only once.
 """
 
 from collections.abc import Callable, Mapping
