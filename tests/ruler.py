@@ -42,15 +42,15 @@ CEILINGS: dict[str, float] = {
     # on kernels needs is made once, and found without a call (core: derived, kept runs); sums of tensor
     # parallelism, late updates of empty shards and shared units of FSDP2 (core);
     # codes are looked up in pairs, and leave the memory as a kernel writes them (core too);
-    # a run and a plan name both learning rates
-    "tokens of src": 346_200,
+    # a run and a plan name both learning rates, and `plan` carries the cost of rounds by a law
+    "tokens of src": 346_800,
     "tokens of core": 94_870,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_541,  # for the same reasons
+    "cognitive complexity of src": 8_556,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,

@@ -103,7 +103,7 @@ def test_sixteen_replicas_of_a_large_model_on_a_slow_link_are_told_that_they_do_
         "No second machine pays: one machine with Muon"
     )
     helps = [note.partition(":")[0] for note in found["notes"]]
-    assert helps == ["evidence", "more work per step"]
+    assert helps == ["evidence (measured)", "more work per step"]
     near = Network.of_link_speed(LinkSpeed(1e11, 0.0), 2, 1)
     goal = Goal(2, 1_200_000_000)
     found = advise(options(pairs(goal), work, near, goal), work, near, goal)

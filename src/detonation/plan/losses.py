@@ -6,12 +6,13 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from detonation.core.schemes import Scheme
+from detonation.plan.law import LONGEST, REPLICAS, SIZES, carried
 
 TEXT = "quick-lm"
 """Recipe whose measured losses are used if the task of a model is unknown."""
@@ -114,6 +115,16 @@ class Loss:
         return TWO_RATES in self.settings or self.optimizer.startswith("Muon")
 
     @property
+    def has_law(self) -> bool:
+        """True if the law of rounds applies: AdamW on text, in rounds of at most `LONGEST` steps
+        that exchange all coordinates.
+        """
+        every = self.arguments.get("every")
+        rounds = isinstance(every, int) and 1 < every <= LONGEST
+        whole = "topk" not in self.arguments
+        return rounds and whole and self.optimizer == "AdamW" and self.recipe == TEXT
+
+    @property
     def task(self) -> tuple[str, str, int, int]:
         """The study, recipe, size and number of steps. Two losses are comparable if these values
         are equal.
@@ -178,6 +189,9 @@ class Estimate:
         far: Differences between the run and the measurement, in words.
         reduced: Part by which a second learning rate would lower the baseline's loss, if `cost`
             takes this into account; otherwise 0.
+        kind: "law" if the law of rounds gives `cost` for the size or the replicas of the run,
+            otherwise "measured".
+        beyond: True if the run has more parameters or replicas than the law was fitted to.
     """
 
     loss: Loss
@@ -187,6 +201,8 @@ class Estimate:
     exponent: float
     far: tuple[str, ...] = field(default=())
     reduced: float = 0.0
+    kind: str = "measured"
+    beyond: bool = False
 
     @property
     def steps_factor(self) -> float:
@@ -211,6 +227,15 @@ class Estimate:
         far = ""
         if self.far:
             far = f"; this run has {', '.join(self.far)}, for which the interval is wider"
+        if self.kind == "law":
+            fitted = (
+                f"{SIZES[0] / 1e6:.0f} M to {SIZES[1] / 1e9:.1f} B parameters and up to"
+                f" {REPLICAS} replicas"
+            )
+            far = f"; this run has {', '.join(self.far)}, and its cost follows the law of rounds"
+            far += f", which was fitted for {fitted}"
+            if self.beyond:
+                far += ": this run is beyond them"
         rates = ""
         if self.reduced:
             rates = (
@@ -346,38 +371,80 @@ def _second_rate(loss: Loss, base: Loss) -> float:
 
 def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     cost, interval, seeds = relative(loss.losses, base.losses)
-    curve = dict(base.curve)
-    half = base.steps // 2  # the exponent describes the second half of the run
-    exponent = STEPS_EXPONENT
-    if half in curve:
-        exponent = math.log2(curve[half] / curve[base.steps])
+    exponent = _exponent(base)
     if loss is base:
         return Estimate(loss, 0.0, (0.0, 0.0), seeds, exponent)
     low, high = interval or (cost - SPREAD, cost + SPREAD)
     reduced = _second_rate(loss, base)
     if reduced:
         cost, low, high = ((1 + value) / (1 - reduced) - 1 for value in (cost, low, high))
-    size = goal.parameters / loss.parameters
     length = goal.steps / loss.steps
-    doublings = loss.doublings(goal.replicas)
-    longer = max(0.0, math.log10(length))
-    shorter = max(0.0, -math.log10(length))
-    wider = PER_DECADE * abs(math.log10(size))
-    wider += PER_DOUBLING * abs(doublings)
-    wider += PER_LONGER * longer
-    if loss.arguments.get("every", 1) != 1:
-        wider += PER_FEWER_ROUNDS * math.log2(loss.replicas) * shorter
     lead = _kept_lead(length)
-    far = []
-    if doublings:
-        far = [_counted(goal.replicas, "replica")]
-    for times, noun in ((size, "size"), (length, "length")):
-        if times >= 10:
-            far.append(f"{times:,.0f} times the {noun}")
-        elif not 0.5 < times < 2:
-            far.append(f"{times:,.2g} times the {noun}")
+    wider = _wider(loss, length)
+    cost = _shorter(cost, lead)
     ends = (_shorter(low, lead) - wider, _shorter(high, lead) + wider)
-    return Estimate(loss, _shorter(cost, lead), ends, seeds, exponent, tuple(far), reduced)
+    cost, ends = _at_size(loss, goal, cost, ends)
+    kind = "measured"
+    # with the size and the replicas of the measurement, the law changes nothing
+    if _uses_law(loss, goal) and _differences(loss, replace(goal, steps=loss.steps)):
+        kind = "law"
+    beyond = kind == "law" and (goal.parameters > SIZES[1] or goal.replicas > REPLICAS)
+    far = _differences(loss, goal)
+    return Estimate(loss, cost, ends, seeds, exponent, far, reduced, kind, beyond)
+
+
+def _exponent(base: Loss) -> float:
+    """Returns the exponent with which the loss of the baseline falls in the second half of its run;
+    `STEPS_EXPONENT` if it was not validated then.
+    """
+    curve = dict(base.curve)
+    half = base.steps // 2
+    if half in curve:
+        return math.log2(curve[half] / curve[base.steps])
+    return STEPS_EXPONENT
+
+
+def _uses_law(loss: Loss, goal: Goal) -> bool:
+    return loss.has_law and goal.replicas > 1
+
+
+def _at_size(
+    loss: Loss, goal: Goal, cost: float, ends: tuple[float, float]
+) -> tuple[float, tuple[float, float]]:
+    """Returns the cost and the ends of its interval at the size and with the replicas of `goal`:
+    by the law of rounds, or otherwise with a wider interval.
+    """
+    size = goal.parameters / loss.parameters
+    if _uses_law(loss, goal):
+        return carried(cost, ends, size, (loss.replicas, goal.replicas))
+    wider = PER_DECADE * abs(math.log10(size))
+    wider += PER_DOUBLING * abs(loss.doublings(goal.replicas))
+    return cost, (ends[0] - wider, ends[1] + wider)
+
+
+def _differences(loss: Loss, goal: Goal) -> tuple[str, ...]:
+    """Returns how the run differs from the measurement, in words."""
+    found = []
+    if loss.doublings(goal.replicas):
+        found = [_counted(goal.replicas, "replica")]
+    size = goal.parameters / loss.parameters
+    for times, noun in ((size, "size"), (goal.steps / loss.steps, "length")):
+        if times >= 10:
+            found.append(f"{times:,.0f} times the {noun}")
+        elif not 0.5 < times < 2:
+            found.append(f"{times:,.2g} times the {noun}")
+    return tuple(found)
+
+
+def _wider(loss: Loss, length: float) -> float:
+    """Returns by how much the interval becomes wider at both ends in a run `length` times as long
+    as the measurement.
+    """
+    wider = PER_LONGER * max(0.0, math.log10(length))
+    if loss.arguments.get("every", 1) != 1:
+        shorter = max(0.0, -math.log10(length))
+        wider += PER_FEWER_ROUNDS * math.log2(loss.replicas) * shorter
+    return wider
 
 
 def _kept_lead(length: float) -> float:

@@ -241,7 +241,8 @@ def advise(
     found = best.estimate
     if found is not None and found.interval != (0.0, 0.0):
         notes.append(
-            f"evidence: {found.verdict} to the baseline, on {found.evidence} ({found.loss.source})"
+            f"evidence ({found.kind}): {found.verdict} to the baseline, on {found.evidence}"
+            f" ({found.loss.source})"
         )
     half = options(among, work, network.faster(0.5), goal, budget)[0]
     twice = options(among, work, network.faster(2.0), goal, budget)[0]
@@ -276,6 +277,7 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
         "time_to_loss": "unknown",
         "loss_cost": None,
         "loss_interval": None,
+        "loss_kind": "not measured",
         "loss_text": "not measured",
         "loss_source": "not measured",
     }
@@ -288,7 +290,8 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
             "time_to_loss": duration(seconds),
             "loss_cost": found.cost,
             "loss_interval": list(found.interval),
-            "loss_text": found.verdict,
+            "loss_kind": found.kind,
+            "loss_text": f"{found.verdict}{', law' * (found.kind == 'law')}",
             "loss_source": f"{found.evidence} ({found.loss.source})",
         }
     close = close_bytes(cost.scheme, option.optimizer, goal.parameters, goal.replicas)
