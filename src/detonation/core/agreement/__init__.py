@@ -1,8 +1,8 @@
 """Agreement of all ranks: whether to stop training, whether replicas are equal, and whether ranks
 decode messages to the same bits.
 
-The functions that compare ranks are collective. Only `core.optimizer` calls them; users of the
-library create only `Safety`.
+The functions that compare ranks are collective. Only `core.optimizer` calls these functions. Of
+this package, users of the library need only `Safety`.
 """
 
 from detonation.core.agreement.buffers import BufferSync, persistent_buffers

@@ -37,7 +37,7 @@ class BufferSync:
     """Makes the persistent buffers of a model equal on all replicas. A floating-point buffer is set
     to the mean of the replicas' finite values, an integer buffer to the value of the majority.
 
-    Replicas have different running statistics of BatchNorm, because they see different data.
+    Running statistics of BatchNorm differ between replicas, because each replica sees other data.
     Evaluation uses these statistics, but training does not.
     """
 
@@ -47,15 +47,15 @@ class BufferSync:
 
     @torch.no_grad()
     def __call__(self, replicators: Sequence[Replicator]) -> None:
-        """Compares the buffers between the replicas of each level, one level after the other, and
-        makes buffers that differ equal. Collective.
+        """Compares the buffers between the replicas of each level, one level after the other. Sets
+        each buffer that differs to one value on all replicas. Collective.
 
-        The comparison sends 8 bytes per buffer, which are not counted as sent. Buffers that differ
-        are sent whole, and their bytes are counted.
+        The comparison sends 8 bytes per buffer, which the link does not count as sent. A buffer
+        that differs is sent whole, and the link counts its bytes.
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
-        if not buffers:  # all replicas return here, because all have the same model
+        if not buffers:  # all replicas have the same model, so none of them has buffers
             return
         links = {replicator.link: replicator.channel.runtime.device for replicator in replicators}
         for link, device in links.items():
@@ -73,8 +73,8 @@ class BufferSync:
 
 
 def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Makes those buffers equal that differ between the replicas of `link`, and returns their
-    names."""
+    """Finds the buffers that differ between the replicas of `link`, makes each of them equal on
+    these replicas, and returns the names of these buffers."""
     keys = {}
     by_key = {}
     for name, buffer in buffers.items():
@@ -101,10 +101,11 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
 
 
 def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
-    """Returns the mean of each number over those replicas on which the number is finite. If the
-    number is finite on no replica, returns the sum over all replicas.
+    """Returns the mean of `buffer` over the replicas, number by number. Each mean covers only the
+    replicas on which the number is finite. If a number is finite on no replica, its sum over all
+    replicas is returned instead of a mean.
 
-    So a batch with nonfinite values on one replica does not spoil the statistics of all replicas. A
+    So a batch with nonfinite values on one replica does not spoil the statistics of the others. A
     number that is infinite on all replicas, such as the maximum of an empty set, stays infinite.
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
@@ -114,7 +115,7 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     total = link.all_reduce(torch.cat([own, whole]))()
     sums = total[:-1]
     counts = total[-1:]
-    # rarely true; all replicas have the same `counts`, so all or none of them enter this branch
+    # all replicas have equal `counts`, so either all of them or none enter this branch
     if int(counts) < link.replicas:
         counts = link.all_reduce(finite.to(values.dtype))()
         nowhere = counts == 0

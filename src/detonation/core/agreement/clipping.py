@@ -23,17 +23,18 @@ class Clip:
     `clip_grad_norm_` does.
 
     Clipping runs after the exchange and before the step of the base optimizer. Under schemes that
-    exchange gradients, it clips the agreed update, as hybrid sharding does, so all replicas
-    multiply by the same number. Under schemes that exchange parameters, and under `none`, it clips
-    the gradient of each replica separately.
+    exchange gradients, the agreed update is clipped, as in hybrid sharding, so all replicas
+    multiply by the same factor. Under schemes that exchange parameters, and under `none`, the
+    gradients of each replica are clipped separately.
 
-    The shards of a replica gather the norms of their gradients, by one collective per mesh axis
-    over which parameters are sharded, with 4 bytes per tensor. Each rank adds the norms itself, so
-    the result does not depend on the order in which a network adds. SignSGD without momentum uses
-    only signs, and clipping changes no sign. So no norm is computed for it.
+    The shards of a replica gather the norms of their gradients, by one collective for each mesh
+    axis over which parameters are sharded. Each rank sends 4 bytes per tensor, and combines the
+    received norms itself, so the global norm does not depend on the order in which a network adds.
+    SignSGD without momentum uses only the signs of gradients, and clipping changes no sign. So no
+    norm is computed for this optimizer.
 
     Attributes:
-        norm: Norm before clipping at the last step, `[]` fp32; None if none was computed.
+        norm: Global norm before clipping at the last step, `[]` fp32; None if no norm was computed.
 
     Args:
         parameters: By name, in the model's order.
@@ -71,7 +72,7 @@ class Clip:
         for shards, part in self._parts:
             local = local_gradients(part)
             found = norms_of(local, next(iter(part.values())).device)
-            for communicator in shards:  # afterwards the norms have the same bits on all shards
+            for communicator in shards:  # afterwards all shards have the same bits of the norms
                 octets = found.square().view(torch.uint8)
                 everyone = communicator.all_gather(octets)()  # [shards, 4 * n]
                 squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found))
@@ -85,8 +86,9 @@ class Clip:
 
 
 def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Returns the fp32 norm of each tensor, and 0 for None. The result has the same bits on all
-    processors, for all thread counts and for all strides, because torch adds in the same order.
+    """Returns the fp32 norm of each tensor, and 0 for None. The norms have the same bits on all
+    processors, for all thread counts and for all strides, because torch always adds in the same
+    order.
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
@@ -94,7 +96,7 @@ def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     numbers = [number for number, tensor in enumerate(tensors) if tensor is not None]
     present = [tensor for tensor in tensors if tensor is not None]
     for at, tensor in enumerate(present):
-        present[at] = tensor.contiguous()  # torch adds in memory order, which depends on strides
+        present[at] = tensor.contiguous()  # torch adds by address, so the order depends on strides
         if tensor.dtype == torch.float64:  # torch cannot compute an fp32 norm of fp64
             present[at] = present[at].float()
     if present:

@@ -34,8 +34,8 @@ _log = logging.getLogger("detonation")
 
 
 class HalfStep(DetonationError, RuntimeError):
-    """Raised if the previous step of this replica failed after its messages were sent and before
-    its weights moved, so that the other replicas are one step ahead.
+    """Raised if the previous step failed on this replica after the messages were sent and before
+    the weights moved. Other replicas may then be one step ahead.
     """
 
 
@@ -43,14 +43,14 @@ class StopConsensus:
     """Makes all ranks stop at the same step with the same error. Holds the fault counts of all
     levels of replication, and the links on which ranks tell each other their reasons to stop.
 
-    Most ranks see a fault themselves, because they receive the same messages. The shards of a
-    replica receive different messages, so they must exchange reasons to stop. The replicas of each
-    level must exchange them, too, if there are several levels, or if only an owner (the replica
-    that aggregates some rows) receives a message.
+    Replicas that receive the same messages see the same faults. The shards of a replica receive
+    different messages, so the shards must exchange their reasons to stop. The replicas of each
+    level must exchange their reasons, too, if there are several levels, or if only an owner (the
+    replica that aggregates some rows) receives a message.
 
-    On an accelerator the host does not wait for faults of the current step. It reads the fault
-    counts of a step when the next step begins. If ranks must exchange reasons to stop, the error is
-    raised one step later.
+    On an accelerator the host does not wait for the faults of the current step: the host reads the
+    fault counts of a step when the next step begins. If ranks must exchange reasons to stop, the
+    error is raised one more step later.
     """
 
     def __init__(
@@ -74,14 +74,13 @@ class StopConsensus:
         self._others = self.shards
         self._asks = False
         self.gates: list[StepGate] = []  # optional parts of a step, called in this order
-        # the most serious reason to stop of any rank, before its error is raised, and its step
+        # the most serious reason to stop of any rank, and its step; kept until the error is raised
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
         self, names: Sequence[str], link: Link, gradients: bool, level: int
     ) -> FaultCounts:
-        """Creates the fault counts for `link`, the link of a level of replication, and returns
-        them.
+        """Creates and returns the fault counts for `link`, the link of a level of replication.
 
         Args:
             names: Names of all parameters of the model.
@@ -97,27 +96,28 @@ class StopConsensus:
         return counts
 
     def connect(self, levels: Sequence[Level], replicators: Sequence[Replicator]) -> None:
-        """Chooses the links on which ranks exchange reasons to stop: the links to the shards of
-        this replica. The links of all levels are added if there are several levels, or if not every
-        replica receives every message.
+        """Chooses the links on which ranks exchange reasons to stop. These are always the links
+        between the shards of this replica. If there are several levels, or if not every replica
+        receives every message, the links of all levels are added.
         """
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # Shards come last: the last messages of a lost replica may have reached only some shards.
-        # Then only these shards know a reason to stop, and must tell it to the other shards.
+        # The exchange between shards comes last, as only some shards may know a reason to stop.
+        # For example, the last messages of a lost replica may have reached only some shards.
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
         self._asks = bool(self._others) or in_pieces
 
     def enter_step(self, step: int) -> None:
-        """Begins a step, before its first message is sent in backward or in `step`.
+        """Begins a step. Must be called before the first message of the step is sent, in backward
+        or in `step`.
 
         Reads the numeric options of the parameter groups, such as lr. The messages of the step
-        carry a digest of these options, so that replicas notice a difference.
+        carry a digest of these options, so that replicas notice if their options differ.
 
         Raises:
             HalfStep: The last step ended half-way.
@@ -127,7 +127,7 @@ class StopConsensus:
                 f"{self.half_step}; other replicas may have taken this step: load a checkpoint"
                 " on all replicas"
             )
-        # check only the types here, because a conversion in every step would take time
+        # only the types are checked here: to convert all options at every step would take time
         for group in self._base.param_groups:
             kinds = {*map(type, group.values())}
             for value in group.values():
@@ -156,16 +156,16 @@ class StopConsensus:
             gate.moved(step, idle)
 
     def forget(self) -> None:
-        """Forgets earlier faults and a failed step, because a new state was loaded on all
-        replicas."""
+        """Forgets earlier faults and the failure of the last step. Called after all replicas have
+        loaded a new state."""
         self.half_step = ""
         self._asked = None
         for counts in self.counts:
             counts.forget()
 
     def begin(self, step: int) -> None:
-        """Raises an error on all ranks if an earlier step had a fault. Only used if faults are
-        detected on the device, because the host then reads them late. Collective.
+        """Raises an error on all ranks if an earlier step had a fault. Used only if the device
+        detects faults, because the host then reads the fault counts late. Collective.
         """
         if self._asked:
             self._raise_asked()
@@ -178,8 +178,8 @@ class StopConsensus:
             self._raise(self._gravest_known(), step - 1)
 
     def end(self, step: int) -> None:
-        """Raises an error on all ranks if any rank has a reason to stop that it knows without
-        waiting for a device. Collective.
+        """Raises an error on all ranks if any rank already knows a reason to stop. No rank waits
+        for a device. Then calls `end` of all gates. Collective.
         """
         arrived = not self.decides_on_device and self._arrived(step)
         if arrived and (self._others or any(map(_FATAL, self.counts))):
@@ -188,22 +188,22 @@ class StopConsensus:
             gate.end(step)
 
     def conclude(self, step: int) -> None:
-        """Raises an error on all ranks if any rank has a reason to stop. Unlike `end`, waits for
-        the device. Called after `step` steps, when no message is in flight. Collective.
+        """Raises an error on all ranks if any rank has a reason to stop. Unlike `end`, this method
+        waits for the device. Called after `step` steps, when no message is in flight. Collective.
         """
         self._decide(step, math.inf)
 
     def announce(
         self, replicators: Sequence[Replicator], step: int, name: str, in_buckets: bool
     ) -> None:
-        """Announces that this rank starts or stops training the parameter `name` before `step`.
+        """Announces that this rank starts or stops training the parameter `name`, from `step` on.
         Raises an error on all ranks unless all ranks announce the same change.
 
-        A rank that changes its trained parameters sends an empty message in place of its next
-        message, at this step or at the end of the round. A rank without a change sends its usual
-        message, which has the same size, so both kinds of ranks detect the difference. Steps
-        without a change need no extra message. If all ranks announced the change, they begin `step`
-        afterwards.
+        A rank that changes its trained parameters sends an empty message instead of its next
+        message, which is due at `step` or at the end of the round. A rank without a change sends a
+        normal message of the same size. So the ranks with a change and the ranks without one detect
+        the difference. Steps without a change need no extra message. If all ranks announce the same
+        change, they begin `step` afterwards.
 
         Args:
             in_buckets: True if the messages of this step are sent in buckets.
@@ -232,7 +232,8 @@ class StopConsensus:
 
     def _meet(self, step: int, name: str) -> None:
         """Called on a rank that announces that it starts or stops training `name`. Runs the
-        collectives that other ranks run in `end` of `step`, or in `begin` of the next step.
+        collectives that ranks without an announcement run in `end` of `step`, or in `begin` of the
+        next step.
         """
         if not self._arrived(step):
             return
@@ -249,7 +250,7 @@ class StopConsensus:
 
     def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
         """Called on a rank that announces that it starts or stops training `name`. Runs the
-        collectives that other ranks run in `verify` after `step` steps.
+        collectives that ranks without an announcement run in `verify` after `step` steps.
         """
         self._drain(replicators, step)
         for replicator in replicators:
@@ -264,7 +265,8 @@ class StopConsensus:
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
         """Waits for messages in flight. Raises an error if only some replicas announced a change of
-        the trained parameters, because these replicas run no further collectives of this step.
+        the trained parameters, because the replicas with a change run no further collectives of
+        this step.
         """
         for replicator in replicators:
             replicator.drain()
@@ -301,7 +303,7 @@ class StopConsensus:
             mended = self._mended(replicator, others | tensors, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
-            if mended:  # the repair also replaces nonfinite weights of this replica
+            if mended:  # a scheme that exchanges parameters also mends nonfinite weights
                 replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)
@@ -344,8 +346,8 @@ class StopConsensus:
             self._settle(step)
 
     def _settle(self, step: int) -> None:
-        """Raises an error for the most serious reason to stop that any rank has, at `step`.
-        Collective."""
+        """Raises an error on all ranks if any rank has a reason to stop. The error gives the most
+        serious reason of all ranks, and `step`. Collective."""
         fatal = self._gravest_known()
         if self._others:
             fatal = int(self._gravest_anywhere(fatal))
@@ -353,8 +355,8 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _arrived(self, until: float) -> bool:
-        """True if messages were due since the last call of this method, at steps up to `until`. The
-        result is the same on all ranks. Also counts the faults of these messages.
+        """True if messages were due at steps up to `until` that no earlier call of this method has
+        counted. All ranks get the same answer. Also counts the faults of these messages.
         """
         found = False
         for counts in self.counts:
@@ -371,8 +373,8 @@ class StopConsensus:
         return max(counts.fatal << 4 | counts.number for counts in self.counts)
 
     def _gravest_anywhere(self, fatal: int) -> Tensor:
-        """Exchanges the reasons to stop, and returns the most serious reason of any rank; 0 if no
-        rank has a reason. Collective.
+        """Exchanges the ranks' reasons to stop, and returns the code of the most serious reason; 0
+        if no rank has a reason. Collective.
 
         Shapes: -> `[1]` int64.
         """

@@ -24,8 +24,8 @@ CHANGE = "a change of the trained parameters"
 class Difference:
     """A tensor, named `name`, that differs between replicas.
 
-    If `name` is `CHANGE`, no tensor differs: the replicas that `odd` lists announced that they
-    began or stopped training the parameter with the number `source`.
+    If `name` is `CHANGE`, no tensor differs: the replicas in `odd` announced that they began or
+    stopped training the parameter with the index `source`.
 
     Args:
         odd: Replicas that differ.
@@ -51,9 +51,10 @@ def differences(
     options: Mapping[str, str] | None = None,
 ) -> list[Difference]:
     """Finds the `tensors` that are not bitwise equal on all replicas. All replicas get the same
-    list. Collective.
+    list of differences. Collective.
 
-    Reads every tensor once and sends 8 bytes per tensor. These bytes are not counted as sent.
+    Reads every tensor once and sends 8 bytes per tensor. The link does not count these bytes as
+    sent.
 
     Args:
         options: Texts that must also be equal, by name.
@@ -64,7 +65,7 @@ def differences(
     everyone = link.collect(digest).view(-1).tolist()
     if changing := _announced(link, everyone):
         return [Difference(CHANGE, tuple(changing), min(changing.values()))]
-    if len(set(everyone)) > 1:  # checksum tables of different sizes would crash the receiver
+    if len(set(everyone)) > 1:  # checksum tables of different sizes could not be exchanged
         return [
             Difference("the names of their tensors and options", tuple(range(1, link.replicas)), 0)
         ]
@@ -82,7 +83,8 @@ def differences(
 
 def options_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the options of all parameter groups (lr, betas, weight_decay, ...) as texts, so that
-    replicas can compare them; also which of the named `parameters` each group holds.
+    replicas can compare the options. One further text per group identifies those `parameters` that
+    the group holds.
 
     Waits for the device if an option is a tensor.
 
@@ -107,8 +109,8 @@ def options_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[s
 
 
 def members_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Returns a text for each parameter group: the number of `parameters` that the group holds, and
-    a digest of their names.
+    """Returns a text for each parameter group: the count of those `parameters` that the group
+    holds, and a digest of their names.
     """
     names = {id(whole_of(parameter)): name for name, parameter in parameters.items()}
     found = []
@@ -122,9 +124,9 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
     """Returns a function that converts a parameter group to text. The text contains those options
     of the optimizer that are numbers, or None, in every group (lr, betas, ...).
 
-    It does not contain an lr that is a tensor, because each step would wait for the device to read
-    it; `options_of` reads such an lr. It also does not contain entries that other code added to a
-    group, such as a scheduler's initial lr, because a joining replica may lack them.
+    The text omits an lr that is a tensor, because each step would wait for the device to read this
+    tensor; `options_of` reads such an lr. The text also omits entries that other code added to a
+    group, such as a scheduler's initial lr, because a joining replica may lack these entries.
 
     Example:
         >>> optimizer = torch.optim.Rprop([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -143,8 +145,9 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
 
 
 def _private(optimizer: Optimizer) -> set[str]:
-    """Returns those keys of the optimizer's defaults that are no arguments of its constructor. Such
-    entries are state, for example the distance estimate of Prodigy, and not options.
+    """Returns those keys of `optimizer.defaults` that are no arguments of the optimizer's
+    constructor. Entries under these keys are state, for example the distance estimate of Prodigy,
+    and not options.
     """
     arguments = signature(type(optimizer).__init__).parameters
     takes_others = any(each.kind == each.VAR_KEYWORD for each in arguments.values())
@@ -162,18 +165,18 @@ def _is_number(value: object) -> bool:
 
 
 def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
-    """Announces to all replicas that this replica began or stopped training parameter `number`, and
-    returns the replicas that announce such a change. Replicas without a change call `differences`
-    instead. Collective."""
+    """Announces to all replicas that this replica began or stopped training the parameter with the
+    index `number`. Returns all replicas that announce such a change. Replicas without a change call
+    `differences` instead. Collective."""
     word = torch.tensor([-1 - number], dtype=torch.int64, device=device)
     everyone = link.collect(word).view(-1).tolist()
     return list(_announced(link, everyone))
 
 
 def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
-    """Decodes the `words` that the replicas exchanged: returns the parameter number that a replica
-    announced, by replica. Replicas that announced no change are left out. Each word is the weighted
-    sum of the words of a node's ranks, as `Link.collect` returns it.
+    """Decodes `words`, the integers that `Link.collect` received, one from each replica. For each
+    replica that announced a change, returns the index of the announced parameter. Each integer is
+    the weighted sum over the ranks of a node.
     """
     numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
@@ -181,10 +184,10 @@ def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
 
 def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.device) -> Tensor:
     """Copies the tensor of the replica `difference.source` to all replicas, and returns the copy.
-    Returns the local tensor if that replica has been lost. Collective.
+    If this source replica has been lost, returns the local tensor. Collective.
 
-    The copy is an all-reduce of bytes, in which all other replicas send zeros. So all replicas get
-    the same bits.
+    An all-reduce of bytes, in which all replicas except the source send zeros, makes the copy. So
+    all replicas get the same bits.
 
     Args:
         device: Device of the tensors that the link sends.

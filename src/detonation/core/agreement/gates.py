@@ -1,4 +1,5 @@
-"""Gates: optional parts of a training step. A gate is attached to the step only if it is used."""
+"""Gates: optional parts of a training step. Only the gates that a run uses are attached to its
+steps."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,10 +8,11 @@ from detonation.core.replicator import Replicator
 
 
 class StepGate:
-    """Base class of gates. A gate is an optional part of every training step; it is attached by
-    adding it to `StopConsensus.gates`.
+    """Base class of gates. A gate is an optional part of every training step. To attach a gate, add
+    it to `StopConsensus.gates`.
 
-    All replicas must have the same gates. Each method does nothing unless a subclass overrides it.
+    All replicas must have the same gates. The methods of this class do nothing: a subclass
+    overrides those that it needs.
     """
 
     def idle(self, step: int) -> bool:
@@ -18,7 +20,7 @@ class StepGate:
         return False
 
     def moved(self, step: int, idle: bool) -> None:
-        """Called after the base optimizer's step, or in its place if this replica skips the step
+        """Called after the step of the base optimizer, and also if this replica skips that step
         (`idle`). Collective."""
 
     def end(self, step: int) -> None:
@@ -30,5 +32,5 @@ class ClosenessGate(Protocol):
     """Keeps the weights of replicas close to each other, if replicas round differently."""
 
     def attach(self, consensus: Any, replicators: Sequence[Replicator], step: int) -> None:
-        """Attaches the gate from `step` on. `StopConsensus.verify` then compares the distance of
-        tensors instead of their bits."""
+        """Attaches this gate from `step` on. `StopConsensus.verify` then measures how far the
+        tensors of replicas are apart, instead of comparing their bits."""

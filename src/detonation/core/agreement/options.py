@@ -1,5 +1,5 @@
-"""Converts options of parameter groups, such as lr, to Python numbers and to JSON, and restores
-equal options from JSON."""
+"""Converts options of parameter groups, such as lr, to Python numbers and to JSON, and reads equal
+options back from JSON."""
 
 import sys
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ USUAL = {bool, int, float, str, type(None), tuple, list, Tensor}
 def use_python_numbers(group: dict[str, Any]) -> None:
     """Replaces NumPy scalars in a parameter group by Python numbers.
 
-    A NumPy `float32` lr would make optimizers compute with lower precision than a Python number.
-    Also, a replica, or a follower that replays the run, may not have NumPy.
+    With an lr that is a NumPy `float32`, optimizers would compute less precisely than with a Python
+    number. Also, NumPy may not be installed on a replica, or on a follower that replays the run.
     """
     group.update({key: python_number(value) for key, value in group.items()})
 
@@ -39,8 +39,8 @@ def python_number(value: Any) -> Any:
 
 
 def recorded_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group that JSON can represent. A tensor of one element is
-    returned as a number, and its dtype is recorded.
+    """Returns the options of a parameter group that JSON can represent. A tensor of one element
+    becomes a number, and the record also states the dtype of this tensor.
     """
     found: dict[str, Any] = {}
     kinds = {}
@@ -56,8 +56,8 @@ def recorded_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_recorded(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Writes the options that `recorded_options` returned into a parameter group. An option that
-    was a tensor becomes a tensor again.
+    """Writes `recorded`, the options from `recorded_options`, into the parameter group `group`. An
+    option that was recorded from a tensor becomes a tensor again.
     """
     options = dict(recorded)
     kinds = options.pop(_TENSORS, None)

@@ -63,7 +63,8 @@ class Safety:
             least = 1
         if self.verify_every < least:
             raise ValueError(
-                f"verify_every is {self.verify_every}, must be at least {least} with this on_desync"
+                f"verify_every is {self.verify_every}, must be at least {least} if on_desync is"
+                f" {self.on_desync!r}"
             )
 
 

@@ -38,8 +38,8 @@ class StepTest:
     """How the self-test runs steps of a class of optimizers.
 
     Attributes:
-        rows: Rows of the test matrix, of 512 numbers each, at most 512. An optimizer whose step is
-            slow takes fewer.
+        rows: Count of rows of the test matrix, at most 512; each row has 512 numbers. For an
+            optimizer whose step is slow, the matrix has fewer rows.
         is_elementwise: Whether each weight moves by its own gradient alone.
     """
 
@@ -54,8 +54,8 @@ self-test runs the elementwise operations of which most optimizers consist.
 
 
 def register_step_test(optimizer: type[Optimizer], test: StepTest) -> None:
-    """Makes the self-test run steps of this class of optimizers, instead of the elementwise
-    operations of which most optimizers consist.
+    """Makes the self-test run steps of the class `optimizer`, instead of the elementwise operations
+    of which most optimizers consist.
 
     Args:
         optimizer: The class. The self-test makes an instance with the parameter groups of another
@@ -70,8 +70,8 @@ def selftest(
     base: BaseStep | None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Returns a hash of the update that two fixed messages decode to. With `base`, also returns a
-    hash of the weights after optimizer steps with the settings of `base`.
+    """Decodes two fixed messages to an update, and returns a hash of this update. With `base`, also
+    returns a hash of weights after optimizer steps with the settings of `base`.
 
     If two processes have equal hashes, they very likely compute equal weights from equal messages,
     because the test covers 262,144 numbers.
@@ -97,8 +97,7 @@ def selftest(
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding or nullcontext():
-                # `before` has no zeros, because a sum with zero does not show whether multiply-add
-                # is fused
+                # `before` has no zeros: a sum with zero hides whether a multiply-add is fused
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
                 rows = _test_of(base.optimizer).rows
                 steps = _steps([before[:rows]], [gradient[:rows]], base.optimizer, options)
@@ -116,7 +115,7 @@ def _message(
     rows = layout.rows
     k = codec.selection.k
     values = _ramp(rows * k, device)
-    if codec.precision.block > 1:  # whole numbers, so that sums of squares are exact
+    if codec.precision.block > 1:  # the values are integers, so that sums of squares are exact
         values = (values * 1024).remainder(11).floor() - 5
     indices = shared
     if not codec.selection.shared:
@@ -128,11 +127,11 @@ def _message(
 
 
 def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if a step of `base` rounds a number differently when its place in the tensor changes.
+    """True if a step of `base` rounds equal numbers differently at different positions of a tensor.
     Vectorised CPU loops may do so for the last numbers of a shard.
 
-    For an optimizer that computes with whole matrices, such as Muon, only the elementwise
-    operations are tested.
+    For an optimizer that computes with whole matrices, such as Muon, elementwise operations are
+    tested instead of its step.
     """
     before = _ramp(257 * 5, device).view(257, 5).to(dtype)
     update = before.flip(0)
@@ -154,8 +153,9 @@ def _steps(
     base: Optimizer | None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Returns each tensor of `before` after two steps of an optimizer of the same class and options
-    as `base`. For a class that is not in `_TESTED`, elementwise operations replace the steps.
+    """Returns each tensor of `before` after two steps of an optimizer that has the class and the
+    options of `base`, but lr 0.001. For a class that is not in `_TESTED`, elementwise operations
+    replace the steps.
     """
     kind: Any = type(base)
     if base is not None and kind in _TESTED:
@@ -185,7 +185,7 @@ def norm_selftest(device: torch.device) -> str:
 
 
 def selftest_conditions(device: torch.device) -> str:
-    """Returns, as text, what may change the hashes of the self-test: number of threads, processor,
+    """Returns, as text, what may change the hashes of the self-test: count of threads, processor,
     GPU and CUDA version."""
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     settings = [f"threads={torch.get_num_threads()}", f"cpu={processor}"]
@@ -198,8 +198,8 @@ def selftest_conditions(device: torch.device) -> str:
 
 
 def _ramp(numel: int, device: torch.device) -> Tensor:
-    """Returns test numbers of many magnitudes and both signs. They are bitwise equal on every
-    machine, because no random generator and no operation with rounding errors computes them.
+    """Returns test numbers of many magnitudes and both signs. These numbers are bitwise equal on
+    every machine, because no random generator and no operation with rounding errors computes them.
     """
     prime = 1048573
     mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % prime
