@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class Aggregation(Protocol):
-    """Combines the coefficients of all replicas to one update. It is a pure function whose results
-    are bitwise equal on every replica.
+    """Combines the coefficients of all replicas to one update. An aggregation is a pure function
+    whose results are bitwise equal on every replica.
 
     Indices within a row of a message are unique, so one replica never writes twice to the same
-    coordinate. The values of the replicas are added in rank order.
+    coordinate. The values of the replicas are added in replica order.
     """
 
     @property
     def rowwise(self) -> bool:
-        """True if a row of the result depends only on the same row of the messages."""
+        """True if row i of the update depends only on row i of each message."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         """Aggregates one message per replica.
@@ -57,7 +57,7 @@ class Mean(_Rowwise):
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
-        if len(values) == 1:  # do not change `total`, which may share memory with the message
+        if len(values) == 1:  # `total` may be a part of the message: do not change it in place
             return total
         return total.div_(len(values))
 
@@ -75,7 +75,7 @@ class MeanNonzero(_Rowwise):
 @dataclass(frozen=True)
 class MajorityVote(_Rowwise):
     """For each coefficient, the sign that most replicas sent times the mean magnitude over all
-    replicas; 0 if as many replicas sent plus as minus."""
+    replicas; 0 if equally many replicas sent plus and minus."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         signs = scatter_sum(values.sign(), indices, chunk).sign()
@@ -84,12 +84,13 @@ class MajorityVote(_Rowwise):
 
 @dataclass(frozen=True)
 class RescaledMean(_Rowwise):
-    """Mean over all replicas, in which each row is rescaled: its norm becomes the mean norm that
-    this row has in the messages.
+    """Mean over all replicas. Each row of the mean is then rescaled to the norm that this row has
+    on average in the messages.
 
-    The mean of messages that point in different directions has a smaller norm than each message.
-    If the messages are orthogonal and have equal norms, their mean has this norm divided by the
-    square root of the number of replicas. No row is scaled up by more than this square root.
+    The norm of the mean is smaller than the mean of the norms if messages point in different
+    directions. If the messages are orthogonal and have equal norms, their mean has this norm
+    divided by the square root of the number of replicas. No row is scaled up by more than this
+    square root.
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -129,8 +130,7 @@ class ClippedMean:
         return WeightedMean(self.weights(norms))(values, indices, chunk)
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> [replicas] fp32
-        # compute the median by a sort, because in some torch versions torch.nanmedian makes the
-        # host wait for the device
+        # the median comes from a sort: in some torch versions torch.nanmedian waits for the device
         empty = norms <= 0
         rising = norms.masked_fill(empty, torch.inf).sort().values
         last = empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0)
@@ -153,7 +153,7 @@ class WeightedMean:
 
 
 def message_norms(blocks: Iterable[Tensor], rows: int) -> Tensor:
-    """The norm of each message. It does not depend on how the messages are cut into blocks.
+    """The norm of each message. The norms do not depend on how the messages are cut into blocks.
 
     Args:
         blocks: Consecutive blocks of rows of all messages.
@@ -221,17 +221,18 @@ class Coefficients:
         )
 
     def is_sparse(self, chunk: int) -> bool:
-        """True if each replica chose its own coefficients, and all replicas together sent few
-        coefficients per row. Then the inverse transform is computed as a sum of basis vectors.
+        """True if each replica chose its own coefficients, and all replicas together sent at most
+        `most_summed` coefficients per row. Then the inverse transform is computed as a sum of basis
+        vectors.
         """
         replicas, _, k = self.values.shape
         return not self.shared and replicas * k <= most_summed(chunk)
 
     def joined(self) -> tuple[Tensor, Tensor]:
         """Puts the coefficients of all replicas side by side in each row, in replica order, each
-        divided by the number of replicas. Also returns their indices.
+        divided by the number of replicas. Also returns the indices of these coefficients.
 
-        An index that several replicas sent occurs several times.
+        An index that several replicas sent occurs several times in a row.
 
         Shapes: -> values `[rows, replicas * k]` fp32, indices `[rows, replicas * k]` integer.
         """
@@ -252,7 +253,7 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
     indices = coefficients.indices
     if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
-    # all messages have the same indices: combine their values, then scatter the result once
+    # all messages have equal indices: aggregate their values first, then scatter the aggregate
     together = aggregation(values, None, chunk)
     if indices is None:
         return together

@@ -24,9 +24,9 @@ class Basis(Protocol):
     """An orthonormal transform of every row. Both directions are pure functions; `inverse` undoes
     `forward` up to rounding.
 
-    `forward` may round differently on different processors, because each replica sends its result
-    to all. `inverse` must give the same bits on every processor, because each replica computes the
-    same update by itself.
+    `forward` may round differently on different processors, because each replica sends the
+    coefficients that it computed to all replicas. `inverse` must compute the same bits on every
+    processor, because each replica computes the update by itself.
     """
 
     @property
@@ -60,8 +60,7 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        # on a CPU the result is column-major, because top-k reads one coefficient of all rows at a
-        # time
+        # On a CPU the matrix is column-major: top-k reads one coefficient of all rows at a time.
         if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)
@@ -70,8 +69,8 @@ class DCT:
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))
 
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
-        """Computes the inverse transform of rows with few nonzero coefficients. Coefficients with
-        the same index add up.
+        """Computes the inverse transform of rows with few nonzero coefficients. Coefficients of a
+        row with equal indices are added.
 
         Shapes: values `[rows, k]` fp32, indices `[rows, k]` integer -> `[rows, chunk]` fp32.
         """
@@ -83,7 +82,7 @@ class TileDCT:
     """Orthonormal DCT-II of every square tile along both of its sides, as in DeMo.
 
     The transform along one side is a product with a matrix of `tile` x `tile` numbers. The inverse
-    transform processes the lines of a tile first, then its columns.
+    transform processes first the lines of a tile, then the columns of this tile.
     """
 
     tile: int
@@ -108,8 +107,8 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
     """The matrix whose columns are the DCT-II basis vectors, with the same bits on every machine.
 
     The cosines are computed in integer arithmetic. A library's cosine differs in its last bit
-    between processors, and the result of an FFT depends on the number of threads. With either of
-    them, replicas on different machines would diverge.
+    between processors, and the result of an FFT depends on the count of threads. So with a
+    library's cosine or an FFT, replicas on different machines would diverge.
 
     Shapes: -> `[size, size]` fp32.
     """
@@ -119,7 +118,7 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
     waves = [_cosine(number, 2 * size) * scale / (_ONE * _ONE) for number in range(2 * size + 1)]
     cosines = torch.tensor(waves, dtype=torch.float64, device="cpu")
     matrix = cosines[torch.minimum(steps, 4 * size - steps)]
-    # every processor rounds a square root correctly, so its bits are equal everywhere
+    # every processor rounds a square root correctly, so the bits of the root are always equal
     matrix[:, 0] = math.sqrt(1 / size)
     return matrix.to(torch.float32).to(device)
 

@@ -1,5 +1,5 @@
 """Codebooks: number formats that send a short code for each value, and for each block of values the
-statistics that decode its codes.
+statistics that decode the codes of this block.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BlockCodebook:
         shape: tuple[int, int],
         mean: bool = False,
     ) -> Tensor:
-        """Decodes the values of some rows from their codes, for one or several messages.
+        """Decodes the codes of consecutive rows to values, for one or several messages.
 
         Args:
             packed: The codes.
@@ -88,7 +88,7 @@ class BlockCodebook:
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
         """The level (decoded value) of each code, for whole blocks. Subclasses have faster versions
-        for plain torch on a CPU.
+        of this method, for plain torch on a CPU.
 
         Shapes: `[..., nbytes]` uint8, `[..., blocks, 2**width]` fp32 -> `[..., blocks, block]`.
         """
@@ -96,8 +96,8 @@ class BlockCodebook:
         return _at_codes(levels, codes.view(*levels.shape[:-1], self.block))
 
     def all_levels(self, statistics: Tensor) -> Tensor:
-        """The values that the codes stand for (levels), for each block of each message. They are
-        computed from the bytes of the statistics.
+        """The levels (the values that codes stand for) of each block of each message. The levels
+        are computed from the bytes of the statistics.
 
         Shapes: `[..., nbytes]` uint8 -> `[..., blocks, 2**width]` fp32.
         """
@@ -124,7 +124,7 @@ class BlockCodebook:
         # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
         if line.device.type == "cpu" or line.storage_offset() % 2:
-            # copied, because torch reads bf16 only from aligned addresses
+            # the bytes are copied, because torch reads bf16 only from aligned addresses
             line = line.clone()
         blocks = octets.shape[-1] // (2 * self.statistics)
         return line.view(torch.bfloat16).float().view(*octets.shape[:-1], blocks, self.statistics)
@@ -153,8 +153,9 @@ class BlockCodebook:
         return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
-        """True for each finite statistic that `quantise` can return; any other statistic comes from
-        a damaged message. NaN and infinity are found by the norm in `check`.
+        """True for each statistic that `quantise` can return; False means that the message is
+        damaged. This method need not find NaN and infinity, because `check` finds these by the
+        norm.
 
         Shapes: `[blocks, statistics]` fp32 -> the same in bool.
         """
@@ -188,7 +189,7 @@ class Sign(BlockCodebook):
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
     """Two bits per value: the values of a block are divided into four ranges at 0 and at plus and
-    minus one standard deviation. A value decodes to the mean of its range.
+    minus the root mean square of the block. A value decodes to the mean of its range.
 
     MuLoCo (arXiv 2505.23725) found that a code of two bits needs the means of the ranges instead
     of evenly spaced values. The two ranges next to 0 share the mean of their magnitudes. So a zero
@@ -205,7 +206,7 @@ class TwoBit(BlockCodebook):
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         large = flags(torch.gt, size, deviation)
         negative = is_negative(blocks, deviation, negative_zeros)
-        # sum along rows, because scatter_add has no fixed order on an accelerator
+        # values are summed along rows: scatter_add has no fixed order on an accelerator
         tails = blocks * large
         over = tails.clamp(min=0).sum(1, keepdim=True)
         under = tails.clamp(max=0).sum(1, keepdim=True)
@@ -255,8 +256,9 @@ class E3M0(BlockCodebook):
         return encoded.view(*messages, sum(lengths))
 
     def encode_rest(self, values: Tensor, parts: Sequence[Tensor]) -> bool:
-        """Encodes values into the `parts` of a message, and subtracts what was sent from `values`,
-        in one pass. Returns False, and does nothing, if there is no kernel.
+        """Encodes `values` into the `parts` of a message, and subtracts the sent values, as
+        receivers decode them, from `values`, in one pass. Returns False, and does nothing, if there
+        is no kernel.
 
         Shapes: `[rows, k]` fp32; `[1, length]` uint8 each.
         """
@@ -283,7 +285,7 @@ class E3M0(BlockCodebook):
         return torch.cat([statistics * falling, -statistics * falling], 1)
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
-        # look up both codes of a byte at once; the first level is the largest magnitude
+        # both codes of a byte are looked up at once; level 0 is the block's largest magnitude
         numbers = packed.reshape(-1).to(torch.int32)
         pairs = _pairs(packed.device).index_select(0, numbers).view(torch.float32)
         return pairs.view(*levels.shape[:-1], self.block).mul_(levels[..., :1])
@@ -291,10 +293,10 @@ class E3M0(BlockCodebook):
 
 @dataclass(frozen=True)
 class Int8(BlockCodebook):
-    """Eight bits per value: 255 bins of equal width, which reach six standard deviations to either
-    side of 0. A value decodes to the mean of all values in its bin.
+    """Eight bits per value: 255 bins of equal width, which reach six times the root mean square of
+    the block to either side of 0. A value decodes to the mean of all values in its bin.
 
-    INTELLECT-1 (arXiv 2412.01152) has the same bins, with one codebook per 65,536 values. In this
+    The bins follow INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values. But in this
     class the bins are centred on 0 instead of on the mean of the values, and the bin that contains
     0 decodes to 0.
     """
@@ -313,7 +315,7 @@ class Int8(BlockCodebook):
         # sums of whole numbers are exact, so the order of scatter_add does not matter
         sizes = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device)
         sizes.scatter_add_(1, codes, ones(len(blocks), blocks.device).expand_as(codes))
-        # do not count the padding: its zeros went to the bin of 0
+        # the padding is not counted; its zeros are in the bin of 0
         sizes[:, 128:129] -= self.block - counts
         units = scaled.mul_(_FIXED_POINT).round_().double()
         totals = torch.zeros_like(sizes, dtype=torch.float64).scatter_add_(1, codes, units)
@@ -331,11 +333,12 @@ it is exact in fp64, which holds every integer up to 2**53.
 
 
 def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """1 for values that are sent as negative, else 0. A value counts as zero if its magnitude is
-    at most the rounding error of values of size `scale`.
+    """1 for values that are sent as negative, else 0. A value whose magnitude is at most the
+    rounding error of values of size `scale` is treated as a zero: `negative_zeros` gives its sign.
 
-    A momentum that gets no new gradients never becomes exactly 0: rounding errors of the transform
-    remain in it, and later denormal numbers, which the decay does not reduce.
+    The momentum of a coordinate that gets no new gradients never becomes exactly 0: first rounding
+    errors of the transform remain in the momentum, later denormal numbers, which the decay does not
+    reduce.
 
     Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]`, see `flags`.
     """
@@ -346,8 +349,8 @@ def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
 
 
 def flags(compare: Callable[..., Tensor], values: Tensor, limits: Tensor | float) -> Tensor:
-    """The result of a comparison, as bool. On a CPU it is 1 or 0 in fp32, because torch writes bool
-    four times as slowly there.
+    """The result of a comparison, as bool. On a CPU the result is 1 or 0 in fp32, because torch
+    writes bool four times as slowly there.
 
     Shapes: `[blocks, block]` fp32, and what broadcasts to it -> `[blocks, block]`.
     """
@@ -357,15 +360,15 @@ def flags(compare: Callable[..., Tensor], values: Tensor, limits: Tensor | float
 
 
 def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Cuts lines of values into blocks; zeros fill the last block of a line. Also returns the
-    number of values per block.
+    """Cuts lines of values into blocks. Zeros fill up the last block of each line. Also returns how
+    many values each block holds, without these zeros.
 
     Shapes: `[..., n]` -> `[blocks, block]` and `[blocks, 1]` fp32.
     """
     missing = -lines.shape[-1] % block
     if missing:
         lines = torch.nn.functional.pad(lines, (0, missing))
-    blocks = lines.reshape(-1, block)  # all blocks of the first line come before those of the next
+    blocks = lines.reshape(-1, block)  # first all blocks of line 0, then all blocks of line 1
     of_a_line = lines.shape[-1] // block
     return blocks, _counts(len(blocks), of_a_line, block - missing, block, lines.device)
 
@@ -402,7 +405,7 @@ def _at_codes(levels: Tensor, codes: Tensor) -> Tensor:
     """
     flat = levels.reshape(-1)  # copies levels that are not contiguous
     of_each = levels.shape[-1]
-    # `_firsts` is int32 where possible, because int64 positions would need twice the memory
+    # `_firsts` is int32 if possible, because int64 positions would take twice the storage
     firsts = _firsts(len(flat) // of_each, of_each, flat.device)
     positions = firsts.view(*codes.shape[:-1], 1) + codes
     return flat.index_select(0, positions.view(-1)).view(codes.shape)
@@ -422,8 +425,8 @@ def _firsts(blocks: int, levels: int, device: torch.device) -> Tensor:
 
 
 def _exact_kernel(values: Tensor) -> kernel_library.Library | None:
-    """The compiled kernels for `values` on a CPU; None on another device or without kernels. They
-    compute the same bits as torch, so replicas with and without kernels get equal results.
+    """The compiled kernels for `values` on a CPU; None on another device or without kernels. These
+    kernels compute the same bits as torch, so replicas with and without kernels get equal results.
     """
     if values.device.type != "cpu":
         return None
@@ -451,15 +454,15 @@ def _powers(device: torch.device) -> Tensor:
     """The magnitude of each exponent of `E3M0`, relative to the largest magnitude of the block."""
     falling = torch.ones(8, dtype=torch.float32, device=device)
     for exponent in range(1, 8):
-        falling[exponent:] *= 0.5  # halved, because `exp2` is not exact on every processor
+        falling[exponent:] *= 0.5  # halving is exact; `exp2` is not exact on every processor
     falling[7] = 0
     return falling
 
 
 @lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Tensor:
-    """For each byte, the values of its two codes of `E3M0`, relative to the block's largest
-    magnitude, as the bits of two fp32 numbers.
+    """For each byte (two codes of `E3M0`), the two decoded values, relative to the block's largest
+    magnitude. The bits of these two fp32 numbers are stored as one int64.
 
     Shapes: -> `[256]` int64.
     """

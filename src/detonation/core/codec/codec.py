@@ -45,7 +45,7 @@ class Selected:
 
 
 class PartLengths(dict[int, tuple[int, ...]]):
-    """Cache of `Codec.lengths` by number of rows, because every step needs the same lengths."""
+    """Cache of `Codec.lengths` by count of rows, because every step needs the same lengths."""
 
     def __init__(self, codec: Codec) -> None:
         self._of = codec
@@ -78,7 +78,8 @@ class Codec:
     """Encodes a signal (gradients, or a change of the parameters) as a message, and decodes
     messages to an update.
 
-    alignment: messages are padded to a multiple of this number of bytes; see `Scheme.aligned`.
+    alignment: the size of each message is padded to a multiple of this many bytes; see
+    `Scheme.aligned`.
     """
 
     basis: Basis
@@ -96,7 +97,7 @@ class Codec:
     @property
     def keeps_zeros(self) -> bool:
         """True if a coordinate that is zero on all replicas always gets a zero update, whatever the
-        values of its neighbours are.
+        other coordinates of its row are.
         """
         return isinstance(self.basis, Identity) and not isinstance(self.precision, Sign | TwoBit)
 
@@ -116,12 +117,12 @@ class Codec:
         return IndexCoding(self.selection.chunk, self.selection.k)
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of a message of `rows` rows. The number does not depend on the values."""
+        """Bytes of a message of `rows` rows. This size does not depend on the values."""
         return sum(self.lengths[rows])
 
     def select(self, flat: Tensor, step: int, seed: int, out: Tensor | None = None) -> Selected:
-        """Selects the coefficients of `flat` that are sent at `step`, without changing `flat`.
-        `out` is the same as in `pick`.
+        """Selects the coefficients of `flat` that are sent at `step`, without changing `flat`. For
+        `out` see `pick`.
 
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
@@ -178,7 +179,7 @@ class Codec:
         return Selected(values, indices)
 
     def encode(self, selected: Selected, negative_zeros: bool = False) -> Tensor:
-        """Encodes a message into newly allocated memory.
+        """Encodes the `selected` coefficients as a message in newly allocated memory.
 
         Args:
             negative_zeros: See `Precision.encode`.
@@ -204,8 +205,8 @@ class Codec:
         return -(-(room + self.nbytes(rows)) // self.alignment) * self.alignment
 
     def write(self, selected: Selected, run: MessageRows) -> None:
-        """Encodes selected coefficients into the memory `run` of a message. Values that are already
-        in this memory are not copied."""
+        """Encodes selected coefficients into `run`, the buffer of a message. Values that are
+        already in this buffer are not copied."""
         values = selected.values
         indices = selected.indices
         count = 1
@@ -213,13 +214,13 @@ class Codec:
             values, indices = self._dealt(selected, run.owners)
             count = run.owners.replicas
         encoded: list[Tensor | None] = []
-        # encode before `run` allocates its memory, because the encoding may fail
+        # values are encoded before `run` allocates its buffer, because the encoding may fail
         if not isinstance(self.precision, Float):
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
-        elif run.owners:  # written as bytes, because messages for owners may start at any address
+        elif run.owners:  # values as bytes, because messages for owners may start at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:
@@ -239,8 +240,8 @@ class Codec:
         copy(targets, encoded)
 
     def _dealt(self, selected: Selected, owners: RowOwners) -> tuple[Tensor, Tensor | None]:
-        """The values and indices, grouped by the owner of each row (the replica that aggregates
-        it). Padding rows hold zeros at valid indices.
+        """The selected values and their indices, grouped by the owner of each row (the replica that
+        aggregates this row). Padding rows hold zeros at valid indices.
 
         Shapes: -> `[owners, owned, k]` each.
         """
@@ -254,8 +255,8 @@ class Codec:
         return values, indices
 
     def written(self, run: MessageRows) -> Tensor:
-        """The values in the memory `run` of a message, as every receiver decodes them. In fp32 the
-        values may share this memory.
+        """The values in `run`, the buffer of a message, as every receiver decodes them. In fp32 the
+        returned tensor may share memory with this buffer.
 
         Shapes: -> `[rows of the flat, k]` fp32.
         """
@@ -285,7 +286,7 @@ class Codec:
 
     @cached_property
     def unit(self) -> int:
-        """Messages can be cut after multiples of this number of rows, because such a part has whole
+        """Messages can be cut after multiples of this many rows, because each part then has whole
         blocks of the precision and whole bytes.
         """
         block = self.precision.block
@@ -293,14 +294,14 @@ class Codec:
 
     @cached_property
     def lengths(self) -> Mapping[int, tuple[int, ...]]:
-        """Maps a number of rows to the bytes of each part of a message of these rows: values,
+        """Maps the count of rows of a message to the sizes in bytes of the message's parts: values,
         statistics and indices. Each part can be cut at multiples of `unit` rows.
         """
         return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-        """Cuts rows `first` to `end`, excluding `end`, out of the parts of messages. Both numbers
-        must be multiples of `unit`.
+        """Cuts rows `first` to `end`, excluding `end`, out of the parts of messages. `first` and
+        `end` must be multiples of `unit`.
 
         Shapes: `[messages, length]` uint8 each -> the same.
         """

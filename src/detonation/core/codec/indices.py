@@ -1,5 +1,5 @@
-"""Indices: the positions of the coefficients in a message. Their encoded size is known in
-advance.
+"""Indices: the positions of the sent coefficients in their rows. The size of the encoded indices is
+known in advance.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _cached_rows(chunk: int) -> int:
 
 def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.dtype) -> Tensor:
     """The positions of the first `k` set bits of each row in rising order, padded with 0 if a row
-    has fewer set bits.
+    has fewer than `k` set bits.
 
     Shapes: `[..., ceil(rows * chunk / 8)]` uint8 -> `[..., rows, k]` of `dtype`.
     """
@@ -66,7 +66,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         counted = counted.cumsum(-1, dtype=torch.int32)
     wanted = torch.arange(1, k + 1, dtype=counted.dtype, device=bitmap.device)
     wanted = wanted.expand(*messages, rows, k).contiguous()
-    # position of the n-th set bit for each wanted n; `chunk` if a row has fewer set bits
+    # for each wanted n, the position of the n-th set bit; `chunk` if there is no such bit
     positions = torch.searchsorted(counted.contiguous(), wanted, out_int32=True)
     del counted
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
@@ -122,8 +122,8 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
 
 
 def _any_of_row(facts: Tensor) -> Tensor:
-    """Returns for each row whether any value is True. On a CPU `any` takes 30 times as long as the
-    maximum of the bytes.
+    """Returns for each row whether any value is True. On a CPU the maximum of the bytes is computed
+    instead of `any`, which takes 30 times as long.
 
     Shapes: `[rows, n]` bool -> `[rows]` bool.
     """
@@ -145,7 +145,7 @@ class IndexCoding:
 
     @cached_property
     def width(self) -> int:
-        """Bits per index."""
+        """Bits of a packed index."""
         return (self.chunk - 1).bit_length()
 
     @cached_property
@@ -213,8 +213,8 @@ class IndexCoding:
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """Encoded indices of `rows` rows, for one or several messages. They are decoded once, on first
-    use.
+    """Encoded indices of `rows` rows, for one or several messages. The indices are decoded once, on
+    first use.
     """
 
     coding: IndexCoding

@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 @dataclass
 class Workspace:
-    """Memory for messages, which is reused by name. With a `depth` of 0 nothing is reused.
+    """Keeps the buffers of messages, and reuses them by name. With a `depth` of 0 no buffer is
+    reused.
 
     A message stays in its buffer until its collective ends. The stream that encodes a message first
     waits for the collective of the previous message, so `depth` buffers of each name suffice.
@@ -42,8 +43,9 @@ class Workspace:
     _kept: dict[Hashable, list[tuple[Hashable, Any]]] = field(default_factory=dict)
 
     def take(self, name: Hashable, size: Hashable, make: Callable[[], T]) -> T:
-        """Returns the least recently used buffer of this name, if it has this `size` and there are
-        `depth` buffers already; else a new buffer from `make`. Its content is undefined.
+        """Returns a buffer with undefined content. If `depth` buffers of this `name` exist, and the
+        least recently used of them has this `size`, returns that buffer; else a new buffer from
+        `make`.
         """
         if not self.depth:
             return make()
@@ -61,10 +63,10 @@ class Workspace:
 @dataclass(eq=False)
 class MessageRows:
     """Consecutive rows of a message in their wire format (a run). Every engine writes the rows that
-    it encodes into this memory.
+    it encodes into the buffer of a run.
 
     If rows have owners (replicas that aggregate them), a run holds the same rows of several
-    messages, one message for each owner. The first write allocates the memory.
+    messages, one message for each owner. The first write allocates the buffer.
 
     Args:
         codec: Precision and index coding, which define the parts.
@@ -93,7 +95,8 @@ class MessageRows:
 
     @cached_property
     def octets(self) -> Tensor:
-        """The whole buffer: bytes for a header, these rows, and possibly the rows after them.
+        """The whole buffer: bytes for a header, the rows of this run, and possibly other rows of
+        the message.
 
         Shapes: -> `[messages, room + nbytes or more]` uint8.
         """
@@ -103,7 +106,7 @@ class MessageRows:
 
     @property
     def body(self) -> Tensor:
-        """The bytes of these rows in each message, after the header.
+        """The bytes of this run's rows in each message, without the header.
 
         Shapes: -> `[messages, nbytes]` uint8.
         """
@@ -111,8 +114,8 @@ class MessageRows:
 
     @cached_property
     def parts(self) -> Sequence[Tensor]:
-        """The parts of each message as views: the values, their statistics and the indices, as
-        long as `Codec.lengths` says.
+        """The parts of each message as views: the values, their statistics and the indices.
+        `Codec.lengths` gives the size of each part.
 
         Shapes: -> `[messages, length]` uint8 each.
         """
@@ -123,10 +126,10 @@ class MessageRows:
 
     @property
     def padding(self) -> Tensor | None:
-        """Bytes between the last row and the end of its checksum line, which the checksum counts as
-        zeros; None if there is no padding.
+        """The bytes between the last row of a message and the end of the last checksum line. The
+        checksum counts these bytes as zeros. None if this run has no padding.
 
-        Only a message with a header on an accelerator has padding, after its last row.
+        Padding exists only on an accelerator, after the last row of a message that has a header.
 
         Shapes: -> `[messages, n]` uint8.
         """
@@ -139,8 +142,8 @@ class MessageRows:
 
     @cached_property
     def numbers(self) -> Tensor | None:
-        """The values of the message as a view of floating-point numbers; None if the values are
-        sent as codes, or belong to several messages.
+        """The values of this run as a view of floating-point numbers; None if the values are sent
+        as codes, or belong to several messages.
 
         Shapes: -> `[rows, k]` of the type of the precision.
         """
@@ -155,8 +158,8 @@ class MessageRows:
         return values.view(self.rows, self.codec.selection.k)
 
     def of_rows(self, first: int, rows: int) -> MessageRows:
-        """The `rows` rows from row `first` of the flat, taken from a run that is a whole
-        message.
+        """The run of `rows` rows from row `first` of the flat on. The returned run is a part of
+        this run, which must hold a whole message.
         """
         owners = None
         if self.owners:
@@ -168,13 +171,13 @@ class MessageRows:
         return replace(self, rows=rows, first=first, owners=owners, whole=self)
 
     def copy(self) -> MessageRows:
-        """A copy of these rows in new memory."""
+        """A copy of this run in new memory."""
         return replace(self, allocate=self.body.clone, room=0, whole=None)
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
-    """Joins a header and the runs of a message: first the values of all runs, then their
-    statistics, then their indices. Zeros pad the message to whole checksum lines.
+    """Joins a header and the runs of a message: first the values of all runs, then the statistics
+    of all runs, then all indices. Zeros pad the message to whole checksum lines.
 
     Args:
         runs: Parts of each run, in the order of their rows.
@@ -238,5 +241,5 @@ class SharedIndices:
         return found.to(IndexCoding(self.selection.chunk, self.selection.k).dtype)
 
     def of_all(self, rows: int) -> SharedIndices:
-        """The indices of all `rows` rows of a flat that begins with these rows."""
+        """The indices of all `rows` rows of a flat, which begins with the rows of this object."""
         return replace(self, selection=self.selection.for_rows(0, rows), rows=rows)

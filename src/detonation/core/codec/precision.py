@@ -18,9 +18,9 @@ class Precision(Protocol):
     """A number format for the values of a message, as two pure functions. Receivers decode with
     `decode(encode(values), rows, k)`.
 
-    The encoding is an odd function: negated values, with the opposite sign for zeros, decode to the
-    negated result. Without this property parameters whose sent values are around zero would drift
-    in one direction. Dimensions before `rows` stand for several messages.
+    The encoding is an odd function: if all values, and the sign that zeros get, are negated, all
+    decoded values are negated. Without this property parameters whose sent values are around zero
+    would drift in one direction. Dimensions of a tensor before `rows` stand for several messages.
     """
 
     @property
@@ -29,7 +29,8 @@ class Precision(Protocol):
 
     @property
     def block(self) -> int:
-        """Number of values that are encoded together. A message can be cut between blocks."""
+        """Number of values in a block, which are encoded together. A message can be cut between
+        blocks."""
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
         """Encodes values in this number format.
@@ -62,8 +63,8 @@ class Precision(Protocol):
 
 @dataclass(frozen=True)
 class Float:
-    """Values in a floating-point type of torch with `size` bytes. The dtype is given by name, so
-    that the command `plan` need not import torch.
+    """Values in a floating-point type of torch that has `size` bytes. The type is given by its
+    `name`, so that the command `plan` need not import torch.
     """
 
     name: str
@@ -95,14 +96,15 @@ class Float:
 
 
 def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Views bytes as numbers of `dtype`; copies them if their address is not aligned for it.
+    """Views bytes as numbers of `dtype`. If the address of the bytes is not aligned for `dtype`,
+    copies the bytes first.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, n]` of `dtype`.
     """
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    # drop the dimension of a single message, because torch rejects its stride if that is odd
+    # the dimension of a single message is dropped, because torch rejects an odd stride
     if messages == 1:
         octets = octets[0]
     size = dtype.itemsize

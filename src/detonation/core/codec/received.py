@@ -1,4 +1,4 @@
-"""Received messages of all replicas, identical on each replica, which are read in blocks of
+"""Received messages of all replicas. They are identical on each replica, and are read in blocks of
 rows.
 """
 
@@ -58,19 +58,20 @@ class Received:
 
     @property
     def source(self) -> Arrived | Sums | None:
-        """The messages as they arrived, for an engine that decodes them itself; None if they
-        are available from `read` alone."""
+        """The messages as they arrived, for an engine that decodes them itself; None if only `read`
+        can decode them."""
         return None
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, excluding `end`. Both numbers are multiples of `unit`, but
-        `end` may also be the number of rows.
+        """Decodes rows `first` to `end`, excluding `end`. `first` must be a multiple of `unit`;
+        `end` must be one, too, or the count of all rows.
         """
         raise NotImplementedError
 
     def weigh(self) -> None:
         """Computes the norms of the whole messages, and replaces the aggregation that needs these
-        norms by a weighted mean. The mean gives the same result and works block by block.
+        norms by a weighted mean. The weighted mean gives the same update, and can be computed block
+        by block.
         """
         rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
         norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
@@ -87,13 +88,13 @@ class Received:
         return self.read(start, stop).part(first - start, end - start)
 
     def rows_of(self, first: int, rows: int) -> Received:
-        """A view of `rows` rows from row `first` on. It must begin and end at rows at which
-        messages can be cut, see `unit`."""
+        """A view of `rows` rows of these messages, from row `first` on. The view must begin and end
+        at rows at which messages can be cut; see `unit`."""
         return ReceivedRows(self, first, rows)
 
     def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
-        """Decodes the messages and yields them in blocks of `rows` rows, where `rows` is rounded up
-        to a multiple of `unit`.
+        """Decodes the messages, and yields their coefficients in blocks of `rows` rows. `rows` is
+        rounded up to a multiple of `unit`.
 
         Args:
             rows: Rows per block.
@@ -106,7 +107,7 @@ class Received:
             else:
                 for first in range(0, count, rows):
                     yield decoded_rows.part(first, min(first + rows, count))
-            del decoded_rows  # free the decoded rows before decoding the next rows
+            del decoded_rows  # frees the decoded rows before the next rows are decoded
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
         """Decodes and yields `rows` rows at a time; `rows` is rounded up to a multiple of
@@ -155,7 +156,7 @@ class Arrived(Received):
     codec: Codec
     body: Tensor  # [replicas, nbytes] uint8
     rows: int
-    # [rows, k], or [replicas, rows, k] if each replica selected its own indices
+    # [rows, k]; for the replies of owners [replicas, rows, k], because each owner has other rows
     shared: Tensor | SharedIndices | None
     aggregation: Aggregation
     unit: int = 1
@@ -170,8 +171,9 @@ class Arrived(Received):
         return self
 
     def facts(self) -> tuple[Tensor, Tensor]:
-        """Checks the content of each message on its device: finds impossible indices and
-        statistics, and computes the norm. The guard refuses a message by these facts.
+        """Checks the content of each message on the device that holds it: finds impossible indices
+        and statistics, and computes the norm of the message. The guard uses these facts to refuse
+        messages.
 
         Shapes: -> faults `[replicas]` int64 from `IndexCoding.faults`, or 3 for statistics that no
         encoder produces; and the norm `[replicas]` fp32.
@@ -193,16 +195,17 @@ class Arrived(Received):
         Shapes: `[replicas]` bool.
         """
         self.body.masked_fill_(skipped.unsqueeze(1), 0)
-        for known in ("levels", "_encoded"):  # these caches may still hold the old bytes
+        for known in ("levels", "_encoded"):  # drops what was computed from refused bytes
             vars(self).pop(known, None)
         if self._packed is not None:
             self._packed.blank(skipped)
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, excluding `end`. Both must be rows at which messages can
-        be cut, see `unit`.
+        """Decodes rows `first` to `end`, excluding `end`. Messages can be cut only at some rows
+        (see `unit`); `first` and `end` must be such rows.
 
-        Kernels replace the messages of whole rows by their mean, if the aggregation is the mean.
+        If messages hold whole rows and the aggregation is the mean, kernels return one message: the
+        mean of all messages.
         """
         mean = self.codec.dense and isinstance(self.aggregation, Mean)
         return Coefficients(self.values(first, end, mean), self.indices(first, end))
@@ -239,7 +242,7 @@ class Arrived(Received):
     @cached_property
     def parts(self) -> tuple[Tensor, ...]:
         """The parts of each message as views: values, statistics and indices. `Codec.lengths` gives
-        their sizes.
+        the size of each part.
 
         Shapes: -> `[replicas, length]` uint8 each.
         """
@@ -299,7 +302,7 @@ class Collected(Received):
         stop = begin + owners.owned
         sent = []
         indices = self._replies.indices(begin, stop)
-        # unpack indices before values, so that fewer temporaries exist at once
+        # indices are unpacked before values, so that fewer temporary tensors exist at the same time
         if indices is not None:
             sent.append(narrow(indices))
         sent.append(self._replies.values(begin, stop))

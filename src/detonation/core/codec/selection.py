@@ -1,7 +1,7 @@
 """Selections: the choice of coefficients that are sent from every row.
 
-A *shared* selection is a pure function of (seed, step, rows). Every replica computes its indices,
-so messages contain no indices.
+A *shared* selection is a pure function of (seed, step, rows). Every replica computes the selected
+indices itself, so messages contain no indices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Selection(Protocol):
-    """Chooses `k` of the `chunk` coefficients of every row, by their indices."""
+    """Chooses `k` of the `chunk` coefficients of every row, and returns the indices of these
+    coefficients."""
 
     @property
     def chunk(self) -> int: ...
@@ -110,11 +111,11 @@ coordinates."""
 @dataclass(frozen=True)
 class Rotation:
     """Base class of selections that ignore the data: each step sends one of `shares` equal parts of
-    a row.
+    every row.
 
-    `shares = ceil(1 / rate)`, so a rate is rounded down to one over an integer. The chunk is a
-    multiple of `shares`, so every message has the same size. In `period` steps every coordinate is
-    sent exactly once.
+    `shares = ceil(1 / rate)`, so a `rate` is rounded down to 1 divided by an integer. The chunk is
+    a multiple of `shares`, so every message has the same size. In `period` steps every coordinate
+    is sent exactly once.
     """
 
     rate: float
@@ -137,7 +138,7 @@ class Rotation:
     @cached_property
     def k(self) -> int:
         if self.shares == 1:
-            return 1  # rows of one coordinate need no padding
+            return 1  # every coordinate is sent, and rows of one coordinate need no padding
         return max(1, 64 // self.shares)
 
     @cached_property
@@ -145,9 +146,9 @@ class Rotation:
         return self.shares * self.k
 
     def phase(self, step: int, seed: int) -> tuple[int, int, int]:
-        """Three numbers that define which coordinates `step` sends: the number of the cycle, the
-        number of the share within each row, and a number that is XORed with each row's permutation
-        number.
+        """Three integers that define which coordinates `step` sends: the index of the cycle, the
+        index of the share within each row, and an integer that is XORed with the index of each
+        row's permutation.
         """
         return *divmod(step, self.shares), 0
 
@@ -164,8 +165,8 @@ class Random(Rotation):
     """A random subset of the coordinates, the same on every replica.
 
     Each row sends its coordinates in the order of one of 64 permutations. For each cycle of
-    `shares` steps new permutations are drawn and assigned to the rows. Work and memory per step
-    grow with the number of sent coefficients, not with the size of the flat.
+    `shares` steps new permutations are drawn and assigned to the rows. Computing time and temporary
+    storage per step grow with the count of sent coefficients, not with the size of the flat.
 
     Args:
         cycle: True if a row keeps its permutation for a cycle, so that each coordinate is sent once
@@ -208,7 +209,8 @@ class Random(Rotation):
 
 @dataclass(frozen=True)
 class Striding(Rotation):
-    """Every `period`-th coordinate of a row, from an offset that grows by one at each step."""
+    """Every `period`-th coordinate of a row. The index of the first one grows by 1 at each step,
+    and begins again at 0 after `period` steps."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         _, offset, _ = self.phase(step, seed)
@@ -234,8 +236,9 @@ def random_start(*key: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    """64 random permutations of `size` numbers: each is the order that sorts random words. The low
-    bits of each word are replaced by its index, so that no two words are equal.
+    """64 random permutations of `size` numbers. Each permutation is the order that sorts a line of
+    random words. The low bits of each word are replaced by the index of the word, so that no two
+    words of a line are equal.
 
     Shapes: -> `[64, size]` int64.
     """

@@ -2,7 +2,8 @@
 
 An exchange adds a header and a checksum to the message of a step, sends the message over a link,
 and validates the received messages. The channel calls the exchange. A bucket of gradients is only a
-piece of a message, so a step needs one header, and one decision whether to use the message.
+piece of the message of a step. So each step needs only one header, and only one decision whether to
+use the message.
 """
 
 from detonation.core.exchange.chosen import exchange_for, room_of

@@ -1,5 +1,5 @@
 """Chooses the exchange (all-reduce, all-gather, or two-stage all-reduce) of a scheme on a link, and
-how much memory its temporary tensors may use.
+how much memory the temporary tensors of a step may use.
 """
 
 import torch
@@ -15,8 +15,9 @@ from detonation.core.schemes import Scheme, collective_for, rows_of_a_turn
 
 
 def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
-    """Returns the memory budget for the temporary tensors of a step, as a number of rows: a quarter
-    of all rows, or an eighth at the end of a round, when the movement also needs memory.
+    """Returns how many rows the temporary tensors of a step may hold: a quarter of all rows. If
+    messages are sent at the end of a round, returns an eighth, because the change of the parameters
+    needs storage, too.
     """
     is_round = scheme.signal == "parameters"
     is_vote = scheme.codec.selection.shared and not scheme.codec.summable
@@ -33,7 +34,7 @@ def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> 
 def exchange_for(
     scheme: Scheme, link: Link, layout: Layout, engine: ReferenceEngine, guard: Guard, room: Room
 ) -> Exchange:
-    """Creates the exchange for the collective that `collective_for` chooses."""
+    """Creates the exchange for the collective that `collective_for` chooses for this scheme."""
     chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
     if chosen == "all-reduce":
         return AllReduce(scheme, link, guard, layout.rows)

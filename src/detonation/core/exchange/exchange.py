@@ -27,7 +27,7 @@ from detonation.core.schemes import Scheme, aligned_rows
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
-# function that allocates memory for the bytes of messages, from a shape and a `device`
+# allocates a tensor for the bytes of messages, from a shape and a `device`
 empty_octets = partial(torch.empty, dtype=torch.uint8)
 
 
@@ -35,8 +35,7 @@ class Exchange(ABC):
     """Sends messages of at most `rows` rows, encoded by the scheme's codec, through one or two
     collectives, and receives the messages of all replicas.
 
-    All replicas must call its methods in the same order.
-    """
+    All replicas must call the methods of an exchange in the same order."""
 
     secluded = False
     """True if a replica receives messages that no other replica receives, and answers them in a
@@ -49,19 +48,17 @@ class Exchange(ABC):
         self._link = link
         self._guard = guard
         self._rows = rows
-        # for `zeros_are_negative`: steps between two messages that contain the same coordinates
+        # number of steps between two messages with the same coordinates, for `zeros_are_negative`
         self._period = scheme.round.every * max(1, scheme.codec.selection.period)
-        # for `zeros_are_negative`: true for votes, and for an outer SGD, which uses magnitudes;
-        # false for a base optimizer, which may use only signs
+        # `cancel` of `zeros_are_negative`: not for a mean, of which optimizers may use only signs
         self._cancel = scheme.signal == "parameters" or isinstance(scheme.aggregation, MajorityVote)
-        # Gradients are sent at every step, so their message buffers are kept for reuse.
+        # Gradients are sent at every step, so the buffers of their messages are kept for reuse.
         # Rounds end rarely, so the message buffers of rounds are freed after each exchange.
-        # An elastic communicator may resend a message later, so its buffer must not be reused.
-        # A simulated communicator on a CPU shares the message itself, so it is not reused, either.
+        # Under an elastic communicator, which may resend a message later, no buffer is reused.
+        # A simulated communicator on a CPU shares the buffer of the sender, so no buffer is reused.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # Function that takes back receive buffers for reuse. None on a device without kernels,
-        # because torch's allocator on the device reuses the memory.
+        # Takes back receive buffers for reuse; None if torch does this (accelerator, no kernels).
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
@@ -69,14 +66,14 @@ class Exchange(ABC):
     @abstractmethod
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         """Returns the buffer (run) for `rows` rows of the message, from row `first` on. The engine
-        writes encoded values into this buffer, and the next collective sends it.
+        writes encoded values into this buffer, which the next collective sends.
 
         The buffer that begins at row 0 is sent last, together with the header.
         """
 
     @abstractmethod
     def send(self, message: Message, status: int | Tensor | None) -> None:
-        """Starts a collective that sends the buffer that `run` returned last.
+        """Starts the collective that sends the buffer of the last call of `run`.
 
         Args:
             status: See `Header`; None if more of this message follows.
@@ -113,14 +110,14 @@ class Exchange(ABC):
 def zeros_are_negative(
     sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True
 ) -> bool:
-    """True if a replica sends zeros as negative numbers. The signs are chosen such that they cancel
-    over all replicas and all messages.
+    """True if a replica encodes zeros as negative numbers. The signs of zeros are chosen such that
+    they cancel over all replicas and all messages.
 
     One bit cannot encode zero: a coordinate that is zero decodes to plus or minus one magnitude,
-    and would drift if the sign were always the same. Messages 2 n and 2 n + 1 with this coordinate
-    have opposite signs. Multiples of the golden ratio choose which message of such a pair is
-    negative, so that coordinates that are zero only in every second or third message are balanced,
-    too.
+    and would drift if this sign never changed. So the messages that contain this coordinate are
+    counted, and messages 2 n and 2 n + 1 have opposite signs. Multiples of the golden ratio choose
+    which message of such a pair is negative. Therefore the signs also cancel for a coordinate that
+    is zero only in every second or third message.
 
     Args:
         sending: Number of earlier messages with the coordinate, as far as this number does not
@@ -148,8 +145,8 @@ def zeros_are_negative(
 def played(
     playback: PlayedMessages, guard: Guard, step: int, replicas: int
 ) -> Callable[[], Tensor]:
-    """Returns a function that reads the messages of `step` from the recorded run `playback`, onto
-    the device of `guard`."""
+    """Returns a function that reads the messages of `step` from the recorded run `playback`, and
+    copies them to the device of `guard`."""
     return lambda: (
         playback.take(guard.place, step).to(guard.usual.device).view(replicas, -1)
     )  # [replicas, 64 + nbytes]
@@ -192,16 +189,15 @@ class AllReduce(Exchange):
         for at, count in message.rows or [(0, self._rows)]:
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
-                # Scale the sum as if each absent replica had sent the mean of the present ones.
+                # Scale the sum as if each absent replica had sent the mean of the present replicas.
                 # Copy the sum first, because another simulated replica may still read it.
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
             runs.append((at, total[: count * self._k].view(count, self._k)))
-        digits = total[count * self._k :]  # the last collective carries the status digits
+        digits = total[count * self._k :]  # the last collective also carries each replica's status
         runs.sort(key=itemgetter(0))
         if message.played:
-            # The log does not record which replicas were absent, so the status of any replica may
-            # be missing.
+            # the log does not record which replicas were absent, so any status may be missing
             absent = {*range(link.replicas)}
         elif link.observer:
             if len(runs) > 1:
@@ -239,7 +235,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    # no tensors: a sum hides the norms of messages, so there is no reference norm
+    # no tensors: a sum hides the norms of single messages, so no usual norm is remembered
     def state(self) -> dict[str, Tensor]:
         return {}
 
@@ -259,11 +255,11 @@ class AllGather(Exchange):
             room = 0
         else:
             room = HEADER_BYTES
-        # the buffer of a whole message is padded for the checksum, so it is sealed without a copy
+        # the buffer of a whole message has padding for the checksum, so sealing needs no copy
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(empty_octets, shape, device=self._guard.usual.device)
         new = partial(MessageRows, self._codec, rows, memory, first, room)
-        if self._workspace.depth:  # buffers are kept: reuse a run with its memory and views
+        if self._workspace.depth:  # buffers are kept, so a run (a buffer and its views) is reused
             run = self._workspace.take(("run", first), rows, new)
         else:
             run = new()

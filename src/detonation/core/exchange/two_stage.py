@@ -1,5 +1,5 @@
-"""The two-stage exchange: each replica is the owner of some rows. An owner aggregates its rows for
-all replicas and sends them the result.
+"""The two-stage exchange: each replica is the owner of some rows. An owner aggregates the messages
+of all replicas for these rows, and sends the aggregate to all replicas.
 """
 
 from dataclasses import replace
@@ -30,11 +30,11 @@ from detonation.core.schemes import Scheme
 
 class TwoStage(Exchange):
     """A two-stage all-reduce: each replica owns a part of the rows, receives these rows from all
-    replicas, aggregates them, and sends the result to all replicas.
+    replicas, aggregates the received rows, and sends the aggregate to all replicas.
 
     The bytes that a replica sends do not grow with the number of replicas. The owner encodes the
-    result again and sends only a part of it. The rest stays in the owner's residual and is sent
-    later, so the second encoding loses nothing.
+    aggregate again and sends only a part of it. The rest of the aggregate stays in the owner's
+    residual and is sent later, so the second encoding loses nothing.
 
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
@@ -64,7 +64,7 @@ class TwoStage(Exchange):
         self.residual = residual
         self.replica = (
             link.replica
-        )  # this replica's number among the owners; later changes of replicas do not update it
+        )  # index of this replica among the owners; does not change if replicas join or leave
         answer = replace(
             self._answer, selection=self._answer.selection.for_rows(first, owners.rows)
         )
@@ -85,7 +85,7 @@ class TwoStage(Exchange):
             some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
-        )  # rows of a block: whole runs, because messages and replies can be cut only between runs
+        )  # rows of a block: a multiple of `owners.run`, because messages can be cut only there
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole = rows == self._rows
@@ -94,7 +94,7 @@ class TwoStage(Exchange):
             owners = self.owners
         else:
             owners = self.owners.of_bucket(rows)
-        # Without kernels, a whole message is padded for its checksum, and sealed without a copy.
+        # Without kernels, the buffer of a whole message has padding, so that sealing needs no copy.
         aligned = whole and not self._guard.on_kernels
         shape = (
             owners.replicas,
@@ -148,7 +148,8 @@ class TwoStage(Exchange):
 
     def _reply(self, block: Coefficients, run: MessageRows) -> None:
         """Aggregates a block of owned rows, and writes the coefficients of the answer into the
-        buffer `run`. The part that the answer does not hold stays in the owner's residual.
+        buffer `run`. The part of the aggregate that the answer does not hold stays in the owner's
+        residual.
         """
         residual = self.residual[run.first : run.first + run.rows]
         residual += aggregate(block, self._scheme.aggregation, self._codec.selection.chunk)
@@ -158,7 +159,7 @@ class TwoStage(Exchange):
         self._answer.write(selected, run)
         sent = self._answer.written(run)
         indices = selected.indices
-        # the indices of a row are distinct, so each number changes once
+        # the indices of a row are distinct, so each number of the residual changes at most once
         if isinstance(indices, Tensor):
             residual.scatter_add_(1, indices, sent.neg())
         else:
@@ -172,8 +173,8 @@ class TwoStage(Exchange):
         return Collected(opened, self.owners)
 
     def _reply_to(self, message: Message) -> Message:
-        """Creates the owner's reply to `message`. If all replicas know the sent indices, the reply
-        gets the indices of each owner's rows."""
+        """Creates the owner's reply to `message`. If all replicas know the indices of the sent
+        values, the reply keeps these indices, grouped by the owner of each row."""
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         reply.missing = message.missing
         if message.shared:
@@ -205,5 +206,5 @@ class TwoStage(Exchange):
             self._scheme, self._link, owners, residual, guard, self._room, self._engine, first
         )
 
-    def state(self) -> dict[str, Tensor]:  # shapes: [owned, chunk] fp32 and [1] fp32
+    def state(self) -> dict[str, Tensor]:  # of shapes [owned, chunk] and [1], in fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}

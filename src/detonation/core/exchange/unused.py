@@ -33,11 +33,11 @@ class Unused:
     Each message reports whether its sender lacks any gradient. If one replica has all gradients, no
     parameter is unused, and nothing more is sent. If every replica lacks a gradient, each replica
     sends the set of its missing gradients, with one bit per parameter. All replicas remember the
-    exchanged sets, so that a later message can name its sender's set by the number of that
-    exchange. If all messages name remembered sets, nothing more is sent.
+    exchanged sets. A later message can therefore name a remembered set of its sender by a short
+    code. If the messages of all replicas name remembered sets, nothing more is sent.
 
-    For an unused parameter the step is undone: its rows in the memory of unsent values are
-    restored, and the base optimizer gets no gradient.
+    For an unused parameter the step is undone: the parameter's rows in the memory of unsent values
+    get their previous values back, and the base optimizer gets no gradient of this parameter.
 
     Args:
         guard: Of the channel's messages.
@@ -57,14 +57,15 @@ class Unused:
         self._next = 0
 
     def forget(self) -> None:
-        """Forgets the remembered sets of missing gradients. All replicas call it when a new state
-        was loaded."""
+        """Forgets the remembered sets of missing gradients. All replicas call this method after
+        they have loaded a new state."""
         self._known = []
         self._next = 0
 
     def miss(self, message: Message, numbers: Sequence[int]) -> None:
-        """Records in `message` that this replica has no gradients for the parameters `numbers`.
-        Must be called before their rows are encoded and the message gets its header."""
+        """Records in `message` that this replica has no gradients for the parameters with the
+        indices `numbers`. Must be called before the rows of these parameters are encoded, and
+        before the message gets its header."""
         octets = packed(numbers, len(self._layout.slots))
         own = [sets[self._link.replica] for sets in self._known]
         if octets in own:
@@ -79,7 +80,8 @@ class Unused:
 
     def agreed(self, unused: Sequence[int]) -> Missing:
         """Returns a record of missing gradients for a pending update from a loaded checkpoint. In
-        this record the replicas have already agreed that no replica used the parameters `unused`.
+        this record the replicas have already agreed that no replica used the parameters with the
+        indices `unused`.
         """
         octets = packed(unused, len(self._layout.slots))
         rows = self._layout.row_numbers(unused)
@@ -93,10 +95,12 @@ class Unused:
                 kept.become_change()
 
     def settle(self, missing: Missing | None, step: int) -> frozenset[int]:
-        """Returns the numbers of the parameters that no replica used at `step`, and undoes the step
-        in their rows of memory. Called after the messages of `step` were received.
+        """Returns the indices of the parameters that no replica used at `step`, and undoes the step
+        in the rows of these parameters in the memory of unsent values. Called after the messages of
+        `step` were received.
 
-        Collective if every replica lacks a gradient.
+        Collective, but sends something only if every replica lacks a gradient and some set of
+        missing gradients is new.
 
         Args:
             missing: None where this replica has all gradients.
@@ -139,7 +143,7 @@ class Unused:
         arriving = self._link.all_gather(mine.to(self._guard.usual.device))
         (arrived,), absent = self._link.wait([arriving])
         sets = [bytes(row) for row in arrived.tolist()]
-        # later messages carry a digest of these sets, so a replica with other sets is detected
+        # later messages carry a digest of the received sets; it reveals a replica with other sets
         self._guard.noted = crc32(b"".join(sets), self._guard.noted) >> 1
         self._known[self._next : self._next + 1] = [sets]
         self._next = (self._next + 1) % self._most_known
