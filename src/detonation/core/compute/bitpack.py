@@ -21,7 +21,7 @@ _LOOKED_UP = 1, 2, 4
 
 @lru_cache(maxsize=1024)
 def packed_bytes(count: int, width: int) -> int:
-    """Bytes of `count` packed numbers of `width` bits.
+    """Bytes of `count` packed numbers of `width` bits each.
 
     >>> packed_bytes(4, 6), packed_bytes(5, 6)
     (3, 4)
@@ -45,7 +45,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
         kernel = kernel_library.load_library()
         if kernel:
             return kernel.pack(numbers, width, packed_bytes(count, width))
-    if width > 16:  # indices of chunks above 65,536 are packed bit by bit
+    if width > 16:  # for indices in chunks of more than 65,536: packs single bits
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
     if count % 8:
         numbers = torch.nn.functional.pad(numbers, (0, -count % 8))
@@ -116,20 +116,20 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
-    """Computes the same as `_pack` in fewer operations, for an accelerator. On a CPU this would be
-    slower."""
+    """Computes the same bytes as `_pack` with fewer torch operations, for an accelerator. On a CPU
+    this function would be slower than `_pack`."""
     if 8 % width == 0:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
         placed = octets.mul(_places(width, 8 // width, octets.dtype, octets.device))
         return placed.sum(1, dtype=torch.uint8)
-    # eight numbers fill `width` of the eight bytes of a word
+    # eight packed numbers fill the first `width` of the eight bytes of a word
     words = numbers.view(-1, 8).mul(_places(width, 8, torch.int64, numbers.device)).sum(1)
     return words.view(torch.uint8).view(-1, 8)[:, :width].contiguous().view(-1)
 
 
 def _unpack(octets: Tensor, width: int) -> Tensor:
     # [n * width / 8] uint8 -> [n] integer; n is a multiple of 8
-    # the conversion to int32 copies the bytes, so they need not be contiguous
+    # `octets` need not be contiguous, because the conversion to int32 copies them
     if width in _LOOKED_UP:
         return (
             _octets(octets.device, width)
@@ -146,9 +146,9 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
             octets = octets.clone()
         units = octets.view(unit_dtype(unit)).view(-1, width // unit)
         words = torch.nn.functional.pad(units, (0, (8 - width) // unit)).view(torch.int64)
-        del octets, units  # frees their memory, because both may be copies
+        del octets, units  # frees the memory of these two tensors, if they are copies
     else:
-        # the first eight bytes hold four of eight numbers, the last eight bytes hold the other four
+        # of `width` bytes, the first eight hold four numbers, the last eight the next four numbers
         lane = 16
         wide = torch.uint16
         octets = octets.view(-1, width)
@@ -177,11 +177,11 @@ def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
     """The moves that spread packed numbers of `width` bits to positions `lane` bits apart in a
     word: each move shifts half of the numbers.
 
-    A move is the shift in bits, the mask of the bits that remain, and the mask of the bits that are
-    shifted.
+    A move consists of the shift in bits, the mask of the bits that do not move, and the mask of the
+    bits that are shifted.
     """
     moves = []
-    half = 32 // lane  # this many numbers are shifted together
+    half = 32 // lane  # count of numbers that are shifted together
     while half:
         low = sum((2 ** (half * width) - 1) << at for at in range(0, 64, 2 * half * lane))
         moves.append((half * (lane - width), signed(low), signed(low << half * width)))
@@ -213,7 +213,7 @@ def _octets(device: torch.device, width: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def bit_counts(device: torch.device) -> Tensor:
-    """Lookup table: the number of set bits of each byte value.
+    """Lookup table: the count of set bits of each byte value.
 
     Shapes: -> `[256]` uint8.
     """

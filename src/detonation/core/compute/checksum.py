@@ -30,14 +30,14 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) -> Tensor:
-    """The checksum of each message: the sum of its 32-bit words, each times an odd factor, modulo
-    2**64.
+    """The checksum of each message: the sum of the message's 32-bit words, each multiplied by an
+    odd factor, modulo 2**64.
 
-    A message is padded with zeros to whole lines of `LINE_BYTES`. Each line has an even number and
-    each column an odd number; the factor of a word is the sum of these two numbers. So words are
-    summed by line and by column first, in 32 bits. The checksum detects every change within one
-    word, and misses about one in four billion of all other changes. It does not protect against
-    attackers, because they can compute the checksum, too.
+    A message is padded with zeros to whole lines of `LINE_BYTES`. Each line has an even factor and
+    each column an odd factor; the factor of a word is the sum of the factors of its line and its
+    column. So the words of each line and of each column are summed first, in 32 bits. The checksum
+    detects every change within one word, and misses about one in four billion of all other changes.
+    The checksum does not protect against attackers, because attackers can compute it, too.
 
     Args:
         messages: May be views of larger rows.
@@ -76,8 +76,8 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
 
 
 def _words(messages: Tensor) -> Tensor:
-    """The 32-bit words of each message as a view, or as a copy in whole lines if torch cannot view
-    them.
+    """The 32-bit words of each message as a view, or as a copy in whole lines if torch cannot make
+    a view.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, words]` int32.
     """
@@ -91,7 +91,7 @@ def _words(messages: Tensor) -> Tensor:
 @lru_cache(maxsize=32)
 def _numbers(lines: int, device: torch.device) -> Tensor:
     """Odd factors of all columns, followed by even factors of all lines. Neighbouring factors are
-    unrelated, so errors do not cancel.
+    unrelated, so errors in neighbouring words do not cancel.
     """
     at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(_STRIDE)
     mixed = at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF))

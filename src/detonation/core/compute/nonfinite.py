@@ -1,5 +1,6 @@
 """Finds NaN, infinite and far too large values before they are added to the memory of unsent
-values. Every top-k would select a NaN in this memory, so no replica would train its chunk again.
+values. Every top-k would select a NaN in this memory, so the chunk with the NaN would never be
+trained again.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ FINE = Verdict(False, 0)
 
 
 def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
-    """Checks signals for bad values, in plain torch or by a compiled kernel on a CPU.
+    """Checks signals for bad values: on a CPU by a compiled kernel if there is one, else in plain
+    torch.
 
     A signal is bad if it contains NaN or a magnitude above `SIGNAL_LIMIT`. If the device computes
     the verdict, the host does not wait for it.
@@ -67,7 +69,7 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
             at = library.beyond(tensors, SIGNAL_LIMIT)
             return FINE if at < 0 else Verdict(True, 1 + present[at][0])
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-        # if the norm of a signal is within the limit, all its values are
+        # if the norm of a signal is within the limit, all values of the signal are, too
         if (norms <= SIGNAL_LIMIT).all():
             return FINE
     numbers, within = signals_within(signals, tensors[0].device)
@@ -81,7 +83,7 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
 def signals_within(
     signals: Sequence[Tensor | None], device: torch.device
 ) -> tuple[list[int], Tensor]:
-    """The numbers of the signals that are not empty, and for each of these signals whether all its
+    """The indices of the signals that are not empty, and for each of these signals whether all its
     values are within `SIGNAL_LIMIT`.
 
     Shapes: any -> `[signals that are not empty]` bool.
@@ -99,8 +101,8 @@ def signals_within(
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
-    """1 + the smallest number in `numbers` whose signal exceeds `SIGNAL_LIMIT`; 0 if no signal
-    exceeds it. Computed on the device.
+    """1 + the smallest index in `numbers` whose signal has a value outside of `SIGNAL_LIMIT`; 0 if
+    no signal has such a value. Computed on the device.
 
     Shapes: `[signals]` bool each -> `[]` int64.
     """
@@ -109,14 +111,14 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
     if len(within) > 1:
         together = torch.cat(list(within))
     count = max(each) + 1
-    # signals within the limit get the number `count` + 1, which the remainder turns into 0
+    # signals within the limit get the value `count` + 1, which the remainder turns into 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 
 
 @lru_cache(maxsize=64)
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Each of `numbers` plus 1, as a cached tensor on `device`.
+    """A cached tensor on `device` that holds each of `numbers` plus 1.
 
     Shapes: -> `[numbers]` int64.
     """

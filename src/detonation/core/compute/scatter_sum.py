@@ -27,12 +27,12 @@ SUM_PARTS = 128
 
 @lru_cache
 def most_summed(chunk: int) -> int:
-    """Largest number of coefficients of a row, over all replicas, that are decoded as a weighted
-    sum of basis vectors.
+    """Largest count of coefficients per row, of all replicas together, that are decoded as a
+    weighted sum of basis vectors.
 
-    If there are more coefficients, they are aggregated first and then multiplied by the basis
-    (`product_in_order`). The two methods round differently, so all engines must switch between
-    them at this number.
+    If a row has more coefficients, the coefficients are aggregated first and then multiplied by the
+    basis (`product_in_order`). The two methods round differently, so all engines must switch from
+    one to the other at this count.
     """
     return min(chunk // 2, 64)
 
@@ -40,9 +40,10 @@ def most_summed(chunk: int) -> int:
 class SumOfSquares:
     """Sums of the squares of fp32 numbers that arrive in blocks of any size.
 
-    Number n belongs to lane n % `LANES` of part n // `LANES` % `SUM_PARTS`. Each lane adds its
-    squares in order. Then `added` adds the lanes of each part, and after that the parts. Each
-    product and each sum is rounded separately, so the result does not depend on the blocks.
+    The number with index n belongs to lane n % `LANES` of part n // `LANES` % `SUM_PARTS`. Each
+    lane adds its squares in order. Then `added` adds the lanes of each part, and after that the
+    parts. Each product and each sum is rounded separately, so the sums do not depend on the sizes
+    of the blocks.
     """
 
     def __init__(self, sums: int, numbers: int, device: torch.device) -> None:
@@ -74,7 +75,7 @@ def added(numbers: Tensor) -> Tensor:
     """The sum over the last dimension, of length n: adds elements i and i + n / 2, and repeats this
     with the n / 2 sums until one sum is left.
 
-    The dimension is first padded with zeros to a power of two.
+    The last dimension is first padded with zeros to a power of two.
 
     Shapes: `[..., n]` -> `[...]`.
     """
@@ -88,8 +89,8 @@ def added(numbers: Tensor) -> Tensor:
 
 
 def square_root(numbers: Tensor) -> Tensor:
-    """The correctly rounded square root. torch's square root in fp32 differs between AVX2 and
-    AVX-512.
+    """The correctly rounded square root of each number. torch's own square root in fp32 differs
+    between AVX2 and AVX-512.
 
     Shapes: any, fp32.
     """
@@ -100,7 +101,7 @@ def scatter_sum(
     values: Tensor | Sequence[Tensor], indices: Tensor | Sequence[Tensor | None] | None, chunk: int
 ) -> Tensor:
     """Adds the values of all replicas in replica order, each value at its index in its row. The
-    result may share memory with `values`.
+    returned tensor may share memory with `values`.
 
     Shapes: values `[replicas, rows, k]`, indices `[replicas, rows, k]` integer, or None for whole
     rows; or one `[rows, k]` each per replica -> `[rows, chunk]`.
@@ -109,7 +110,7 @@ def scatter_sum(
     if indices is None or indices[0] is None:
         return _added(values)
     if len(values) > 1 and first.device.type != "cpu" and chunk <= ONE_PASS_CHUNK:
-        # one pass in replica order, because atomic additions have no fixed order
+        # adds in one pass in replica order, because atomic additions have no fixed order
         sent, where = beside_each_other(list(values), [i for i in indices if i is not None])
         return weighted_sum(_units(chunk, first.device), sent, where)
     total = torch.zeros(len(first), chunk, dtype=first.dtype, device=first.device)
@@ -120,12 +121,13 @@ def scatter_sum(
 
 
 def beside_each_other(values: list[Tensor], indices: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Concatenates values and indices of all messages row by row in replica order.
+    """For each row, concatenates the values of all messages in replica order, and likewise the
+    indices.
 
     Shapes: per replica `[rows, k]` fp32 and `[rows, k]` integer -> `[rows, replicas * k]` fp32, and
     int32.
     """
-    if values[0].device.type == "cpu":  # torch.cat copies the values of a row at once
+    if values[0].device.type == "cpu":  # torch.cat copies all values of a row at once
         return torch.cat(values, 1), torch.cat(indices, 1).to(torch.int32)
     shape = len(values[0]), len(values), values[0].shape[1]
     sent = torch.empty(shape, dtype=torch.float32, device=values[0].device)
@@ -135,11 +137,12 @@ def beside_each_other(values: list[Tensor], indices: list[Tensor]) -> tuple[Tens
 
 
 def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """A weighted sum of `vectors` for each row. The same index may occur several times in a row.
+    """For each row, the sum of the `vectors` at the row's `indices`, each times its weight. An
+    index may occur several times in a row.
 
-    A sum begins at zero and adds its weighted vectors in the order of the row, each by one fused
-    multiply-add in fp32. torch's embedding bag computes the same on x86-64 and CUDA; every engine
-    must give the same bits.
+    Each sum begins at zero and adds the weighted vectors in the order of the row, each by one fused
+    multiply-add in fp32. torch's embedding bag computes the sums in this way on x86-64 and CUDA.
+    Every engine must compute the same bits.
 
     Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer ->
     `[rows, n]`.

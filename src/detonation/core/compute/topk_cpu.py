@@ -26,8 +26,8 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     of `TOPK_CHUNKS`.
 
     Magnitudes that differ only in their lowest log2(chunk) bits count as equal, because the index
-    replaces these bits in the key that is sorted. So one comparison orders magnitude and index.
-    `some` rows are processed at a time, as many as fit into a cache.
+    replaces these bits in the key that is sorted. So one comparison of keys orders both magnitudes
+    and indices. `some` rows are processed at a time; these rows should fit into a cache.
 
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """
@@ -50,11 +50,12 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
 
 
 def _maxima(keys: Tensor, count: int) -> Tensor:
-    """The `count` largest keys of each column, in falling order. Their sign bits may be wrong.
-    Changes `keys`, which must not be negative.
+    """The `count` largest keys of each column, in falling order. The sign bits of the returned keys
+    may be wrong. Overwrites `keys`, which must not be negative.
 
-    After each maximum, all keys are shifted cyclically, so that this maximum becomes the lowest
-    int32. Smaller keys then are positive, in the same order; maxima found before are negative.
+    Each time a maximum was found, one number is subtracted from all keys, modulo 2**32, so that
+    this maximum becomes the lowest int32. Then all smaller keys are positive, in their old order,
+    and the maxima that were found earlier are negative.
 
     Shapes: `[chunk, columns]` int32 -> `[count, columns]` int32.
     """
@@ -63,7 +64,7 @@ def _maxima(keys: Tensor, count: int) -> Tensor:
     for last, line in pairwise(found):
         keys.sub_(last.bitwise_xor(_LOWEST))
         torch.amax(keys, 0, out=line)
-    return found.cumsum(0, dtype=torch.int32)  # undoes the shifts
+    return found.cumsum(0, dtype=torch.int32)  # adds the subtracted numbers again
 
 
 def _rising(keys: Tensor, chunk: int) -> Tensor:
@@ -104,10 +105,10 @@ class SortingNetwork:
         self._found = self._now[size - count :]
 
     def largest(self) -> Tensor:
-        """The `count` largest numbers of each column, in rising order if `count` is the whole
-        column.
+        """The `count` largest numbers of each column, in rising order if these are all numbers of
+        the column.
 
-        The next call overwrites the result.
+        The next call overwrites the returned tensor.
 
         Shapes: -> `[count, columns]`.
         """

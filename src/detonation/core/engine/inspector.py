@@ -43,7 +43,7 @@ class SignalInspector:
         return verdict.bad
 
     def status(self) -> int | Tensor:
-        """The status of the message: the status of all its buckets since `begin`; see `Header`."""
+        """The status of the message, from all its buckets since `begin`; see `Header`."""
         return self._status
 
 

@@ -49,8 +49,9 @@ than memory.
 
 
 class Replier(Protocol):
-    """Encodes the reply of an owner (a replica that aggregates some rows for all): coefficients of
-    the update plus the owner's residual. `reads` is True for messages that it can decode.
+    """Encodes the reply of an owner (a replica that aggregates some rows for all replicas). The
+    reply holds coefficients of the sum of the update and the owner's residual. `reads` is True for
+    messages that this replier can decode.
     """
 
     def reads(self, received: Received) -> bool: ...
@@ -59,8 +60,8 @@ class Replier(Protocol):
 
 
 class ReferenceEngine(Rule):
-    """Encodes signals, subtracts what was sent from the memory, and decodes messages, in plain
-    torch, on any device, block by block.
+    """Encodes signals, subtracts the sent values from the memory of unsent values, and decodes
+    messages. Computes in plain torch, on any device, in blocks of rows.
     """
 
     name = "torch"
@@ -89,9 +90,9 @@ class ReferenceEngine(Rule):
         self._on_cpu = runtime.device.type == "cpu"
         self._room = room or Room(max(1, layout.rows))
         self._encodes_codes = self._on_cpu and _sends_codes(codec, layout)
-        # rows at which messages can be cut: a message of codes only between blocks of its codebook
+        # messages can be cut after multiples of `unit` rows: codes only between codebook blocks
         unit = codec.unit if self._encodes_codes else 8
-        # number of rows that one operation processes: so few that they fit into the cache
+        # count of rows that one operation processes; so many rows fit into the cache
         self._cached_rows = max(unit, CACHE_BLOCK // codec.selection.chunk // unit * unit)
         self._released_rows = self._cached_rows
         self._absorbed_rows = self._cached_rows
@@ -117,7 +118,7 @@ class ReferenceEngine(Rule):
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as receivers decode them."""
         self._rest = _subtracting(codec, memory)
-        # True if sent values are subtracted from a block of memory while it is still in the cache
+        # True if the sent values of a block are subtracted while this block is still in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
@@ -158,7 +159,7 @@ class ReferenceEngine(Rule):
         bad: Tensor | None,
         out: Tensor | None,
     ) -> Selected:
-        """Runs `encode` for one block of rows at a time, which needs less memory."""
+        """Runs `encode` for one block of rows at a time, so that temporary tensors are smaller."""
         codec = self.codec
         rows = self.layout.rows
         shared = codec.shared_indices(rows, step, self._seed, self.device)
@@ -189,9 +190,9 @@ class ReferenceEngine(Rule):
     def _absorbed_parts(
         self, signals: Sequence[Tensor | None], bad: Tensor | None
     ) -> Iterator[tuple[int, Tensor, Memory | None]]:
-        """Adds signals to the memory of unsent values, part by part. Yields the first row of each
-        part, the new values of its rows, and its memory. If the scheme has no memory, the values
-        are the signals themselves.
+        """Adds signals to the memory of unsent values, in parts of consecutive rows. Yields for
+        each part its first row, the new values of its rows, and the memory of these rows. If the
+        scheme has no memory, the values are the signals themselves.
         """
         rows = self.layout.rows
         memory = self.memory
@@ -216,8 +217,8 @@ class ReferenceEngine(Rule):
             yield first, memory.absorb(pieces, bad), memory
 
     def _memory_of(self, block: Bucket) -> Memory:
-        """The part of the memory that belongs to a block of rows. It is cached, so that its views
-        and its padding are computed only once."""
+        """The memory of unsent values of one block of rows. The `Memory` object is cached, so that
+        its views and its padding are computed only once."""
         assert self.memory
         known = self._memories.get(block.first)
         if known is None:
@@ -232,10 +233,9 @@ class ReferenceEngine(Rule):
         step: int,
         bad: Tensor | None = None,
     ) -> Selected:
-        """Encodes like `encode`, and writes the coefficients into `run`."""
+        """Encodes like `encode`, and writes the coefficients into the message buffer `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # fp64 signals are excluded: `fill` would round them directly to the message's dtype, but
-        # other engines round them to fp32 first
+        # fp64 signals are excluded: other engines round these to fp32 before the message's dtype
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -246,7 +246,7 @@ class ReferenceEngine(Rule):
         if self._encodes_codes and not run.owners:
             return self._encode_codes(run, signals)
         out = None
-        # not into the buffer of an all-reduce, which overwrites the values that `release` needs
+        # an all-reduce overwrites its buffer, so values that `release` needs are not written there
         if self.codec.precision == FP32 and not (run.is_summed or self.codec.dense):
             out = run.numbers
         selected = self.encode(signals, step, bad, out)
@@ -254,8 +254,9 @@ class ReferenceEngine(Rule):
         return selected
 
     def _encode_codes(self, run: MessageRows, signals: Sequence[Tensor | None]) -> Selected:
-        """Writes whole rows as codes into `run`, and subtracts the sent values from the memory,
-        block by block. Each block stays in the cache, and no temporary has the size of the model.
+        """Writes whole rows as codes into `run`, and subtracts the sent values from the memory of
+        unsent values, block by block. Each block stays in the cache, and no temporary tensor has
+        the size of the model.
         """
         for first, flat, memory in self._absorbed_parts(signals, None):
             part = run.of_rows(first, len(flat))
@@ -277,11 +278,10 @@ class ReferenceEngine(Rule):
         return inspector_of(self._runtime)
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
-        """This replica's message, decoded as by every receiver, as if it were the only received
-        message.
+        """This replica's message, decoded as every receiver decodes it, as if no other message had
+        been received.
 
-        The result shares memory with `run`.
-        """
+        The decoded values may share memory with `run`."""
         return self.of_one(self.codec.written(run), selected)
 
     def replier(
@@ -292,8 +292,8 @@ class ReferenceEngine(Rule):
         owners: RowOwners,
         owner: int,
     ) -> Replier | None:
-        """The engine that encodes the replies of `owner`, and keeps their unsent part in
-        `residual`; None if plain torch computes the replies.
+        """An object that encodes the replies of `owner`, and keeps the unsent part of the replies
+        in `residual`; None if plain torch computes the replies.
 
         Shapes: residual `[owned, chunk]` fp32.
         """
@@ -311,15 +311,15 @@ class ReferenceEngine(Rule):
         return Selected(values, indices)
 
     def empty(self, step: int) -> Selected:
-        """The content of an empty message: zeros. The memory does not change.
+        """The content of an empty message: zeros. The memory of unsent values does not change.
 
         Shapes: -> values `[rows, k]`.
         """
         return self.codec.empty(self.layout.rows, step, self._seed, self.device)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
-        """Subtracts the sent values from the memory: `own`, which are the values as every receiver
-        decodes them, or without `own` the selected coefficients.
+        """Subtracts the sent values from the memory of unsent values. `own` holds the sent values
+        as every receiver decodes them. Without `own`, the selected coefficients are subtracted.
 
         Shapes: own `[rows, k]` fp32.
         """
@@ -340,7 +340,8 @@ class ReferenceEngine(Rule):
         return DecodedMessages(values, narrow(selected.indices).unsqueeze(0))
 
     def decode(self, received: Received) -> Tensor:
-        """The update in the coordinates of the parameters; its padding is undefined.
+        """The update in the coordinates of the parameters. The values of the update's padding are
+        undefined.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
@@ -381,8 +382,8 @@ class ReferenceEngine(Rule):
         self, received: Received, weights: Sequence[Tensor]
     ) -> Callable[[Sequence[SignRate]], object] | None:
         """Returns a function that moves `weights` by the signs of the update, each parameter at its
-        own rate, and never stores the whole update. Returns None if the engine has no such function
-        for these messages and weights."""
+        own learning rate, and never stores the whole update. Returns None if the engine has no such
+        function for these messages and weights."""
         if all(w.dtype == torch.float32 and w.is_contiguous() for w in weights):
             return partial(self._move_by_signs, received, weights)
         return None
@@ -397,7 +398,7 @@ class ReferenceEngine(Rule):
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
                 del part  # free this part of the update before allocating the next part
             return
-        # the update of a single whole message may share the message's memory
+        # the update of a single message with whole rows may share memory with this message
         may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
             received.aggregation, Mean
         )
@@ -427,7 +428,7 @@ class ReferenceEngine(Rule):
         at_once = self._decoded_at_once(received)
         read = at_once
         if self._room.few_launches and received.owners:
-            # more rows are read at once, because each read of the owners' replies launches kernels
+            # each read of the owners' replies launches kernels, so more rows are read at once
             read = received.rows
             if not self.codec.selection.shared:
                 read = -(-received.rows // READS)
@@ -462,7 +463,7 @@ def _subtracting(codec: Codec, memory: Memory | None) -> E3M0 | None:
 
 def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
     """Moves `weights` against `signs`, in one or two operations for all weights with the same
-    rate.
+    learning rate and weight decay.
     """
     for shrink, lr in dict.fromkeys(rates):
         same = [i for i, rate in enumerate(rates) if rate == (shrink, lr)]
@@ -475,8 +476,8 @@ def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[Si
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The first engine that supports `codec` and whose temporaries fit into `room`, or the engine
-    in plain torch if there are no kernels.
+    """The first engine that supports `codec` and whose temporary tensors fit into `room`; the
+    engine in plain torch if there is no such engine.
 
     Engines of installed packages are tried first, then built-in engines from the fastest to the
     slowest.

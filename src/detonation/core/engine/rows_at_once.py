@@ -1,10 +1,10 @@
-"""Block sizes: how many rows an accelerator processes at once, so that temporaries need no more
-memory than one bucket.
+"""Block sizes: how many rows an accelerator processes at once, so that temporary tensors need no
+more memory than one bucket.
 
 A bucket in fp32 is at most a quarter of the flat. All sizes in this module are bytes per row. Each
 block costs kernel launches, most of all in an exchange through owners and with a majority vote. In
-these two cases a flat below `LARGE` is processed in fewer blocks, which need up to two buckets of
-memory.
+these two cases a flat of fewer than `LARGE` coordinates is processed in fewer blocks, which need up
+to the memory of two buckets.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ MOST_BLOCKS = 32
 
 
 def kept_until_sent(codec: Codec) -> int:
-    """Bytes of the values and indices of an encoded row. They are kept until they are subtracted
-    from the memory, which happens during the collective.
+    """Bytes of the values and indices of an encoded row. The values and indices are kept until the
+    values are subtracted from the memory of unsent values, during the collective.
     """
     of_each = 4
     if not codec.dense:
@@ -36,15 +36,16 @@ def kept_until_sent(codec: Codec) -> int:
 
 
 def is_heavy(codec: Codec) -> bool:
-    """True if the values and indices of all encoded rows need more memory than half a bucket. They
-    are then not kept, but subtracted from the memory before the message is sent.
+    """True if the values and indices of all encoded rows need more storage than half a bucket. Then
+    the values are subtracted from the memory of unsent values before the message is sent, and are
+    not kept.
     """
     return 2 * BUCKETS * kept_until_sent(codec) > 4 * codec.selection.chunk
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory budget for temporaries.
+    """Limit on the memory that temporary tensors may use.
 
     Args:
         rows: Rows of a bucket.
@@ -56,32 +57,34 @@ class Room:
 
 
 def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
-    """Two numbers of rows, each at most `rows`: the rows of the memory to which signals are added
-    at once, and the rows in which coefficients are selected at once.
+    """Two counts of rows, each at most `rows`: the first says to how many rows of the memory of
+    unsent values signals are added at once, the second in how many rows coefficients are selected
+    at once.
     """
     if room.few_launches:
-        # 9 / 8 of a bucket, because the last bucket can be longer than the others
+        # up to 9 / 8 of a bucket at once, because the last bucket can be longer than the others
         at_once = _rows(rows, 8, room, 9)
         return at_once, at_once
     k = codec.selection.k
     line = 4 * codec.selection.chunk
     message = codec.nbytes(UNIT) // UNIT
     if is_heavy(codec):
-        # bytes of the message, and of the indices that the update needs later
+        # bytes that are kept: the message, and the indices that the update needs later
         kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    # received messages do not exist yet, so temporaries can use their memory
+    # received messages do not exist yet, so temporary tensors can use the memory for them
     free = line + BUCKETS * (2 * message - kept)
     chosen = line * _transforms(codec)
     if not codec.selection.shared:
-        # bytes of the magnitudes, and of two copies of the positions and values
+        # bytes of the magnitudes, and of two copies of the selected indices and values
         chosen += line + 24 * k
     return _rows(rows, line, room, free), _rows(rows, max(line, chosen), room, free)
 
 
 def released_at_once(codec: Codec, rows: int, room: Room) -> int:
-    """Number of rows of the memory, up to `rows`, from which sent values are subtracted at once."""
+    """Number of rows of the memory of unsent values, up to `rows`, from which sent values are
+    subtracted at once."""
     if room.few_launches:
         return _rows(rows, 8, room, 9)
     free = 4 * codec.selection.chunk
@@ -129,7 +132,7 @@ def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: boo
 
 
 def _decoded(codec: Codec, width: int) -> int:
-    """Bytes of temporaries per row while `width` coefficients of all replicas are decoded."""
+    """Bytes of temporary tensors per row while `width` coefficients of all replicas are decoded."""
     line = 4 * codec.selection.chunk
     if codec.dense:
         if codec.precision == FP32:
@@ -156,8 +159,8 @@ def _transforms(codec: Codec) -> int:
 
 
 def _rows(rows: int, cost: int, room: Room, free: int) -> int:
-    """Rows of one block, if `rows` are cut into equal blocks whose temporaries of `cost` bytes per
-    row fit into the free memory.
+    """Number of rows of one block, if `rows` rows are cut into equal blocks. The temporary tensors
+    of a block need `cost` bytes per row, and must fit into `free` bytes per row of a bucket.
     """
     most = max(room.rows * free // cost, room.rows // MOST_BLOCKS, UNIT)
     if rows <= most:

@@ -61,7 +61,8 @@ class Rule:
         return self.codec.select(flat, step, self._seed, out)
 
     def subtract(self, sent: Iterable[Coefficients]) -> None:
-        """Subtracts the sent coefficients, as every receiver decodes them, from the memory.
+        """Subtracts the sent coefficients, as every receiver decodes them, from the memory of
+        unsent values.
 
         Args:
             sent: Coefficients of this replica's message, one block of rows after the other.
