@@ -3,7 +3,7 @@
 
 class DetonationError(Exception):
     """Base class of all errors of this library. `except detonation.errors.DetonationError` catches
-    all of them.
+    all these errors.
 
     Each error also has a fitting built-in base class: `Mismatch` is a `ValueError`, `Desync` a
     `RuntimeError`. A wrong argument raises a plain `ValueError` or `TypeError`, as usual in Python.

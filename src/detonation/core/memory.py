@@ -52,11 +52,11 @@ class Feedback:
 
 
 class Memory:
-    """The memory of what one replica has computed and not sent yet (its residual): 4 bytes in fp32
-    for each local coordinate. No other replica sees it.
+    """The memory of what one replica has computed and not sent yet (the residual). The residual has
+    one fp32 number for each local coordinate. No other replica sees these numbers.
 
-    The padding of the residual stays zero. Values that a transform writes there belong to no
-    parameter, and must not compete for selection.
+    The padding of the residual stays zero. Values that a transform would write into the padding
+    belong to no parameter, and must not compete for selection.
     """
 
     def __init__(
@@ -101,8 +101,7 @@ class Memory:
             self.residual.mul_(self.feedback.decay)
         else:
             self.residual.mul_(self._decay.masked_fill(bad, 1.0))
-        # Copy the signals first: the copy converts them to fp32, and cuts them into tiles if the
-        # layout has tiles.
+        # the signals are copied first, to convert them to fp32 and, in a tiled layout, into tiles
         parts = [Bucket.whole(self._layout)]
         if self._layout.tiled:
             parts = Bucket.strips(self._layout, -(-self._layout.rows // STRIPS))
@@ -224,7 +223,7 @@ class LocalState:
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Copies the saved tensors, a result of `named`, back into the state."""
-        # no decorator, because a decorator would need torch when this module is imported
+        # `no_grad` as a decorator would need torch at the time when this module is imported
         with torch.no_grad():
             for kind, flat in self.flats.items():
                 self.layout.write(

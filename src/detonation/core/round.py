@@ -65,7 +65,8 @@ class LocalSteps:
     """The local steps that each replica runs among the `every` steps of a round. All replicas know
     the local steps of every replica.
 
-    A replica with fewer local steps skips evenly spread steps. All replicas run the last step.
+    A replica with fewer than `every` local steps skips evenly spread steps. All replicas run the
+    last step.
 
     counts: Local steps of each replica per round, `[replicas]` int64 from 1 to every.
 
@@ -93,8 +94,8 @@ class LocalSteps:
         return (at + 1) * self.counts // self.every > at * self.counts // self.every
 
     def agree(self, durations: Sequence[int]) -> None:
-        """Sets the local steps of each replica to the number that it can run in the duration of the
-        fastest replica's round plus `SLACK_PERCENT`.
+        """Sets the local steps of each replica to as many steps as this replica can run in the
+        following time: the duration of the fastest replica's round, plus `SLACK_PERCENT` percent.
 
         Args:
             durations: Duration of a local step of each replica, in any unit. If any duration is 0

@@ -22,8 +22,8 @@ _AS_IT_IS = nullcontext()
 
 @cache
 def _products() -> dict[str, Any]:
-    """torch's settings of matrix products, by kind of device. They are looked up on first use,
-    because the command `plan` does not import torch.
+    """torch's settings of matrix products, by kind of device. The settings are looked up on first
+    use, because the command `plan` does not import torch.
     """
     on_cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     return {"cuda": torch.backends.cuda.matmul, "cpu": on_cpu}
@@ -47,7 +47,7 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
     # torch raises an error here if the caller has set only the newer precision settings of torch
     with suppress(RuntimeError):
         legacy = torch.get_float32_matmul_precision()
-        # also set the old setting, because torch raises an error on reading settings that differ
+        # the old setting is set, too, because torch raises an error if it differs from the new ones
         torch.set_float32_matmul_precision("highest")
     products.fp32_precision = "ieee"
     try:
@@ -135,12 +135,12 @@ class Runtime:
 
 
 class Progress:
-    """Progress of the steps in this process, for a thread that watches it. No method waits or
-    communicates.
+    """Progress of the steps in this process, for a thread that watches the training. To read the
+    attributes needs no waiting and no communication.
 
-    steps: number of steps begun, over all optimizers. where: "inside" the last step, "outside" of
-    it, or in a save. explain: called with an error that ends a step; it may add to the error's text
-    the ranks whose messages are missing.
+    steps: count of steps that have begun, over all optimizers. where: whether the process is
+    "inside" the last step, "outside" of this step, or "saving". explain: called with an error that
+    ends a step; it may add to the error's text the ranks whose messages are missing.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,8 @@ def recorded(device: torch.device) -> Any:
 
 
 class Readback:
-    """A background copy to the host of a small tensor that no longer changes.
+    """A copy of a small tensor to the host, which runs in the background. The tensor must not
+    change any more.
 
     Shapes: any; `read` returns nested lists of the same shape.
     """
@@ -192,7 +193,7 @@ class Readback:
         return self._numbers
 
     def read(self) -> list[Any]:
-        """The numbers as lists. Waits for work queued on the device before the copy, but not for
-        later work.
+        """The copied numbers as lists. Waits for work queued on the device before the copy, but not
+        for later work.
         """
         return self.wait().tolist()

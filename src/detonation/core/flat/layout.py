@@ -23,8 +23,8 @@ class Tiles:
     """Squares of `side` x `side` coordinates that cover a matrix, padded with zeros at the lower
     and right edge.
 
-    Tile j in line i of tiles is row i * `across` + j, where `across` is the number of tiles in a
-    line.
+    Tile j in line i of tiles is row i * `across` + j of the flat matrix, where `across` is the
+    count of tiles in a line.
     """
 
     height: int
@@ -33,8 +33,8 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Sequence[int], side: int) -> Tiles | None:
-        """The tiles of a parameter, reshaped to [first, rest]; None if the parameter is smaller
-        than a tile.
+        """The tiles of a parameter, which is viewed as a matrix: its first dimension by the product
+        of all others. None if this matrix has fewer lines or columns than a tile.
 
         >>> Tiles.of((65, 64), 64).rows, Tiles.of((128, 3, 5, 5), 64).rows, Tiles.of((63, 999), 64)
         (2, 4, None)
@@ -71,7 +71,7 @@ class Tiles:
         return squares.reshape(self.rows, side * side)
 
     def join(self, tiles: Tensor) -> Tensor:
-        """Puts tiles together to a matrix, as a copy. It is the inverse of `cut`.
+        """Puts tiles together to a matrix, as a copy. This is the inverse of `cut`.
 
         Shapes: `[rows, side * side]` -> `[height, width]`.
         """
@@ -111,8 +111,8 @@ class Slot:
         """Cuts the slot between lines of tiles into parts of about `rows` tiles. A parameter in
         chunks is one part.
 
-        Yields for each part its first row within this slot, the part as a slot, and its first
-        coordinate.
+        Yields for each part the first row of the part within this slot, the part as a slot, and the
+        index of the part's first coordinate.
         """
         tiles = self.tiles
         lines = 0
@@ -132,9 +132,10 @@ class Slot:
 class Layout:
     """The assignment of rows of the flat matrix to parameters.
 
-    A row holds `chunk` consecutive coordinates of one parameter. With `tile`, `chunk` is tile *
-    tile, and each row of a matrix that is at least one tile large holds a tile. The end of a
-    parameter is padded with zeros. An empty local shard has no rows, and a scalar has one row.
+    A row holds `chunk` consecutive coordinates of one parameter. If `tile` is not 0, `chunk` is
+    tile * tile, and a matrix that is at least one tile large is cut into tiles, one for each row.
+    The end of a parameter is padded with zeros. An empty local shard has no rows, and a scalar has
+    one row.
     """
 
     chunk: int
@@ -164,7 +165,7 @@ class Layout:
         self, count: int, unit: FragmentUnit = "parameter", sizes: Mapping[str, int] | None = None
     ) -> list[Layout]:
         """The layouts of `count` fragments of nearly equal size: no fragment exceeds the mean size
-        by more than the largest unit.
+        by more than the size of the largest unit.
 
         Units (parameters or blocks) are assigned one by one, the largest first, each to the
         fragment that is the smallest so far. Units of equal size keep the order of the model, so
@@ -215,15 +216,15 @@ class Layout:
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A flat matrix of zeros. It is in fp32, because in bf16 a multiplication by a decay close
-        to 1 would leave most numbers as they are.
+        """A flat matrix of zeros. The matrix is in fp32, because in bf16 a multiplication by a
+        decay close to 1 would not change most numbers.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
         return torch.zeros(self.rows, self.chunk, dtype=torch.float32, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat` in the local shape of each parameter. A layout in tiles has no such
+        """Views of `flat` in the local shape of each parameter. A layout with tiles has no such
         views.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
@@ -255,7 +256,7 @@ class Layout:
         Shapes: parts `[n, chunk]` each; targets contiguous, one local shape per parameter.
         """
         at = 0
-        begin = 0  # number of the first parameter that is not yet written completely
+        begin = 0  # index of the first parameter that is not yet written completely
         for part in parts:
             line = part.reshape(-1)
             end = at + part.numel()
@@ -321,8 +322,8 @@ class Layout:
         return torch.cat(found)
 
     def row_numbers(self, parameters: Iterable[int]) -> Tensor:
-        """For each row, the number of the parameter that it belongs to, or -1 if this parameter is
-        not in `parameters`.
+        """For each row, the index of the parameter to which this row belongs, or -1 if `parameters`
+        does not contain this index.
 
         Shapes: -> `[rows]` int64 on the host.
         """
@@ -353,7 +354,7 @@ class Layout:
         return found
 
     def _row_views(self, flat: Tensor) -> list[Tensor]:
-        """Views of each slot: rows for a slot in tiles, else coordinates in the parameter's
+        """One view per slot: the rows of a slot in tiles, else the coordinates in the parameter's
         shape.
         """
         line = flat.view(-1)
@@ -367,7 +368,7 @@ class Layout:
 
 
 def _unit_of(name: str, unit: FragmentUnit) -> str:
-    """The name of the unit that contains a parameter.
+    """The name of the unit (parameter or block) that contains the parameter `name`.
 
     >>> _unit_of("model.layers.3.mlp.up.weight", "block"), _unit_of("model.norm.weight", "block")
     ('model.layers.3', 'model.norm.weight')

@@ -1,4 +1,4 @@
-"""Padding rows of embeddings: they do not change unless a replica has a gradient for them."""
+"""Padding rows of embeddings. Such a row does not change until a replica has a gradient for it."""
 
 from collections import Counter
 from typing import Any
@@ -13,11 +13,12 @@ _USED = "padding_row_is_used"
 
 
 def note_padding(model: nn.Module) -> None:
-    """For each embedding with a `padding_idx`, stores the number of its padding row as the
-    attribute `padding_row` of the shard that holds this row.
+    """For each embedding with a `padding_idx`, sets the attribute `padding_row` of the weight: the
+    index of the padding row within the local shard, or None if the local shard does not hold this
+    row.
 
-    Skips weights whose padding row gets a gradient: weights that are also used by another module,
-    such as an output layer, and weights marked by `mark_used`.
+    The attribute is None, too, if the padding row gets a gradient: in weights that another module
+    uses, too, such as an output layer, and in weights that `mark_used` marked.
     """
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for module in model.modules():

@@ -1,5 +1,5 @@
-"""Rows of a flat: buckets of consecutive rows, the owners of rows, and copies of rows that undo a
-step."""
+"""Rows of a flat: buckets of consecutive rows, the owners of rows, and copies of rows with which a
+step can be undone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ fewer kernel launches per bucket, and rounds end rarely.
 
 @dataclass(frozen=True)
 class Span:
-    """Coordinates `start` to `stop`, excluding `stop`, of the flattened local shard of parameter
-    number `index`.
+    """Coordinates `start` to `stop`, excluding `stop`, of the flattened local shard of the
+    parameter with the index `index`.
     """
 
     index: int
@@ -55,13 +55,13 @@ class Bucket:
 
     @classmethod
     def whole(cls, layout: Layout) -> Bucket:
-        """All rows of `layout`."""
+        """A bucket with all rows of `layout`."""
         pieces = tuple(Span(i, 0, slot.numel) for i, slot in enumerate(layout.slots))
         return cls(0, layout, pieces, is_whole=True)
 
     @classmethod
     def of(cls, layout: Layout, first: int, end: int, late: bool = False) -> Bucket:
-        """Rows `first` to `end`, excluding `end`, of `layout`."""
+        """The bucket of rows `first` to `end`, excluding `end`, of `layout`."""
         pieces: list[Span] = []
         shapes: dict[str, tuple[int, ...]] = {}
         for index, slot in enumerate(layout.slots):
@@ -94,11 +94,12 @@ class Bucket:
 
     @cached_property
     def parameters(self) -> frozenset[int]:
-        """Numbers of the parameters with coordinates in the bucket."""
+        """Indices of the parameters that have coordinates in the bucket."""
         return frozenset(piece.index for piece in self.pieces)
 
     def cut(self, tensors: Sequence[T]) -> Sequence[T]:
-        """The parts of `tensors` in the bucket. A part of a contiguous tensor shares its memory.
+        """The parts of `tensors` in the bucket. A part of a contiguous tensor shares memory with
+        this tensor.
 
         Shapes: one local shape per parameter -> one per piece: the local shape, or `[n]` for a part
         of it.
@@ -116,8 +117,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Assigns each of `rows` rows to an owner, the replica that aggregates this row. Runs of `run`
-    rows are assigned round robin, and the remaining rows in equal parts.
+    """Assigns each of `rows` rows to an owner, the replica that aggregates this row. Groups of
+    `run` consecutive rows are assigned to the owners round robin. The rows that remain are divided
+    among the owners in equal parts.
 
     So a row has the same owner in the whole flat and in a bucket, if the bucket begins and ends at
     multiples of `replicas` * `run` rows.
@@ -174,8 +176,8 @@ class RowOwners:
         return found
 
     def collect(self, parts: Tensor | Sequence[Tensor]) -> Tensor:
-        """Puts the rows of all owners back in the order of the flat, without the padding. It is the
-        inverse of `deal`.
+        """Puts the rows of all owners back in the order of the flat, without the padding. This is
+        the inverse of `deal`.
 
         Shapes: `[replicas, owned, n]`, or `[owned, n]` of each owner -> `[rows, n]`.
         """
@@ -184,7 +186,8 @@ class RowOwners:
         return self.collect_each([parts])[0]
 
     def collect_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Puts the rows of several matrices back in order as `collect` does, in one operation.
+        """Puts the rows of several matrices back in the order of the flat as `collect` does, in one
+        operation.
 
         Shapes: `[replicas, owned, n]` -> `[rows, n]`, for each.
         """
@@ -253,14 +256,14 @@ class KeptRows:
         self._is_change = False
 
     def become_change(self) -> None:
-        """Stores how the rows changed since they were copied, instead of the copy. `restore` then
-        undoes only this change and keeps what further steps add to the rows.
+        """Replaces the copy by the change of the rows since they were copied. `restore` then undoes
+        only this change, and keeps what later steps add to the rows.
         """
         self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
         self._is_change = True
 
     def restore(self, parameters: Collection[int]) -> None:
-        """Undoes the change in the rows of `parameters`."""
+        """Undoes the step in the rows of the parameters with the indices `parameters`."""
         if not parameters:
             return
         chosen = torch.isin(self._numbers, _on_host(parameters))

@@ -30,8 +30,8 @@ def bare_name(name: str) -> str:
 
 
 class Piece(Tensor):
-    """A view of some rows of a parameter, in the local shard and in its gradient. Each piece is
-    replicated on its own.
+    """A view of some rows of a parameter's local shard; `grad` is the view of the same rows of the
+    gradient. Each piece is replicated separately.
 
     Two replicas can cut a parameter into shards at different rows. Pieces are cut so that all
     replicas have the same pieces, and each piece is on one rank of every replica.
@@ -42,7 +42,8 @@ class Piece(Tensor):
         offset: First row of the piece in the parameter.
         rows: Rows of the piece in the local shard.
         largest_shape: Shape of the largest shard of any replica.
-        cut: Cuts tensors at the same rows as their parameters, and groups the pieces by `ranks`.
+        cut: Function that cuts sharded tensors as parameters are cut into pieces, and groups the
+            pieces by `ranks`.
     """
 
     whole: Tensor
@@ -60,8 +61,8 @@ class Piece(Tensor):
     def of(
         cls, whole: Tensor, ranks: tuple[int, ...], offset: int, rows: slice, largest: int
     ) -> "Piece":
-        """The `rows` of the local shard of `whole`. The largest shard of any replica has `largest`
-        rows.
+        """The piece that holds `rows` of the local shard of `whole`. The largest shard of any
+        replica has `largest` rows.
 
         Shapes: any with a first dimension -> `[len(rows), ...]`.
         """
@@ -89,12 +90,13 @@ class Piece(Tensor):
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None:
             self.whole.grad = None
-        elif self.whole.grad is None:  # creates zeros, into which the caller writes the gradient
+        elif self.whole.grad is None:  # creates zeros; the caller writes the gradient into them
             self.whole.grad = torch.zeros_like(self.whole)
 
 
 def cut_like(parameter: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """If `parameter` is a `Piece`, the pieces of `tensors` on the same ranks; else `tensors`."""
+    """If `parameter` is a `Piece`, those pieces of `tensors` that are on the ranks of `parameter`;
+    else `tensors`."""
     if not isinstance(parameter, Piece):
         return tensors
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
@@ -131,15 +133,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """Number of elements of `tensor` over all shards. A plain tensor that represents a shard has an
-    attribute `whole_numel`.
+    """Number of elements of `tensor` over all shards. A plain tensor that represents a shard states
+    this number in an attribute `whole_numel`.
     """
     return int(getattr(tensor, "whole_numel", tensor.numel()))
 
 
 def padding_row(tensor: Tensor) -> int | None:
-    """The row of this local shard that is an embedding's padding and gets no gradient; None if
-    there is none. `note_padding` sets the attribute.
+    """The index of the row of this local shard that is an embedding's padding and gets no gradient;
+    None without such a row. Reads the attribute that `note_padding` sets.
     """
     return getattr(tensor, "padding_row", None)
 
@@ -159,7 +161,7 @@ def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """The sha256 (hex) of the bytes of the local shards of `tensors`, in order.
+    """The sha256 (hex) of the bytes of the local shards of `tensors`, in the given order.
 
     Waits for the device.
     """
@@ -181,7 +183,7 @@ def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The local shard of each parameter."""
     found = []
     for parameter in parameters.values():
-        # inlined, because `local` or `to_local` would add a call per tensor and step
+        # `local` is inlined here, because a call per tensor at every step would take time
         if isinstance(parameter, DTensor):
             parameter = parameter._local_tensor
         found.append(parameter)
@@ -189,12 +191,12 @@ def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """The local gradient of each parameter, sharded like the parameter; None if the parameter has
-    none.
+    """The local gradient of each parameter, sharded like the parameter; None for a parameter
+    without a gradient.
 
-    A gradient that shares its memory is replaced by a copy, because the update is written into each
-    gradient: `torch.autograd.grad` may return one tensor for two parameters, or an expanded number
-    for many coordinates.
+    A gradient that shares memory with another gradient, or between its own coordinates, is replaced
+    by a copy, because the update is written into each gradient. For example, `torch.autograd.grad`
+    may return one tensor for two parameters, or an expanded number for many coordinates.
 
     Raises:
         ValueError: A gradient is sparse.
@@ -226,7 +228,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
 def reshard_gradients(parameters: Iterable[Tensor]) -> None:
     """Shards each gradient like its parameter. Under tensor parallelism, backward may leave sums
     that no rank has added yet (`Partial`), or whole gradients of sharded weights. Collective over
-    the shards if it changes a gradient.
+    the shards if a gradient must be resharded.
     """
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
@@ -234,7 +236,8 @@ def reshard_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def _resharded(parameter: Tensor, gradient: DTensor) -> DTensor:
-    """`gradient`, resharded like `parameter`."""
+    """Returns `gradient` sharded like `parameter`. A resharded gradient also becomes
+    `parameter.grad`."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient
@@ -258,7 +261,8 @@ def gradient_stamps(parameters: Mapping[str, Tensor]) -> dict[str, GradientStamp
 
 
 def _separated(parameter: Tensor) -> Tensor:
-    """The local gradient of `parameter`, after copying it to memory of its own."""
+    """Copies the gradient of `parameter` to memory that no other tensor shares, and returns the
+    local shard of the copy."""
     whole = whole_of(parameter)
     assert whole.grad is not None
     whole.grad = whole.grad.clone(memory_format=torch.contiguous_format)
@@ -271,9 +275,10 @@ def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int])
     """Returns the local gradient of each parameter, as a tensor to write into. A missing gradient
     is created as zeros.
 
-    Each gradient gets the strides of its parameter: fused optimizer steps read both in the order of
-    their memory, and sums over other strides round differently. Parameters whose numbers are in
-    `unused` get temporary memory instead, and have no gradient afterwards.
+    Each gradient gets the strides of its parameter: fused optimizer steps read the parameter and
+    the gradient in the order of their addresses, and sums over other strides round differently. A
+    parameter whose index is in `unused` has no gradient afterwards; for such a parameter a
+    temporary tensor is returned.
     """
     found = []
     for number, parameter in enumerate(parameters.values()):
@@ -283,7 +288,7 @@ def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int])
             continue
         gradient = parameter.grad
         if gradient is None or gradient.stride() != parameter.stride():
-            parameter.grad = None  # because a `Piece` does not replace an existing gradient
+            parameter.grad = None  # the setter of `Piece.grad` replaces no existing gradient
             parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
         assert gradient is not None

@@ -1,5 +1,5 @@
-"""Hooks for packages outside of core: weights that change without an optimizer step, and
-comparisons of replicas.
+"""Hooks for packages outside of core, which are called after weights changed without an optimizer
+step, and when replicas are compared.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ these hooks together."""
 
 
 def moved() -> None:
-    """Calls the hooks after weights have changed without an optimizer step. All ranks must call
-    this function.
+    """Calls the hooks `ON_MOVE`, after weights have changed without an optimizer step. All ranks
+    must call this function.
     """
     for hook in ON_MOVE:
         hook()
 
 
 def compared(model: nn.Module) -> None:
-    """Calls the hooks for a comparison of the replicas of `model`. All ranks must call this
-    function together."""
+    """Calls the hooks `ON_COMPARISON`, for a comparison of the replicas of `model`. All ranks must
+    call this function together."""
     for hook in ON_COMPARISON:
         hook(model)

@@ -70,8 +70,8 @@ class WrittenWeights:
 
 
 def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
-    """The module of each parameter of `model`, and its name in that module, by its name in
-    `named_parameters`.
+    """For each name in `model.named_parameters()`, where the parameter is stored: the parameters of
+    the module that owns it, and its name in this module.
     """
     modules = dict(model.named_modules())
     found = {}
