@@ -110,7 +110,7 @@ class Memory:
             if bad is not None:
                 flat.masked_fill_(bad, -0.0)  # adding -0.0 changes no bits
             self.residual[part.rows].add_(flat)
-            del flat  # free this part before allocating the next part
+            del flat  # frees this copy before the next part of the signals is copied
         return self.residual
 
     def _absorb_in_place(
@@ -143,7 +143,7 @@ class Memory:
         for part in sent:
             self.residual[first : first + len(part)].sub_(part, alpha=self.feedback.alpha)
             first += len(part)
-            del part  # free this part before allocating the next part
+            del part  # frees this part of the sent values before the next part is decoded
         if len(self._padding):
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 

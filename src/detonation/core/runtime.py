@@ -47,7 +47,7 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
     # torch raises an error here if the caller has set only the newer precision settings of torch
     with suppress(RuntimeError):
         legacy = torch.get_float32_matmul_precision()
-        # the old setting is set, too, because torch raises an error if it differs from the new ones
+        # torch raises an error if its old precision setting differs from the new settings
         torch.set_float32_matmul_precision("highest")
     products.fp32_precision = "ieee"
     try:
@@ -139,8 +139,9 @@ class Progress:
     attributes needs no waiting and no communication.
 
     steps: count of steps that have begun, over all optimizers. where: whether the process is
-    "inside" the last step, "outside" of this step, or "saving". explain: called with an error that
-    ends a step; it may add to the error's text the ranks whose messages are missing.
+    "inside" the last step, "outside" of this step, or "saving". explain: a function that is called
+    with an error that ends a step, and may add to the error's text the ranks whose messages are
+    missing.
     """
 
     def __init__(self) -> None:

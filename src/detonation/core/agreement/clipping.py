@@ -96,7 +96,7 @@ def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     numbers = [number for number, tensor in enumerate(tensors) if tensor is not None]
     present = [tensor for tensor in tensors if tensor is not None]
     for at, tensor in enumerate(present):
-        present[at] = tensor.contiguous()  # torch adds by address, so the order depends on strides
+        present[at] = tensor.contiguous()  # torch sums in address order, which depends on strides
         if tensor.dtype == torch.float64:  # torch cannot compute an fp32 norm of fp64
             present[at] = present[at].float()
     if present:

@@ -68,13 +68,13 @@ class StopConsensus:
         self.compare = differences  # `verify` calls this function to find tensors that differ
         self.runtime = runtime
         self.decides_on_device = runtime.decides_on_device
-        # why the last step failed after it had sent its messages; "" if it did not fail
+        # why the last step failed after its messages were sent; "" if that did not happen
         self.half_step = ""
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
         self.gates: list[StepGate] = []  # optional parts of a step, called in this order
-        # the most serious reason to stop of any rank, and its step; kept until the error is raised
+        # most serious reason to stop of any rank, and step of this reason; until an error is raised
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
@@ -127,7 +127,7 @@ class StopConsensus:
                 f"{self.half_step}; other replicas may have taken this step: load a checkpoint"
                 " on all replicas"
             )
-        # only the types are checked here: to convert all options at every step would take time
+        # only the types of options are checked, because to convert all options takes time
         for group in self._base.param_groups:
             kinds = {*map(type, group.values())}
             for value in group.values():

@@ -178,8 +178,8 @@ def _operations(before: Tensor, update: Tensor) -> Tensor:
 
 
 def norm_selftest(device: torch.device) -> str:
-    """Returns the hash of the norm of a fixed vector. Replicas compare it, because clipping needs
-    equal norms on all replicas."""
+    """Returns the hash of the norm of a fixed vector. Replicas compare this hash, because clipping
+    needs equal norms on all replicas."""
     vector = _ramp(_SHAPE[0] * _SHAPE[1], device)
     return digest([norms_of([vector], device)])[:16]
 

@@ -129,7 +129,7 @@ class ClippedMean:
         norms = message_norms([values], values.shape[1])
         return WeightedMean(self.weights(norms))(values, indices, chunk)
 
-    def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> [replicas] fp32
+    def weights(self, norms: Tensor) -> Tensor:  # shapes: [replicas] fp32 -> [replicas] fp32
         # the median comes from a sort: in some torch versions torch.nanmedian waits for the device
         empty = norms <= 0
         rising = norms.masked_fill(empty, torch.inf).sort().values
@@ -165,7 +165,7 @@ def message_norms(blocks: Iterable[Tensor], rows: int) -> Tensor:
     for block in blocks:
         sums = sums or SumOfSquares(len(block), rows * block.shape[-1], block.device)
         sums.add(block.flatten(1))
-        del block  # free the block before reading the next block
+        del block  # frees this block of rows before the next block is read
     assert sums is not None
     return square_root(sums.total())
 
@@ -189,7 +189,7 @@ class Divided:
     rowwise: ClassVar[bool] = True
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        # [1, rows, k] -> [rows, k]
+        # shapes: [1, rows, k] -> [rows, k]
         return values[0] / self.replicas
 
 

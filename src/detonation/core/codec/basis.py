@@ -33,9 +33,9 @@ class Basis(Protocol):
     def tile(self) -> int:
         """Side of the square tile that a row holds; 0 if a row holds neighbouring coordinates."""
 
-    def forward(self, chunks: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
+    def forward(self, chunks: Tensor) -> Tensor: ...  # shapes: [rows, chunk] -> [rows, chunk]
 
-    def inverse(self, coefficients: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
+    def inverse(self, coefficients: Tensor) -> Tensor: ...  # shapes: [rows, chunk] -> [rows, chunk]
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Identity:
 
     tile: ClassVar[int] = 0
 
-    def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
+    def forward(self, chunks: Tensor) -> Tensor:  # shapes: [rows, chunk] -> [rows, chunk]
         return chunks
 
-    def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
+    def inverse(self, coefficients: Tensor) -> Tensor:  # shapes: [rows, chunk] -> [rows, chunk]
         return coefficients
 
 
@@ -58,14 +58,14 @@ class DCT:
 
     tile: ClassVar[int] = 0
 
-    def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
+    def forward(self, chunks: Tensor) -> Tensor:  # shapes: [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
         # On a CPU the matrix is column-major: top-k reads one coefficient of all rows at a time.
         if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)
 
-    def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
+    def inverse(self, coefficients: Tensor) -> Tensor:  # shapes: [rows, chunk] -> [rows, chunk]
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))
 
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
@@ -87,18 +87,18 @@ class TileDCT:
 
     tile: int
 
-    def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
+    def forward(self, chunks: Tensor) -> Tensor:  # shapes: [rows, chunk] -> [rows, chunk]
         matrix = dct_matrix(self.tile, chunks.device)
         return (matrix.T @ self._squares(chunks) @ matrix).view_as(chunks)
 
-    def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
+    def inverse(self, coefficients: Tensor) -> Tensor:  # shapes: [rows, chunk] -> [rows, chunk]
         waves = dct_waves(self.tile, coefficients.device)
         tiles = self._squares(coefficients)
         for _ in range(2):
             tiles = product_in_order(tiles.reshape(-1, self.tile), waves).view(tiles.shape).mT
         return tiles.reshape(coefficients.shape)
 
-    def _squares(self, rows: Tensor) -> Tensor:  # [rows, tile * tile] -> [rows, tile, tile]
+    def _squares(self, rows: Tensor) -> Tensor:  # shapes: [rows, tile * tile] -> [rows, tile, tile]
         return rows.view(len(rows), self.tile, self.tile)
 
 

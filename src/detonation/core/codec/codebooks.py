@@ -29,12 +29,12 @@ class BlockCodebook:
     """
 
     width: ClassVar[int]
-    statistics: ClassVar[int]  # number of statistics per block
+    statistics: ClassVar[int]  # count of statistics of a block
     block: ClassVar[int] = 1024
     summable: ClassVar[bool] = False
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
-        # [..., rows, k] fp32 -> [..., nbytes] uint8
+        # shapes: [..., rows, k] fp32 -> [..., nbytes] uint8
         *messages, rows, k = values.shape
         count = rows * k
         blocks, counts = blocked(values.reshape(*messages, count), self.block)
@@ -45,7 +45,7 @@ class BlockCodebook:
         return torch.cat([pack(line, self.width), stated.view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
-        # [..., nbytes] uint8 -> [..., rows, k] fp32
+        # shapes: [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
         return self.read(packed, self.all_levels(statistics), 0, (rows, k))
 
@@ -121,7 +121,7 @@ class BlockCodebook:
         return allowed.flatten(-2).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
     def _statistics(self, octets: Tensor) -> Tensor:
-        # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
+        # shapes: [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
         if line.device.type == "cpu" or line.storage_offset() % 2:
             # the bytes are copied, because torch reads bf16 only from aligned addresses

@@ -89,8 +89,8 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """True if an all-reduce can add messages, because they contain the same coordinates in a
-        dtype that torch adds.
+        """True if an all-reduce can add messages, because all messages contain the same
+        coordinates, in a dtype that torch can add.
         """
         return self.selection.shared and self.precision.summable
 
@@ -271,7 +271,7 @@ class Codec:
         return values[0]
 
     def values(self, parts: Sequence[Tensor], rows: int) -> Tensor:
-        """Decodes the values of messages from their parts.
+        """Decodes the values of messages from the parts of these messages.
 
         Shapes: `[messages, length]` uint8 each -> `[messages, rows, k]` fp32.
         """
@@ -281,7 +281,7 @@ class Codec:
             return values.view(len(parts[0]), rows, k).to(torch.float32)
         encoded = list(parts)
         if not self.selection.shared:
-            encoded.pop()  # the last part holds the indices
+            encoded.pop()  # the last part of a message holds the indices
         return self.precision.decode(torch.cat(encoded, 1), rows, k)
 
     @cached_property

@@ -35,7 +35,7 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
 
 def _words(indices: Tensor, chunk: int) -> Tensor:
     """The bitmaps of all rows as bytes. Each bitmap is computed as one integer."""
-    # [rows, k] integer -> [rows * chunk / 8] uint8
+    # shapes: [rows, k] integer -> [rows * chunk / 8] uint8
     words = torch.empty(len(indices), dtype=unit_dtype(chunk // 8), device="cpu")
     some = _cached_rows(chunk)
     for part, found in zip(torch.split(indices, some), torch.split(words, some), strict=True):

@@ -77,11 +77,11 @@ class Float:
         return getattr(torch, self.name)  # type: ignore[no-any-return]
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
-        # [..., rows, k] fp32 -> [..., rows, k] of `dtype`
+        # shapes: [..., rows, k] fp32 -> [..., rows, k] of `dtype`
         return values.to(self.dtype, copy=True)
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
-        # [..., rows, k] of `dtype` -> [..., rows, k] fp32
+        # shapes: [..., rows, k] of `dtype` -> [..., rows, k] fp32
         return encoded.to(torch.float32)
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Float:
         return rows * k * self.size
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[None, Tensor]:
-        # [..., rows, k] of `dtype`
+        # shape: [..., rows, k] of `dtype`
         return None, torch.linalg.vector_norm(encoded, dim=(-2, -1), dtype=torch.float32)
 
 

@@ -154,9 +154,9 @@ class Arrived(Received):
     """
 
     codec: Codec
-    body: Tensor  # [replicas, nbytes] uint8
+    body: Tensor  # shape: [replicas, nbytes] uint8
     rows: int
-    # [rows, k]; for the replies of owners [replicas, rows, k], because each owner has other rows
+    # shape [rows, k]; for replies [replicas, rows, k], because each owner has rows of its own
     shared: Tensor | SharedIndices | None
     aggregation: Aggregation
     unit: int = 1

@@ -43,7 +43,7 @@ class Selection(Protocol):
 
     def indices(
         self, coefficients: Tensor, step: int, seed: int
-    ) -> Tensor: ...  # [rows, chunk] -> [rows, k] int64
+    ) -> Tensor: ...  # shapes: [rows, chunk] -> [rows, k] int64
 
     def for_rows(self, first: int, rows: int) -> Selection:
         """The selection for a bucket that begins at row `first` of a flat of `rows` rows."""
@@ -59,7 +59,7 @@ class Everything:
     period: int = 1
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        # [rows, chunk] -> [rows, k] int64
+        # shapes: [rows, chunk] -> [rows, k] int64
         numbers = torch.arange(self.k, dtype=torch.int64, device=coefficients.device)
         return numbers.expand(len(coefficients), -1)
 
@@ -91,7 +91,7 @@ class TopK:
         return self.topk
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        # [rows, chunk] -> [rows, k] int64
+        # shapes: [rows, chunk] -> [rows, k] int64
         if self.chunk in TOPK_CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
             has_kernel = self.chunk in kernel_library.KERNEL_CHUNKS
             if has_kernel and (library := kernel_library.load_library()):
@@ -153,7 +153,7 @@ class Rotation:
         return *divmod(step, self.shares), 0
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        # [rows, chunk] -> [rows, k] int64
+        # shapes: [rows, chunk] -> [rows, k] int64
         raise NotImplementedError
 
     def for_rows(self, first: int, rows: int) -> Rotation:

@@ -41,11 +41,11 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     """
     count = numbers.shape[-1]
     if numbers.device.type == "cpu":
-        # the kernel is exact, so replicas with and without kernels get equal bits
+        # the compiled kernel is exact, so replicas with and without kernels get equal bits
         kernel = kernel_library.load_library()
         if kernel:
             return kernel.pack(numbers, width, packed_bytes(count, width))
-    if width > 16:  # for indices in chunks of more than 65,536: packs single bits
+    if width > 16:  # packs the single bits of wide numbers, such as indices in very large chunks
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
     if count % 8:
         numbers = torch.nn.functional.pad(numbers, (0, -count % 8))
@@ -85,7 +85,7 @@ def _bits(width: int, like: Tensor) -> Tensor:
 
 
 def _pack(numbers: Tensor, width: int) -> Tensor:
-    # [n] integer -> [n * width / 8] uint8, n a multiple of 8
+    # shapes: [n] integer -> [n * width / 8] uint8, n a multiple of 8
     if numbers.device.type != "cpu" and width < 8:
         return _pack_at_once(numbers, width)
     if width in _LOOKED_UP:
@@ -128,7 +128,7 @@ def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
 
 
 def _unpack(octets: Tensor, width: int) -> Tensor:
-    # [n * width / 8] uint8 -> [n] integer; n is a multiple of 8
+    # shapes: [n * width / 8] uint8 -> [n] integer; n is a multiple of 8
     # `octets` need not be contiguous, because the conversion to int32 copies them
     if width in _LOOKED_UP:
         return (

@@ -50,7 +50,7 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     if out is None:
         out = torch.empty(len(messages), dtype=torch.int64, device=messages.device)
     if messages.device.type == "cpu":
-        # the kernel is exact, so replicas with and without kernels get equal bits
+        # the compiled kernel is exact, so replicas with and without kernels get equal bits
         kernel = kernel_library.load_library()
         if kernel:
             return out.copy_(kernel.checksums(messages, skipped))

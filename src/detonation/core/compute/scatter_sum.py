@@ -165,7 +165,7 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
         weights.device.type == "cpu"
         and vectors.shape[0] == vectors.shape[1] in kernel_library.KERNEL_CHUNKS
     ):
-        # the kernel is exact, so replicas with and without kernels get equal bits
+        # the compiled kernel is exact, so replicas with and without kernels get equal bits
         library = kernel_library.load_library()
         if library:
             return library.product(weights.contiguous(), vectors.contiguous())
@@ -174,7 +174,7 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _added(values: Tensor | Sequence[Tensor]) -> Tensor:
-    """The sum of the whole rows of all replicas."""  # per replica [rows, k] -> [rows, k]
+    """The sum of the whole rows of all replicas."""  # shapes: per replica [rows, k] -> [rows, k]
     if len(values) == 1:
         return values[0]
     if isinstance(values, torch.Tensor) and values.device.type != "cpu":

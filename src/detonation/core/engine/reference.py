@@ -181,7 +181,7 @@ class ReferenceEngine(Rule):
                 if self._by_block and memory:
                     sent = self.of_one(picked.values, picked).whole()
                     memory.release([self.update(sent, Mean())])
-                del block, picked  # free the block's tensors before allocating the next tensors
+                del block, picked  # frees the tensors of this block before the next block
             del flat
         if bad is not None:
             values.masked_fill_(bad, 0.0)
@@ -269,7 +269,7 @@ class ReferenceEngine(Rule):
                     sent.append(self.codec.written(part))
             if memory:
                 memory.release(sent)
-            del flat, sent  # free this block of rows before allocating the next block
+            del flat, sent  # frees this block of rows before the next block is computed
         nobody_needs_them = torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu")
         return Selected(nobody_needs_them, None, released=True)
 
@@ -356,7 +356,7 @@ class ReferenceEngine(Rule):
         for part in self._decoded_parts(received):
             flat[first : first + len(part)] = part
             first += len(part)
-            del part  # free this part of the update before allocating the next part
+            del part  # frees this part of the update before the next part is computed
         return flat
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
@@ -369,7 +369,7 @@ class ReferenceEngine(Rule):
                 at_once = self.layout.rows
             for strip, part in self._decoded_tiles(received, at_once):
                 copy(strip.cut(targets), strip.layout.parts(part))
-                del part  # free this part of the update before allocating the next part
+                del part  # frees this part of the update before the next part is computed
         elif received.rows <= at_once:
             update = self.update(received.read(0, received.rows), received.aggregation)
             copy(targets, self.layout.views(update))
@@ -396,7 +396,7 @@ class ReferenceEngine(Rule):
             for strip, part in self._decoded_tiles(received, at_once):
                 index = strip.pieces[0].index
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
-                del part  # free this part of the update before allocating the next part
+                del part  # frees this part of the update before the next part is computed
             return
         # the update of a single message with whole rows may share memory with this message
         may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
@@ -413,7 +413,7 @@ class ReferenceEngine(Rule):
                 part.sign_()
             signs = block.layout.views(part)
             _move(block.cut(weights), signs, [rates[piece.index] for piece in block.pieces])
-            del block, part, signs  # free these tensors before allocating the next part
+            del block, part, signs  # frees this part of the update before the next part
 
     def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields the update in strips of about `at_once` tiles, one parameter after the other. A
@@ -434,7 +434,7 @@ class ReferenceEngine(Rule):
                 read = -(-received.rows // READS)
         for block in received.blocks(at_once, read):
             decoded = self.update(block, received.aggregation)
-            del block  # free the block before reading the next block
+            del block  # frees this block of rows before the next block is read
             yield decoded
             del decoded
 

@@ -50,7 +50,7 @@ class Exchange(ABC):
         self._rows = rows
         # number of steps between two messages with the same coordinates, for `zeros_are_negative`
         self._period = scheme.round.every * max(1, scheme.codec.selection.period)
-        # `cancel` of `zeros_are_negative`: not for a mean, of which optimizers may use only signs
+        # `cancel` of `zeros_are_negative`: False for a mean that an optimizer may use by signs
         self._cancel = scheme.signal == "parameters" or isinstance(scheme.aggregation, MajorityVote)
         # Gradients are sent at every step, so the buffers of their messages are kept for reuse.
         # Rounds end rarely, so the message buffers of rounds are freed after each exchange.
@@ -82,8 +82,8 @@ class Exchange(ABC):
         """
 
     def forward(self, message: Message) -> None:
-        """Starts the second collective of this exchange, if it has a second one. Must be called for
-        all messages in flight before the first call of `receive`.
+        """Starts the second collective of this exchange, if there is a second one. Must be called
+        for all messages in flight before the first call of `receive`.
         """
         return
 
@@ -190,7 +190,7 @@ class AllReduce(Exchange):
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
                 # Scale the sum as if each absent replica had sent the mean of the present replicas.
-                # Copy the sum first, because another simulated replica may still read it.
+                # Copy the sum first, because another simulated replica may still read this tensor.
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
             runs.append((at, total[: count * self._k].view(count, self._k)))

@@ -206,5 +206,5 @@ class TwoStage(Exchange):
             self._scheme, self._link, owners, residual, guard, self._room, self._engine, first
         )
 
-    def state(self) -> dict[str, Tensor]:  # of shapes [owned, chunk] and [1], in fp32
+    def state(self) -> dict[str, Tensor]:  # shapes of the two tensors: [owned, chunk] and [1], fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}
