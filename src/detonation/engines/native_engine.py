@@ -207,16 +207,15 @@ class NativeEngine(ReferenceEngine):
             self._waves,
             rates,
         )
-        # autograd does not see what kernels write, so a new version of the tensors invalidates
-        # graphs that hold old values
+        # autograd does not see the writes of kernels, so the tensors need a new version
         torch.autograd.graph.increment_version(weights)
 
 
 def native_engine(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None
 ) -> NativeEngine | None:
-    """Returns the engine for DCT and top-k selection with memory on a CPU; None for other codecs,
-    or if g++ is missing.
+    """Returns the engine for DCT and top-k selection with a memory of unsent values on a CPU.
+    Returns None for other codecs, without such a memory, or if g++ is missing.
     """
     if memory is None or runtime.decides_on_device or not runtime.kernels:
         return None

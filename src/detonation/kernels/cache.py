@@ -2,8 +2,8 @@
 checked before use.
 
 Anybody who can write a cached library can run code as the user who loads it. Therefore only the
-user owns the directory and can replace it. A file is loaded only if the user owns it and if its
-checksum, at the end of the file, is right.
+user owns the directory and can replace it. A file is loaded only if the user owns it, and if the
+checksum at its end is right.
 """
 
 import contextlib
@@ -120,7 +120,9 @@ def _system_users() -> set[int]:
 
 
 def _whole(path: Path) -> bool:
-    """True if `path` is a file that only this user owns and whose checksum is right."""
+    """True if `path` is a file that this user owns, that other users cannot write, and whose
+    checksum is right.
+    """
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:

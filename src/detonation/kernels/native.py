@@ -139,8 +139,8 @@ class Library:
         few: bool,
         basis: Tensor,
     ) -> None:
-        """Subtracts `share` times the `values` from the residual. `decode` describes `few` and
-        `basis`.
+        """Subtracts the sent `values`, times `share`, from the residual of unsent values. `decode`
+        describes `few` and `basis`.
         """
         # shapes: residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 of `encode`
         rows, chunk = residual.shape
@@ -165,7 +165,7 @@ class Library:
         rates: Sequence[SignRate] | None = None,
     ) -> None:
         """Writes the mean of messages into `targets`. With `rates`, `targets` are weights, and each
-        weight moves against the sign of the mean, at the rate of its parameter.
+        weight moves by the lr of its parameter, against the sign of the mean.
 
         Args:
             targets: fp32, one tensor per parameter.
@@ -231,7 +231,7 @@ class Library:
         return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """Returns the number of the first fp32 tensor that contains NaN or a magnitude above
+        """Returns the index of the first fp32 tensor that contains NaN or a magnitude above
         `limit`; -1 if there is no such tensor.
         """
         count = len(tensors)
@@ -297,7 +297,8 @@ class Library:
         """Returns a checksum of each message: the sum of its 32-bit words, each multiplied by an
         odd number that depends on the position of the word.
 
-        Eight bytes of the first line, from byte `skipped` on, count as zeros; with -1, no bytes do.
+        Eight bytes of the first line, from byte `skipped` on, count as zeros. If `skipped` is -1,
+        all bytes count as they are.
         """
         found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
         at = messages.data_ptr(), len(messages), messages.stride(0)
@@ -347,8 +348,8 @@ class Library:
         mean: bool = False,
     ) -> Tensor:
         """Returns the level of each packed code of up to 4 bits; see `BlockCodebook.read`."""
-        # shapes: [..., nbytes] uint8, levels [..., blocks, 2**width] fp32 -> [..., count] fp32, or
-        # [1, count] for the mean of all messages
+        # shapes: [..., nbytes] uint8, levels [..., blocks, 2**width] fp32 -> [..., count] fp32
+        # For the mean of all messages, the shape of the result is [1, count].
         lines = packed.unsqueeze(0).flatten(0, -2)
         of_lines = levels.unsqueeze(0).flatten(0, -3)
         written = packed.shape[:-1]

@@ -42,12 +42,14 @@ class MatrixStep(Protocol):
         """
 
     def divisors(self, notes: Tensor) -> Tensor:
-        """Returns the divisors of the result's rows, `[rows, 1]`. If there are notes, every rank
-        calls this method.
+        """Returns a divisor for each row of the result of `whole`, `[rows, 1]`. If there are notes,
+        every rank calls this method.
         """
 
     def after(self, result: Tensor) -> None:
-        """Moves the matrix by its shard of the divided result. Every rank calls this method."""
+        """Moves this rank's shard of the matrix by `result`, the same shard of the divided result.
+        Every rank calls this method.
+        """
 
 
 def take(steps: Iterable[MatrixStep]) -> None:
@@ -105,7 +107,7 @@ def _axes(matrix: Tensor) -> list[tuple[int, Any]]:
 
 
 def _divided(step: MatrixStep, result: Tensor, notes: Tensor, rows: slice = slice(None)) -> Tensor:
-    """Returns the `rows` of a result, divided by their divisors if the step has notes."""
+    """Returns the `rows` of a result. If the step has notes, each row is divided by its divisor."""
     if not step.noted:
         return result
     return result / step.divisors(notes)[rows]
@@ -125,8 +127,8 @@ class _Sharded:
 
     Attributes:
         group: The ranks that hold shards.
-        dim: The dimension.
-        sizes: Sizes of the shards in this dimension, by rank.
+        dim: The sharded dimension.
+        sizes: Sizes of the shards in the sharded dimension, by rank.
     """
 
     step: MatrixStep
@@ -225,8 +227,7 @@ class _Group:
         ]
         sent: list[list[Tensor]] = [[] for _ in self._owned]
         for each, *parts in zip(self._mine, *shards, strict=True):
-            # `cat` copies the parts to new memory, because the bits of a matrix product may depend
-            # on the address of the matrix
+            # `cat` copies, because a matrix's address may change the bits of a matrix product
             result, notes = each.step.whole(torch.cat(parts, each.dim))
             for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
                 pieces.extend((_to_bytes(shard), _to_bytes(notes)))
@@ -237,7 +238,7 @@ class _Group:
         self._send(sent, sizes)
 
     def finish(self) -> None:
-        """Ends the steps on all matrices of this group."""
+        """Receives shards of the results, and moves all matrices of this group."""
         received = self._received()
         for each in chain.from_iterable(self._owned):
             shard = each.shard(next(received), self._rank)

@@ -42,17 +42,17 @@ class Muon(Optimizer):
     """`m = momentum * m + (1 - momentum) * gradient`; a matrix moves by `lr * 0.2 * sqrt(longer
     side) * orthogonal(m)`.
 
-    The momentum is Nesterov's. With this scale the same lr suits matrices and all other parameters.
-    AdamW moves parameters that are not matrices, and all parameters of groups with
-    `orthogonal=False` (use it for embeddings and the output layer).
+    The momentum is Nesterov's. With the factor 0.2 * sqrt(longer side), the same lr suits matrices
+    and all other parameters. AdamW moves parameters that are not matrices, and all parameters of
+    groups with `orthogonal=False` (use it for embeddings and the output layer).
 
     The orthogonal direction depends on the whole matrix. So each step gathers every sharded matrix
-    to one rank of the node. This rank computes the direction and returns shards of it. If a matrix
-    is sharded over several axes, every rank computes its direction. The result is bitwise equal to
-    a step on the whole matrix, for any number of shards. `torch.optim.Muon` with
-    `adjust_lr_fn="match_rms_adamw"` makes the same steps on whole matrices, but multiplies in bf16
-    on CPUs, too. On shards, `torch.optim.Muon` of torch 2.13 fails for a matrix with a single row,
-    and starts 11 to 16 collectives per matrix of 8 shards.
+    to one rank of the node. This rank computes the direction, and sends each rank its shard of the
+    direction. If a matrix is sharded over several axes, every rank computes the direction of the
+    matrix. With any number of shards, the result is bitwise equal to a step on the whole matrix.
+    `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` makes the same steps on whole matrices,
+    but multiplies in bf16 on CPUs, too. On shards, `torch.optim.Muon` of torch 2.13 fails for a
+    matrix with a single row, and starts 11 to 16 collectives per matrix of 8 shards.
 
     Args:
         params: Parameters or groups of them, as in torch; a group may set `orthogonal`, and each

@@ -1,6 +1,6 @@
 """Integrity of one message: its header, its validation, and the counts of skipped and refused
 messages.
 
-The guard decides by tensor arithmetic on the device of a message whether the message is used. The
-host only explains the decision.
+The guard decides whether a message is used. Tensor operations on the device of the message make
+this decision; the host only words the reason.
 """

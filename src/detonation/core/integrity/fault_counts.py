@@ -52,8 +52,8 @@ class Desync(DetonationError, RuntimeError):
 
 
 class Changed(str):
-    """The name of a parameter, with a mark: the sender of an empty message started or stopped
-    training this parameter.
+    """The name of a parameter in an empty message. The type `Changed` (instead of `str`) says that
+    the sender of the message has started or stopped training this parameter.
     """
 
     __slots__ = ()
@@ -71,21 +71,25 @@ class FaultCounts:
     replicas receive.
 
     Attributes:
-        skipped: Contributions of all replicas that were omitted because a gradient was not finite.
+        skipped: Count of contributions, of all replicas, that were omitted because a gradient was
+            not finite.
         by_parameter: The count `skipped` of each parameter.
-        refused: Messages of all replicas that failed validation.
-        fatal: 0, or the number of a reason for which all ranks must stop; `error` decodes it on any
-            rank.
+        refused: Count of messages, of all replicas, that failed validation.
+        fatal: 0, or the code of a reason for which all ranks must stop; `error` decodes the code on
+            any rank.
         due: Steps at which messages are due, until `StopConsensus` has handled them.
-        reports: One entry for each message whose numbers the device still computes: the step at
-            which the message is due, its numbers, and the function that `catch_up` calls with them.
+        reports: One entry for each message that the device is still checking: the step at which the
+            message is due, the tensor with the result of the check, and the function to which
+            `catch_up` passes this result.
         names: Names of all parameters of the model, for errors.
-        changed: By replica, the parameter that it announced as newly trained or no longer trained.
-        changing: Number of replicas that must announce the same change; 0 if this rank announced
-            none.
+        changed: For each replica that announced a change, the parameter that this replica started
+            or stopped training.
+        changing: Count of replicas that must announce the same change; 0 if this rank announced no
+            change.
         missing: Lost replicas, which need not announce a change.
-        options: Options of the parameter groups; messages carry their digest.
-        number: Number of the level, below 16, which identifies it in a reason to stop.
+        options: Options of the parameter groups, such as lr; messages carry a digest of these
+            options.
+        number: Code of the level, below 16. It identifies the level in a reason to stop.
     """
 
     def __init__(
@@ -113,19 +117,20 @@ class FaultCounts:
         """Forgets all reasons to stop, because a loaded checkpoint replaced the state."""
         self.fatal = 0
         self.changing = 0
-        self._raised = (0, 0)  # number of the last raised reason to stop, and its first step
+        self._raised = (0, 0)  # code of the last raised reason, and the step of its first error
         self.due: set[int] = set()
         self.changed: dict[int, str] = {}
         self.missing: set[int] = set()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
-        # for each replica: number of its messages that were used since its last refusal
+        # for each replica: count of its messages that were used since one of them was last refused
         self._good: Counter[int] = Counter()
 
     def catch_up(self, until: float) -> None:
-        """Waits for the messages that are due at steps up to `until`, and counts their faults. All
-        ranks then have equal counts."""
+        """Waits for the messages that are due at steps up to `until`, and counts the faults of
+        these messages. Afterwards all ranks have equal fault counts.
+        """
         ready = [each for each in self.reports if each[0] <= until]
         self.reports = [each for each in self.reports if each[0] > until]
         for _, numbers, report in ready:
@@ -150,8 +155,9 @@ class FaultCounts:
         self.changed[sender] = name
 
     def miss(self, absent: Collection[int]) -> None:
-        """Records that the replicas `absent` were lost before their message was complete. They need
-        not announce a change of the trained parameters."""
+        """Records that the replicas `absent` were lost before their message was complete. These
+        replicas need not announce a change of the trained parameters.
+        """
         if self.changing:
             self.missing.update(absent)
 
@@ -163,21 +169,22 @@ class FaultCounts:
         self.missing = set()
 
     def announcement(self, name: str) -> int:
-        """The number that a rank sends in place of a reason to stop, if it announced a change: it
-        began or stopped training the parameter `name`."""
+        """The code that a rank sends in place of a reason to stop, if this rank announced that it
+        began or stopped training the parameter `name`.
+        """
         return _CHANGING << 56 | _bit(self._replica) << 32 | self.names.index(name)
 
     @staticmethod
     def is_announcement(fatal: int) -> bool:
-        """True if `fatal` is a number from `announcement`. This number does not stop a rank that
-        announced the same change.
+        """True if `fatal` is a code that `announcement` returned. Such a code does not stop a rank
+        that announced the same change.
         """
         return fatal >> 56 == _CHANGING
 
     @staticmethod
     def announced_apart(announcements: Sequence[int]) -> int:
-        """The largest `announcement` of a group of ranks, or a reason to stop if the ranks
-        announced different changes.
+        """The largest code among `announcements`, which are the codes of a group of ranks. If the
+        ranks announced different changes, the code of a reason to stop instead.
         """
         largest = max(announcements)
         if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
@@ -185,8 +192,8 @@ class FaultCounts:
         return largest
 
     def renumber(self, kept: Sequence[int], replica: int) -> None:
-        """Keeps the counts of the replicas `kept`, given by their old numbers, and renumbers them
-        0, 1, ...
+        """Keeps the fault counts of the replicas `kept`, which are given by their old numbers. The
+        new numbers of these replicas are 0, 1, ...
         """
         number = {old: new for new, old in enumerate(kept)}
         self._replica = replica
@@ -209,8 +216,8 @@ class FaultCounts:
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
         """Counts a message of `sender` that is empty or partly zeros, because the signal of its
-        parameter `name` is not finite. If `name` is `Changed`, instead records that `sender`
-        announced a change of the trained parameters.
+        parameter `name` is not finite. If `name` is a `Changed`, the message is no fault: `sender`
+        then announced a change of the trained parameters, which is recorded.
         """
         if isinstance(name, Changed):
             self.announced(sender, name)
@@ -245,7 +252,9 @@ class FaultCounts:
             self._stop(_REFUSED, sender)
 
     def refuse_sum(self, step: int) -> None:
-        """Counts a nonfinite sum of an all-reduce at `step` whose contributions were all finite."""
+        """Counts a fault of the all-reduce at `step`: its sum is not finite, although the values of
+        all replicas were finite.
+        """
         fault = (
             "has a sum that is not finite, of values that are finite: a link damages what it"
             " carries"
@@ -253,13 +262,15 @@ class FaultCounts:
         self.refuse(_ALL_REPLICAS, fault, step)
 
     def misplace(self, sender: int, step: int) -> None:
-        """Records a reason to stop: `sender` added a message of another step, level of replication
-        or optimizer to the sum of `step`."""
+        """Records a reason to stop: `sender` took part in the all-reduce of `step` with the message
+        of another step, level of replication or optimizer.
+        """
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
-        """Finds the senders whose options of parameter groups differ from those of most replicas at
-        `step`, or that received other messages in earlier steps. Records a reason to stop.
+        """Finds the senders that differ from most replicas at `step`: in the options of their
+        parameter groups, or in the messages that they received in earlier steps. Logs both, and
+        records a reason to stop unless `Safety` repairs the second difference.
 
         Args:
             digests: By sender, the digests of messages in the upper bits and of options in the
@@ -286,17 +297,16 @@ class FaultCounts:
                 self._stop(_DESYNC, sender)
 
     def desync(self, sender: int, name: str) -> None:
-        """Records a reason to stop: the tensor or the options `name` of the replica `sender` differ
-        from those of the other replicas.
+        """Records a reason to stop: the tensor `name`, or the options of the parameter groups,
+        differ between the replica `sender` and the other replicas.
         """
         self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:
-        """The error at `step` for the reason `fatal`, which any rank of this level of replication
-        may have found.
+        """The error for the reason to stop `fatal`, which any rank of this level of replication may
+        have found at `step`.
 
-        The rank raises it again at each later step until `forget`, with the step of its first
-        occurrence and a remedy.
+        For the same reason at later steps, the error again names the first step, and adds a remedy.
         """
         raised, first_step = self._raised
         if fatal == raised:
@@ -354,8 +364,8 @@ class FaultCounts:
 
 
 def _odd(words: Mapping[int, int]) -> list[int]:
-    """Senders whose number in `words` differs from the most frequent number. If several numbers are
-    equally frequent, the first of them is taken.
+    """Senders whose value in `words` differs from the most frequent value. If several values are
+    equally frequent, the first of these values counts as the most frequent.
     """
     most_frequent = Counter(words.values()).most_common(1)[0][0]
     return [sender for sender, word in words.items() if word != most_frequent]
@@ -368,12 +378,14 @@ def _sender(sender: int) -> str:
 
 
 def _bit(replica: int) -> int:
-    """The bit of a replica in a bit set. Replicas from number 23 on share the last bit."""
+    """The bit that stands for `replica` in a set of replicas. All replicas from number 23 on share
+    the last bit.
+    """
     return 1 << min(replica, _NAMED_REPLICAS - 1)
 
 
 def _replicas(bits: int) -> str:
-    """The names of a bit set of replicas.
+    """The text that names the replicas in the bit set `bits`.
 
     >>> _replicas(_bit(0) | _bit(2))
     'replicas 0, 2'

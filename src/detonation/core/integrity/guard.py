@@ -58,7 +58,7 @@ TOO_LOUD = f"has a norm over {LOUDER:g} times as large as most messages have, or
 
 @dataclass(frozen=True)
 class Stage:
-    """Properties of one collective of an exchange that are equal at every step.
+    """Properties of one collective of an exchange. They do not change from step to step.
 
     Args:
         codec, rows, aggregation, unit: Of the received messages, see `Arrived`.
@@ -95,7 +95,8 @@ class Expected:
 
 
 def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
-    """The words of each header, and the checksum of each message as if its checksum word were 0.
+    """The words of each header, and a newly computed checksum of each message. The word of the
+    header that holds the received checksum counts as 0.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, 8]` and `[messages]` int64.
     """
@@ -108,10 +109,11 @@ def decide_usable(
 ) -> tuple[Tensor, Tensor]:
     """Decides which messages are refused, because of their header, checksum, content or norm.
 
-    A norm is too large if it exceeds `LOUDER` times both the current median norm and the reference
-    norm. Replicas with sparse gradients send almost zeros for many steps, and then messages as
-    large as before. The reference norm, `usual`, is therefore the largest median so far. It decays
-    slowly, but not while most messages are almost zero. A single replica cannot raise a median.
+    The norm of a message is too large if it exceeds `LOUDER` times the median norm of this
+    exchange, and also `LOUDER` times the reference norm `usual`. The reference norm is the largest
+    median of all exchanges so far, because replicas with sparse gradients may send almost zeros for
+    many steps, and then messages as large as before. The reference norm shrinks slowly, but not
+    while most messages are almost zero. A single replica cannot raise a median.
 
     Args:
         words, added: Words of the headers, and checksums of the received bytes; see `unsealed`.
@@ -126,7 +128,7 @@ def decide_usable(
     `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
     header = expected.header
-    # norms are compared as integers: bits of nonnegative floats sort like the floats, NaN highest
+    # norms are compared as integers: bits of nonnegative floats sort like the floats; NaN is largest
     bits = norms.abs().double().view(torch.int64)
     found = torch.cat([words, torch.stack([added, content, bits], 1)], 1)
     replicas = len(words)
@@ -134,7 +136,7 @@ def decide_usable(
         header.schema, header.place, expected.nbytes, expected.parameters, replicas, words.device
     )
     limits = limits.add(of_step, alpha=header.step)
-    limits[:, :, 8].copy_(words[:, 7])  # the checksum must equal the checksum in the header
+    limits[:, :, 8].copy_(words[:, 7])  # computed checksum must equal the received one
     refused = (found < limits[0]).logical_or_(found > limits[1]).any(1)
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)
@@ -156,9 +158,10 @@ def decide_usable(
 def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest valid value of the first 11 columns of the table that
-    `decide_usable` makes, without step and checksum. Also returns a row with 1 in the column of the
-    step and 0 in all other columns: the caller adds this row times the step.
+    """The smallest and the largest valid values of the first 11 columns of the table that
+    `decide_usable` makes. The caller sets the limits of the columns for step and checksum. Also
+    returns a row with 1 in the column of the step and 0 in all other columns: the caller adds the
+    step times this row to the limits.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
     """
@@ -183,8 +186,8 @@ def _infinity(device: torch.device) -> Tensor:
 
 
 def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
-    """The fault of each message in `table` (see `decide_usable`), in replica order; "" if it has
-    none.
+    """The fault of each message in `table` (see `decide_usable`), in replica order; "" for a
+    message without a fault.
     """
     return [_fault(sender, row, expected) for sender, row in enumerate(table)]
 
@@ -220,8 +223,8 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
 
 
 def _take_recorded(message: Message) -> None:
-    """Prepares a message that comes from a recorded run: the recording owns its memory, and a
-    header of zeros marks a replica that was absent.
+    """Prepares a message that is replayed from a recorded run. Its buffer belongs to the recording,
+    so this buffer is not reused. A header of zeros marks a replica that was absent.
     """
     message.recycle = None
     headers = message.arrived[0][:, :HEADER_BYTES]
@@ -283,7 +286,7 @@ class Guard(SumGuard):
             if len(runs) > 1:
                 runs = sorted(runs, key=attrgetter("first"))
             if not phase:
-                # digest of the last exchange whose messages every replica has certainly read
+                # digest of the last exchange whose messages every replica has certainly received
                 opened = self._received.get(self._sent - 1 - self._delay, 0)
                 received = (opened >> 32 ^ self.noted) << 32 | crc32(self._counts.options)
                 if message.missing:
@@ -291,7 +294,7 @@ class Guard(SumGuard):
                 self._sent += 1
             nbytes = sum(message.codec.lengths[sum(map(_ROWS, runs))])
             self._write_header(runs, nbytes, message.step, self._place | phase, status, received)
-            # collectives hold references to the runs that they still send
+            # running collectives keep the tensors of these runs alive
             message.sent.clear()
         end = run.room + sum(run.codec.lengths[run.rows])
         return run.octets[:, : end + -end % run.codec.alignment]
@@ -305,7 +308,9 @@ class Guard(SumGuard):
         status: int | Tensor,
         received: int,
     ) -> None:
-        """Writes the header of a message of `nbytes` bytes before its `runs`; see `Header`."""
+        """Writes the header of a message of `nbytes` bytes before the first of its `runs`; see
+        `Header`.
+        """
         octets = runs[0].octets
         whole = octets
         if len(runs) > 1:
@@ -347,16 +352,16 @@ class Guard(SumGuard):
             _empty_headers(whole, absent)
             observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
-        if not arrived:  # `Message.whole` has copied and returned the receive buffers
+        if not arrived:  # `Message.whole` copied the bytes and recycled the buffers
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
-        # Leave absent replicas out of the mean over signals. Keep the rows of absent owners: they
-        # are zeros, so the update changes nothing there.
+        # A mean over signals leaves absent replicas out.
+        # Rows of absent owners are kept: they are zeros, so the update changes nothing in these rows.
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:
-            # work on a copy, because simulated replicas share one receive buffer
+            # zeros are written to a copy, because simulated replicas share one receive buffer
             if found.body.device.type == "cpu":
                 found = replace(found, body=found.body.clone())
             found.blank(refused)
@@ -395,8 +400,9 @@ class Guard(SumGuard):
         return refused
 
     def hear(self, missing: Missing, table: runtime.Readback, absent: Collection[int] = ()) -> None:
-        """Stores in `missing` a function that reads from a table of `decide_usable` what each
-        replica reports about its parameters without a gradient.
+        """Sets `missing.said` to a function that reads what each replica reports about its
+        parameters without a gradient. The function reads this from `table`, which `decide_usable`
+        made.
         """
 
         def said() -> dict[int, int]:
@@ -419,8 +425,9 @@ class Guard(SumGuard):
         stage: Stage,
         absent: Collection[int] = (),
     ) -> bool:
-        """Counts the faults in the table of `decide_usable`. Returns True if no message is
-        refused."""
+        """Counts the faults in `rows`, the table that `decide_usable` made. Returns True if no
+        message is refused.
+        """
         fine = not any(map(_REFUSED, rows))
         faults = [""] * len(rows)
         if not fine:
@@ -439,14 +446,15 @@ class Guard(SumGuard):
                 self._counts.skip(sender, self._place, self._names[row[5] - 1], step)
             elif stage.signals:
                 used.append(sender)
-        # a used message resets the count of consecutive skips and refusals
+        # used messages end a series of skips; `FORGIVEN` of them in a row cancel earlier refusals
         if self._counts.skipped or self._counts.refused:
             self._counts.accept(used, self._place)
         return fine
 
     def _refuse(self, sender: int, fault: str, step: int) -> None:
-        """Counts a refused message, and clears the memory of this replica if its own message was
-        too large."""
+        """Counts a refused message. If this replica sent the message and it was too large, also
+        clears this replica's memory of unsent values.
+        """
         self._counts.refuse(sender, fault, step)
         if sender == self._replica and fault in (TOO_LARGE, TOO_LOUD):
             self._forget()
@@ -454,8 +462,8 @@ class Guard(SumGuard):
     def _compare_received(
         self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int
     ) -> None:
-        """Compares the digests in the messages of all replicas: each is a digest of the bytes that
-        the sender received earlier. The digests differ if only some replicas received a damaged
+        """Compares the digests in the messages of all replicas. Each digest covers the messages
+        that its sender received earlier. So digests differ if only some replicas received a damaged
         message.
         """
         received = [(row[7], fault) for row, fault in zip(rows, faults, strict=True)]

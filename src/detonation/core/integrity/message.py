@@ -1,7 +1,7 @@
 """The message of one step, its header, and a replica's report of parameters without a gradient.
 
-Engines write a message in runs of rows, collectives send the runs, and the receiver joins them. A
-header of 64 bytes begins each gathered message.
+Engines write a message in runs of rows, collectives send the runs, and the receiver joins the runs.
+Each gathered message begins with a header of 64 bytes.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Header:
 
     @property
     def origin(self) -> int:
-        """The fourth word of the header: the sender in the upper 32 bits, and `place` in the lower
-        32 bits.
+        """The fourth word of the header: the sender in the upper 32 bits, and `place` (which of the
+        sender's messages of the step this is) in the lower 32 bits.
         """
         return self.sender << 32 | self.place
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
-        """Writes the header of each message before its `nbytes` bytes.
+        """Writes a header before the `nbytes` bytes of each of `messages`.
 
         Numbers that change at each step reach the device as arguments of a kernel launch, because
         copying a list to the device would block the host.
@@ -99,7 +99,7 @@ class Header:
 
 
 def hash63(text: str) -> int:
-    """63 bits of the sha256 of `text`, as a number."""
+    """63 bits of the sha256 of `text`, as an integer."""
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -135,7 +135,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # zeros replace the padding at the end of the last checksum line, which may be undefined
+    # padding may hold any bytes, but the checksum includes the padding, so it is set to zero
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
@@ -205,8 +205,8 @@ class Missing:
 
 
 def with_said(received: int, says: int) -> int:
-    """The seventh word of a header: it joins the digest `received` with `says`, the report on
-    parameters without a gradient. The word is negative if there are such parameters.
+    """The seventh word of a header. It contains the digest `received` and the report `says` on the
+    sender's parameters without a gradient. The word is negative if there are such parameters.
 
     >>> with_said(7, NONE_MISSING), said_in(with_said(7, 3)), with_said(7, 3) & 7
     (7, 3, 7)
@@ -225,7 +225,8 @@ def said_in(received: int) -> int:
 
 
 def packed(numbers: Collection[int], count: int) -> bytes:
-    """A set of numbers below `count`, as bytes with one bit for each number.
+    """The set `numbers` as bytes. Each number is below `count`, and bit i tells whether i is in the
+    set.
 
     >>> packed([0, 9], 12)
     b'\\x01\\x02'
@@ -237,7 +238,7 @@ def packed(numbers: Collection[int], count: int) -> bytes:
 
 
 def in_all(sets: Iterable[bytes]) -> frozenset[int]:
-    """The numbers that all `sets` contain.
+    """The numbers that every one of `sets` contains; `packed` makes such sets.
 
     >>> sorted(in_all([packed([0, 9, 10], 12), packed([0, 3, 10], 12)]))
     [0, 10]
@@ -285,8 +286,8 @@ class Message:
     played: bool = False
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
-        """Stores the `indices` of the rows from row `first` of the flat on, if all replicas know
-        these indices without a message.
+        """Stores `indices`, which belong to the rows of the flat from row `first` on, if all
+        replicas know these indices without a message.
         """
         if isinstance(indices, SharedIndices):
             self.shared[first] = indices
@@ -295,7 +296,8 @@ class Message:
 
     @property
     def indices(self) -> Tensor | SharedIndices | None:
-        """The indices of all rows of the flat; None if they are known only from the message.
+        """The indices of the selected coefficients in all rows of the flat; None if only the
+        message contains these indices.
 
         Shapes: -> `[rows, k]` integer.
         """
@@ -308,7 +310,8 @@ class Message:
         return torch.cat([narrow(each) for each in found])
 
     def whole(self, end: int) -> Tensor:
-        """Joins the received bytes: `end` bytes per message, followed by zero padding.
+        """Joins the received runs of each message. A joined message has `end` bytes, and zeros
+        follow as padding.
 
         Shapes: -> `[messages of all replicas, end + padding]` uint8.
         """
@@ -316,7 +319,7 @@ class Message:
         arrived = self.arrived
         if len(arrived) == 1:
             octets = arrived[0]
-            if octets.shape[1] % 8 == 0:  # every message is aligned for int64
+            if octets.shape[1] % 8 == 0:  # so every message begins at a multiple of 8 bytes
                 octets[:, end:].zero_()
                 return octets
             runs = [(octets[:, HEADER_BYTES:end],)]
@@ -334,7 +337,9 @@ class Message:
         return whole
 
     def release(self) -> None:
-        """Returns the receive buffers. Their content must not be used afterwards."""
+        """Gives the receive buffers back for reuse. The caller must not read these buffers
+        afterwards.
+        """
         if self.recycle:
             for each in self.arrived:
                 self.recycle(each)

@@ -6,30 +6,33 @@ from torch import Tensor
 
 
 class StepObserver:
-    """Sees what all replicas agree on: messages, and weights before and after a step.
+    """An object that sees what is equal on all replicas: messages, and weights before and after a
+    step.
 
-    Each method does nothing unless an observer overrides it.
+    Each method does nothing unless a subclass overrides it.
     """
 
     def begin(self, optimizer: Any) -> None:
-        """Called before the first step of a `Replicated`, with its weights."""
+        """Called before the first step of `optimizer`, a `Replicated` whose weights are still the
+        initial weights.
+        """
 
     def left(self) -> None:
-        """Called after another state was loaded, so that the next step does not continue the last
-        one.
+        """Called after the optimizer loaded a state or dropped its own state. The next step then
+        does not continue from the last observed step.
         """
 
     def enter(self, optimizer: Any) -> None:
-        """Called with the weights before each step and each `synchronize` of a `Replicated`."""
+        """Called before each step and each `synchronize` of `optimizer`, a `Replicated`."""
 
     def moved(self, optimizer: Any) -> None:
-        """Called with the weights after the base optimizer has moved them, but before the post-step
-        hooks of this optimizer run.
+        """Called after the base optimizer has moved the weights, but before the base optimizer
+        calls its hooks for the end of a step.
         """
 
     def received(self, place: int, step: int, message: Tensor) -> None:
-        """Called with the messages of all replicas, or their sum. Their memory may be overwritten
-        afterwards.
+        """Called with the messages of all replicas, or with the sum of an all-reduce. The tensor
+        `message` may be overwritten after the call.
 
         Args:
             place: Number of the channel and bucket.
@@ -37,12 +40,14 @@ class StepObserver:
         """
 
     def end(self, what: str, optimizer: Any) -> None:
-        """Called after a "step" or "synchronize" of a `Replicated` has applied its messages."""
+        """Called after `optimizer` has applied the messages of a step or of `synchronize`. `what`
+        is "step" or "synchronize".
+        """
 
 
 class PlayedMessages(StepObserver):
-    """Supplies the recorded messages of a run instead of all collectives: replicas encode and send
-    nothing.
+    """Supplies messages that were recorded in an earlier run, in place of all collectives. Replicas
+    then encode and send nothing.
     """
 
     def take(self, place: int, step: int) -> Tensor:

@@ -68,7 +68,7 @@ class SumGuard:
         self.noted = 0
         self._sent = 0
         self._opened = 0
-        # digests of the messages received in earlier exchanges, by the number of the exchange
+        # digests of the messages received in earlier exchanges, by the index of the exchange
         self._received: dict[int, int] = {}
 
     def seal_sum(
@@ -96,12 +96,13 @@ class SumGuard:
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> bool | Tensor:
-        """Validates a sum, and counts the faults that the statuses of all replicas in it report.
-        Returns False if zeros must replace the values: a value is not finite, or a replica that is
-        not `absent` added the message of another step.
+        """Validates the sum of an all-reduce, and counts the faults that the replicas report in
+        this sum. Returns False if zeros must replace the values: a value is not finite, or a
+        replica that is not `absent` added the message of another step.
 
         On an accelerator the device itself replaces values that are not finite. A subclass may
-        instead return a report, by which the decoder replaces the values (see `Sums`).
+        instead return a report, which tells the decoder whether to use zeros in place of the values
+        (see `Sums`).
 
         Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
         """
@@ -127,8 +128,9 @@ class SumGuard:
         return self._report_sum(step, absent, [fine, *said])
 
     def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
-        """Counts the faults that the status of each replica reports, and a sum that is not finite.
-        Returns False for a sum that is not finite, and for the mark of another step.
+        """Counts the faults that the status of each replica reports, and counts a sum that is not
+        finite. Returns False if the sum is not finite, or if a replica's status has the mark of
+        another step.
         """
         finite, *digits = found
         if absent:
@@ -152,8 +154,9 @@ class SumGuard:
     def hear_sum(
         self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
     ) -> None:
-        """Stores in `missing` a function that reads from the sum of `step` what each replica
-        reports about its parameters without a gradient.
+        """Sets `missing.said` to a function that reads what each replica reports about its
+        parameters without a gradient. The function reads this from `digits`, the status numbers of
+        `step`.
 
         Shapes: `[3 * replicas]`.
         """
@@ -189,7 +192,7 @@ def statuses_of_sum(
     replicas = len(digits) // DIGITS
     is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
     if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
-        # One communicator simulates all replicas, so the sum contains each number `replicas` times.
+        # simulated replicas send equal messages, so each sum is `replicas` times one digit
         digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
     found = []
@@ -203,8 +206,8 @@ def statuses_of_sum(
 
 
 def _mean_digit(mean: float, mark: int) -> int:
-    """The digit of one message, computed from the mean over several equal messages. A mean close to
-    `mark` counts as `mark`, because bf16 rounds the sum of three marks.
+    """One status number (digit) of a message, computed from the mean over several equal messages. A
+    mean close to `mark` counts as `mark`, because bf16 rounds the sum of three marks.
     """
     if abs(mean - mark) <= mark / 256:
         return mark

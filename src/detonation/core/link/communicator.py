@@ -94,7 +94,7 @@ class HostStaging:
         return message.copy_(host, non_blocking=True)
 
 
-# torch renamed all_gather_into_tensor to all_gather_single; the old name then logs a warning
+# newer torch has the name all_gather_single, and logs a warning for all_gather_into_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -143,8 +143,8 @@ class AxisRules:
         return None
 
     def recycle(self, received: Tensor) -> None:
-        """Takes back a buffer that a collective returned, for reuse. The caller must no longer read
-        it.
+        """Takes back `received`, a buffer that a collective returned, for reuse. The caller must no
+        longer read this buffer.
 
         Shapes: `[replicas, bytes]` uint8.
         """
@@ -154,11 +154,11 @@ class Communicator(AxisRules, ABC):
     """The connection of one replica to all replicas of an axis, with three collectives. All
     replicas must start their collectives in the same order.
 
-    Each collective returns a function that waits for the result. After a tensor was passed to a
-    collective, the caller must not use it. Tensors must have equal sizes on all replicas.
+    Each collective returns a function that waits for the result. The caller must not use a tensor
+    any more after passing it to a collective. Tensors must have equal sizes on all replicas.
 
     Attributes:
-        replica: Number of this replica on the axis.
+        replica: Index of this replica on the axis.
     """
 
     replica: int
@@ -288,8 +288,8 @@ class ProcessGroupCommunicator(Communicator):
             return self._of_axis
         group = _group_beside(self._of_axis)
         if self._is_gloo:
-            # Destroy a gloo group together with this object, except at exit. An NCCL group stays,
-            # because all its ranks must destroy it at the same time.
+            # A gloo group is destroyed together with this object, except at exit.
+            # An NCCL group is kept: all ranks of the group would have to destroy it at the same time.
             weakref.finalize(self, _end, group).atexit = False
         return group
 

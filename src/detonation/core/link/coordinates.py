@@ -17,8 +17,9 @@ Level = tuple[Axis, Scheme]
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of a rank: the rank holds shard number `shard` of replica number `replica`. Both
-    numbers start at 0."""
+    """The coordinates of a rank: the rank holds shard number `shard` of replica number `replica`.
+    Both are counted from 0.
+    """
 
     replica: int
     replicas: int

@@ -17,7 +17,8 @@ HandOver: TypeAlias = Callable[[], None]
 
 class PeerLost(DetonationError, ConnectionError):
     """Raised on all remaining ranks if a replica was lost while ranks exchanged texts, before all
-    ranks had received its text."""
+    ranks had received the text of this replica.
+    """
 
 
 class TextExchange(Protocol):
@@ -45,11 +46,11 @@ class RenumberedCommunicator(Communicator):
     """
 
     def for_one(self, hand_over: HandOver | None = None) -> "RenumberedCommunicator":
-        """Returns a communicator on this axis for one of several optimizers. Before its steps, the
-        optimizer calls `adopt` of its communicator.
+        """Returns a communicator on this axis that only one optimizer uses, if several optimizers
+        share the axis. This optimizer calls `adopt` of the returned communicator.
 
-        `hand_over` is a method of that optimizer. It is called if a replica leaves in a step of
-        another optimizer on the axis.
+        `hand_over` is a method of this optimizer. The communicator calls `hand_over` if a replica
+        leaves while another optimizer on the axis makes a step.
         """
         return self
 
@@ -63,8 +64,8 @@ class RenumberedCommunicator(Communicator):
 
     @abstractmethod
     def enter_step(self, step: int) -> bool:
-        """Records that this rank begins `step`, or is still in it. If replicas have changed and
-        `adopt` must be called first, records nothing and returns True.
+        """Records that this rank begins `step`, or is still in `step`. If replicas have changed,
+        records nothing and returns True: the caller must first call `adopt`.
         """
 
     def leaving(self, step: int) -> list[int]:
@@ -74,7 +75,9 @@ class RenumberedCommunicator(Communicator):
         return []
 
     def handing_over(self) -> list[int]:
-        """Returns the numbers of the replicas that leave in a step of another optimizer."""
+        """Returns the numbers of the replicas that leave while another optimizer on this axis makes
+        a step.
+        """
         return []
 
     @abstractmethod
@@ -96,23 +99,26 @@ class ElasticCommunicator(RenumberedCommunicator):
 
     @abstractmethod
     def expects(self, step: int) -> bool:
-        """True if a replica may join before `step`; equal on all ranks that have reached `step`."""
+        """True if a replica may join before `step`; all ranks that have reached `step` get the same
+        answer.
+        """
 
     @abstractmethod
     def texts(self) -> TextExchange:
-        """Returns an object that exchanges texts between the present ranks. Its messages do not mix
-        with other collectives, so any thread may use it.
+        """Returns an object that exchanges texts between the present ranks. The messages of this
+        object do not mix with other collectives, so any thread may use the object.
 
-        All ranks must call it in the same order, between the same steps.
+        All ranks must call `texts` between the same two steps. Several calls must have the same
+        order on all ranks.
         """
 
 
 class AgreedCommunicator(Communicator):
-    """A communicator between replicas for ranks that belong to one replica and must stay equal. It
-    makes these ranks agree on which replicas are absent.
+    """A communicator between replicas. The ranks that hold equal weights inside this replica all
+    use it, and it makes these ranks agree on which replicas are absent.
 
-    The last message of a lost replica may have reached only some of these ranks. All of them then
-    treat the lost replica as absent, and a sum is repeated without it.
+    The last message of a lost replica may have reached only some of these ranks. Then all these
+    ranks treat the lost replica as absent, and repeat an all-reduce without this replica.
 
     Args:
         between: The axis of replicas.
@@ -164,7 +170,7 @@ class AgreedCommunicator(Communicator):
             if self._alike(rows.device):
                 return rows
             absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
-            # copied before zeros are written, because simulated replicas share the same rows
+            # `index_fill` writes to a copy, because simulated replicas share the tensor `rows`
             return rows.index_fill(0, absent, 0)
 
         return wait

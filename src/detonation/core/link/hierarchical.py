@@ -17,9 +17,9 @@ class HierarchicalCommunicator(Communicator):
     """Sends one message per node over the slow link. Each rank of the node sends and receives only
     a part of the message; then the ranks of the node exchange the received parts.
 
-    All ranks of the node must pass the same message. The result equals the result of `inter_node`
-    alone. A sum is equal bit for bit with two replicas; with more replicas an all-reduce may add in
-    another order.
+    All ranks of the node must pass the same message. A collective has the same result as one of
+    `inter_node` alone. For an all-reduce this holds bit for bit with two replicas; with more
+    replicas the values may be added in another order.
 
     Args:
         inter_node: Between the nodes.

@@ -71,8 +71,8 @@ def require_same(
     remedy: str = SAME_START,
     free: Collection[str] = (),
 ) -> dict[str, str]:
-    """Compares the `description` of all ranks. If entries differ, raises `Mismatch` on every rank,
-    which names the difference. Collective.
+    """Compares the `description` of all ranks. If entries differ, every rank raises a `Mismatch`
+    that names the difference. Collective.
 
     The ranks of a node must have the same description, too. The comparison must run before the
     first message, because messages of different sizes would crash the receiver inside the network
@@ -140,7 +140,7 @@ class Link:
             device instead, which is not counted.
         recycle: Function that takes back a receive buffer, `[replicas, bytes]` uint8, for reuse.
         observer: Object whose methods are called with received messages.
-        playback: The observer, if it also supplies the messages.
+        playback: The observer, if it also supplies recorded messages; otherwise None.
 
     Args:
         intra_node: Axis inside the node, if all its ranks have the same message: each then sends a
@@ -236,15 +236,16 @@ class Link:
         return arrived, absent
 
     def renumber(self) -> None:
-        """Updates the number of replicas, and the number of this replica, after replicas left or
-        joined."""
+        """Updates `replicas` (the count of replicas) and `replica` (the index of this replica)
+        after replicas left or joined.
+        """
         self.replicas = self._inter_node.size()
         self.replica = self._inter_node.replica
 
     def collect(self, words: Tensor, apart: bool = False) -> Tensor:
         """Sends the integers `words` to all replicas, and returns the words of every replica, in
-        replica order. All replicas must send equally many words. Their bytes are not counted as
-        sent.
+        replica order. All replicas must send equally many words. The bytes of the words are not
+        added to `bytes_sent`.
 
         Unlike messages, words may differ between the ranks of a node. The words of a node's ranks
         are combined by a weighted sum, so that all ranks notice a difference. With `apart`, the

@@ -26,8 +26,8 @@ class Clipping(Protocol):
 
 
 def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `step`, the step method of an optimizer class, so that it runs without gradients and
-    calls the hooks after steps.
+    """Wraps `step`, the step method of an optimizer class, so that each call runs without
+    gradients, and then calls the hooks that are registered to run after a step.
 
     torch's own wrapper also calls the profiler and the hooks before steps, which costs 30 Python
     calls per step. The step runs in torch's wrapper only while a profiler runs, or if hooks before
@@ -58,17 +58,18 @@ def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BaseStep:
-    """Steps a base optimizer on the agreed gradients. A step of this optimizer by other code raises
-    an error.
+    """Calls `step` of a base optimizer, on the agreed gradients. If other code calls `step` of the
+    base optimizer, an error is raised.
 
     Attributes:
         clip: Called before each step, if set; see `Clip`.
         overflow: Nonzero if a GradScaler found an overflow in gradients that no agreed update
             replaces. The step is then skipped.
         lost: True if a GradScaler found that gradients of this replica overflowed, even if an
-            update replaces them.
-        rounding: Context manager of each step; None if torch's own steps are used.
-        look: Called, if set, after a step has moved the weights, before hooks of other code run.
+            update replaces these gradients.
+        rounding: Context manager in which each step runs; None if torch's own steps are used.
+        look: Function that is called when a step has moved the weights, before hooks of other code
+            run; None without such a function.
 
     Args:
         optimizer: The base optimizer. It gets a hook that checks each of its steps.
@@ -82,13 +83,14 @@ class BaseStep:
         self.rounding: AbstractContextManager[object] | None = None
         self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._hook: Callable[[], object] | None = None  # removes the hook of `hold`
+        self._hook: Callable[[], object] | None = None  # removes the hook that `hold` added
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
     def __call__(self, clips: bool = True) -> None:
         """Clips the gradients, if `clips` is True and `clip` is set, and steps the optimizer. Does
-        neither if a GradScaler found an overflow (`overflow`)."""
+        nothing if a GradScaler found an overflow (`overflow`).
+        """
         if self.overflow is not None and bool(self.overflow):
             return
         if self.clip and clips:
@@ -110,14 +112,16 @@ class BaseStep:
 
     @property
     def norm(self) -> Tensor | None:
-        """The gradient norm of the last clipped step; None without clipping."""
+        """The gradient norm that the last step with clipping computed; None without clipping."""
         if self.clip is None:
             return None
         return self.clip.norm
 
     @property
     def rounds_singly(self) -> bool:
-        """True if steps give the same bits on all kinds of processors, but run slower."""
+        """True if `round_singly` is on: steps then give the same bits on all kinds of processors,
+        but take longer.
+        """
         return self.rounding is not None
 
     def round_singly(self, on: bool = True) -> None:
@@ -138,7 +142,7 @@ class BaseStep:
         self._held |= found
 
     def release(self, parameter: Tensor) -> None:
-        """Lets later steps move every row of `parameter`, also its padding row."""
+        """Lets later steps move all rows of `parameter`, including its padding row."""
         self._held.pop(id(parameter), None)
         if self._hook is not None and not self._held:
             self._hook()
@@ -167,21 +171,24 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
 
 
 def hooks_of(optimizer: Optimizer) -> list[str]:
-    """Returns the names of the hooks before and after steps of `optimizer` that code outside of
-    this library registered."""
+    """Returns the names of the hooks that run before or after each step of `optimizer` and were
+    registered by code outside of this library.
+    """
     return [*hooks_before(optimizer), *hooks_after(optimizer)]
 
 
 def hooks_before(optimizer: Optimizer) -> list[str]:
-    """Returns the names of the hooks before steps of `optimizer` that code outside of this library
-    registered."""
+    """Returns the names of the hooks that run before each step of `optimizer` and were registered
+    by code outside of this library.
+    """
     own = optimizer._optimizer_step_pre_hooks.values()
     return _of_others([*_global_optimizer_pre_hooks.values(), *own])
 
 
 def hooks_after(optimizer: Optimizer) -> list[str]:
-    """Returns the names of the hooks after steps of `optimizer` that code outside of this library
-    registered."""
+    """Returns the names of the hooks that run after each step of `optimizer` and were registered by
+    code outside of this library.
+    """
     own = optimizer._optimizer_step_post_hooks.values()
     return _of_others([*own, *_global_optimizer_post_hooks.values()])
 
@@ -195,8 +202,8 @@ class _Lookout:
     """A hook that runs after each step of an optimizer, before other hooks. It raises an error if
     the step was not made by a `BaseStep`, because such a step changes only this replica.
 
-    This is no hook before steps, because hooks before steps may read gradients: if there are any,
-    `Update.apply` must write the update into the gradients.
+    A hook that runs before a step may read gradients, so `Update.apply` must then write the update
+    into the gradients. Therefore this hook runs after the step.
 
     Attributes:
         stepping: The `BaseStep` that takes a step now.
@@ -207,7 +214,7 @@ class _Lookout:
         self.stepping: BaseStep | None = None
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # a step with lr 0 is allowed: torch's state-dict helpers make it to create state
+        # a step with lr 0 is allowed, because torch's state-dict helpers make such steps to create state
         stepping = self.stepping
         if stepping is not None:
             if stepping.look:

@@ -22,10 +22,10 @@ SMALLEST_GROUP = 2**18
 
 
 class Deferred(NamedTuple):
-    """A movement of parameters by signs that the next step of SignSGD makes instead of reading the
-    gradients of these parameters.
+    """A movement of parameters by the signs of an update. The next step of SignSGD makes this
+    movement instead of reading the gradients of these parameters.
 
-    It is used only if SignSGD has no momentum and no hooks around its steps.
+    It is used only if SignSGD has no momentum, and no hooks run before or after its steps.
 
     move: Called with the weight decay factor and lr of each parameter. done: Called after `move`,
     if it is set.
@@ -170,7 +170,7 @@ def _groups(
     weights: list[Tensor], directions: list[Tensor], most: int
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Divides the weights and their directions into groups of up to `most` coordinates, and yields
-    the groups. Contiguous tensors that are larger than a group are cut.
+    the groups. A contiguous tensor with more than `most` coordinates is cut into pieces.
     """
     moved: list[Tensor] = []
     against: list[Tensor] = []

@@ -11,19 +11,19 @@ from detonation.core.flat.tensors import local
 
 
 class OptimizerWrapper(Optimizer):
-    """An optimizer that forwards to the optimizer `base` what schedulers and tools read or call.
-    Subclasses implement `step`.
+    """An optimizer with the parameter groups and the state of the optimizer `base`, so that
+    schedulers and tools can use it like `base`. Subclasses implement `step`.
     """
 
-    # With this flag torch's GradScaler always calls `step`, and sets `grad_scale` and `found_inf`.
-    # Without the flag a replica with an overflow would skip `step`, and other replicas would wait.
+    # With this flag torch's GradScaler calls `step` even after an overflow.
+    # GradScaler must not skip `step` on one replica, because the other replicas would wait for it.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
-        super().__setstate__({})  # sets up hooks and profiling, but no second parameter groups
+        super().__setstate__({})  # sets up hooks and profiling, but makes no parameter groups
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -95,8 +95,8 @@ class OptimizerWrapper(Optimizer):
             after(self)
 
     def call_before_saving(self) -> None:
-        """Before a checkpoint without a state dict is saved, calls the hooks that run before
-        `state_dict` of this optimizer and of `base`.
+        """Calls the hooks that are registered to run before `state_dict`, of this optimizer and of
+        `base`. For checkpoints that are saved without calling `state_dict`.
 
         Raises `ValueError` if there are hooks that change state dicts, because they would have no
         effect.
@@ -115,8 +115,8 @@ class OptimizerWrapper(Optimizer):
             _refuse_hooks(each._optimizer_load_state_dict_pre_hooks.values(), "loads")
 
     def call_after_loading(self) -> None:
-        """After a checkpoint without a state dict was loaded, calls the hooks that run after
-        `load_state_dict` of `base` and of this optimizer.
+        """Calls the hooks that are registered to run after `load_state_dict`, of `base` and of this
+        optimizer. For checkpoints that are loaded without calling `load_state_dict`.
         """
         for each in (self.base, self):
             for hook in each._optimizer_load_state_dict_post_hooks.values():

@@ -1,8 +1,8 @@
 """`replicate`, and the optimizer that it returns: levels of replication, state, statistics, and
 changes of settings during a run.
 
-This package is the top layer of core. Users call it through `detonation`; the packages checkpoint,
-plan and train import it directly.
+This package is the highest layer of `core`. Users call it through `detonation`; the packages
+checkpoint, plan and train import it directly.
 """
 
 from detonation.core.optimizer.build import Settings

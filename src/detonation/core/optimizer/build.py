@@ -171,8 +171,8 @@ class _Builder:
     """Builds the replicators of all levels, one level after the other.
 
     routes: see `build_levels`. faults: parameter names for fault counts. late: see
-    `late_parameters`. channels: for each part of the parameters, the number of channels built so
-    far; this number identifies the next channel.
+    `late_parameters`. channels: for each part of the parameters, the count of channels built so
+    far, which is the index of the next channel.
     """
 
     base: BaseStep
@@ -186,7 +186,7 @@ class _Builder:
     channels: Counter[int] = field(default_factory=Counter)
 
     def level(self, index: int, parameters: Mapping[str, Tensor]) -> list[Replicator]:
-        """Builds the replicators of the level of replication with number `index`."""
+        """Builds the replicators of the level of replication at `index` in `levels`."""
         axis, scheme = self.levels[index]
         made: list[Replicator] = []
         for part, on, group, local_ranks in _ways(
@@ -203,7 +203,7 @@ class _Builder:
 
     def _route(self, index: int, part: int, on: Axis, local_ranks: int) -> Route:
         """Returns the link and the fault counts for one part of the parameters in level `index`.
-        The first call creates both.
+        The first call for a part creates them.
         """
         key = index, part + local_ranks
         if key not in self.routes:
@@ -244,9 +244,9 @@ class _Builder:
 def _ways(
     axis: Axis, scheme: Scheme, parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> Iterator[tuple[int, Axis, dict[str, Tensor], int]]:
-    """Yields the groups of parameters that are exchanged together. Each group comes with the number
-    and the axis of its part of the parameters, and with the number of local ranks that share its
-    messages.
+    """Divides `parameters` into groups that are exchanged together. Yields for each group: the
+    index and the axis of the part that contains the group (see `divided`), the parameters of the
+    group, and the count of ranks of the node that send the same messages.
     """
     for part, on, mine in divided(axis, parameters) if scheme.signal != "nothing" else []:
         for group, local_ranks in split_by_sharding(mine, intra_node):
@@ -289,8 +289,8 @@ def compare_replicas(
     close: bool = False,
     again: bool = False,
 ) -> str:
-    """Compares the settings and weights that must be equal on all replicas, and raises `Mismatch`
-    on all replicas if they differ. Collective.
+    """Compares the settings and weights that must be equal on all replicas. If a setting or weight
+    differs, raises `Mismatch` on all replicas. Collective.
 
     Args:
         optimizer: The base optimizer, for the options of its parameter groups.
@@ -344,8 +344,8 @@ def compare_replicas(
 def compare_rounding_singly(
     base: BaseStep, found: str, compare: Callable[..., str], here: Coordinates
 ) -> str:
-    """Compares the replicas again with each operation rounded separately, and keeps this mode if
-    all replicas then round alike. Collective.
+    """Switches on separate rounding of each operation in steps, and compares the replicas again. If
+    all replicas then round alike, separate rounding stays on. Collective.
 
     Args:
         found: How replicas round differently without this mode.
@@ -456,10 +456,10 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # replicas that check faults on the device stop one step later, so all replicas must do so
+    # replicas that decide on the device stop one step later, so all must decide on the device, or none
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
-    if channel.late:  # these gradients determine the number of buckets in `overlap`
+    if channel.late:  # late gradients decide how many buckets `overlap` sends
         settings["gradients at the end of backward"] = ", ".join(sorted(channel.late))
     settings |= {
         name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()

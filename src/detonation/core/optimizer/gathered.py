@@ -54,8 +54,8 @@ class ShownUnit:
         self._hook_methods(hook)
 
     def _hook_methods(self, hook: Callable[[], None]) -> None:
-        """Makes FSDP2 call `hook` before methods that were registered by
-        `register_fsdp_forward_method`, too: these methods run no forward hooks of the module.
+        """Makes FSDP2 also call `hook` before the methods that `register_fsdp_forward_method`
+        registered, because these methods run no forward hooks of the module.
         """
         state: Any = self._module._get_fsdp_state()  # type: ignore[operator]
         gather = state._pre_forward
@@ -167,7 +167,9 @@ def late_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    """Yields the place of each parameter of an FSDP unit, without parameters of nested units."""
+    """Yields the dictionary and the name under which a module holds each parameter of an FSDP unit.
+    Parameters of nested units are left out.
+    """
     for name in module._parameters:
         yield module._parameters, name
     for child in module.children():

@@ -84,8 +84,8 @@ def agree_on_parameters(
     step: int,
     in_buckets: bool,
 ) -> None:
-    """Checks that all ranks train the parameters `now` from `step` on, and raises an error on all
-    ranks if they do not. If they do, completes open rounds. Collective.
+    """Checks that all ranks train the same parameters `now` from `step` on. If ranks differ, raises
+    an error on all ranks; otherwise completes open rounds. Collective.
 
     Args:
         before: The parameters in the layouts of `replicators`.
@@ -210,7 +210,7 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     assert memory is not None
     leaves = link.replica in leaving
     # Owners of rows inside a replica keep a residual, which was a part of the mean of this replica.
-    # This residual is added to the memory, because it is now a part of the mean over all replicas.
+    # The residual of owners is added to the memory, and so becomes a part of the mean over replicas.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
     if leaves:
@@ -231,7 +231,7 @@ def renumber(
     call it before the same `step`.
 
     Messages in flight are first received under the old numbers. Afterwards the caller must rebuild
-    the replicators, because their owners of rows, message layouts and means belong to the old
+    the replicators, because owners of rows, message layouts and means depend on the number of
     replicas. Returns True if a replica has joined, so that the caller calls `Replicated.welcome`.
     """
     grown = False
@@ -284,8 +284,8 @@ def hand_over_by_name(
     State of removed parameters is dropped. The parameters `joining` start with an empty memory of
     unsent values and with an anchor at their current values. The owners' residual (the part of the
     aggregate that their answers do not hold) is added to the memory, because rows get other owners;
-    without a memory it is dropped. State that belongs to no parameter, such as the number of steps
-    until a message arrives, moves to the same fragment.
+    without a memory this residual is dropped. State that belongs to no parameter, such as the count
+    of steps until a message arrives, moves to the new replicator of the same fragment.
     """
     for before, after in zip(old, new, strict=True):
         if before:
@@ -328,7 +328,7 @@ def _load_named(
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:
-    """Raises `ValueError` if `new` cannot hold a part of the state of `old`."""
+    """Raises `ValueError` if some of the state of `old` has no counterpart in `new`."""
     of_link = {*old.channel.exchange.state(), *new.channel.exchange.state()}
     kept = [each.local_state().named().keys() - of_link for each in (old, new)]
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None

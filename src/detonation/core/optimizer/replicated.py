@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# this import does not load torch's compiler; torch's own optimizers import it the same way
+# importing from `torch._compile` does not load torch's compiler; torch's optimizers do the same
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
@@ -110,12 +110,14 @@ class Replicated(OptimizerWrapper):
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
-        """For each level: bytes that this rank would send per step of full fp32 synchronisation."""
+        """For each level: the bytes that this rank would send in one step with full
+        synchronisation.
+        """
         return dense_bytes_by_level(self._trained.by_name(), self.levels, self.settings.intra_node)
 
     @property
     def coordinates(self) -> Coordinates:
-        """The number of this rank's replica, and the number of its shard in this replica."""
+        """The index of this rank's replica, and the index of this rank's shard in the replica."""
         return coordinates_of(self.levels, self._trained.everyone, self.settings.intra_node)
 
     @property
@@ -161,7 +163,7 @@ class Replicated(OptimizerWrapper):
             self.base_step.lost = self.base_step.overflows
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
-        # the step's number from its first message until the weights have moved, otherwise None
+        # index of the step, from its first message until the weights have moved; otherwise None
         halfway: int | None = None
         try:
             # 1. Begin the step with the current replicas and trained parameters.
@@ -285,7 +287,7 @@ class Replicated(OptimizerWrapper):
             if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # other replicas or parameters need other buckets
+                if lost or self._trained.changed:  # then `overlap` would need other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count, may_send))
@@ -299,8 +301,8 @@ class Replicated(OptimizerWrapper):
 
         The options of the parameter groups, such as lr, must be equal, too. Buffers that differ,
         such as the running statistics of BatchNorm, are set to their mean. If tensors differ,
-        `safety` says whether they are repaired, or `Desync`, which names parameter and replica, is
-        raised on all ranks. Collective; reads all tensors once and sends 8 bytes per tensor.
+        `safety` decides: they are repaired, or all ranks raise a `Desync` that names parameter and
+        replica. Collective; reads all tensors once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
             # raises an error if other code replaced a trained parameter of the model
@@ -336,7 +338,8 @@ class Replicated(OptimizerWrapper):
         Unsent values (memories), anchors and momenta are kept. Open rounds are completed first. All
         ranks call this between the same two steps; the replicas then compare their settings as at
         the first step. Another scheme, or settings that would lose state, raise `ValueError`;
-        settings that send too much raise `LargerThanDense`. The old settings then remain.
+        settings that send more than full synchronisation raise `LargerThanDense`. The old settings
+        then remain.
         """
         self.set_up()
         self.synchronize()
@@ -476,18 +479,24 @@ class Replicated(OptimizerWrapper):
         self._consensus = None
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` if `overlap` has begun and no step has used its gradients yet."""
+        """Raises `OverlapError` if `overlap` has begun, but no step has used the sent gradients
+        yet.
+        """
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
     def drop_overlap(self) -> None:
-        """Drops gradients that `overlap` sent and no step used. All ranks call it before a load."""
+        """Drops gradients that `overlap` sent and no step used. All ranks call it before loading a
+        state.
+        """
         self._held_back = False
         for replicator in self._replicators or []:
             replicator.drop_overlap()
 
     def _begin_anew(self) -> None:
-        """Makes observers start new records, because old ones lack padding rows that now move."""
+        """Makes observers start a new record, because the old record lacks padding rows that now
+        move.
+        """
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
@@ -496,7 +505,7 @@ class Replicated(OptimizerWrapper):
             self.observer.end("synchronize", self)
 
     def _change_trained(self, in_buckets: bool) -> None:
-        """Adds and removes trained parameters before a step, alike on all ranks. Collective."""
+        """Adds and removes trained parameters before a step, the same on all ranks. Collective."""
         before = self._trained.laid_out
         now = self._trained.by_name()
         old = self._by_level
@@ -528,8 +537,8 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Passes on the unsent values (memory) of replicas that leave in a step of another
-        optimizer. Collective.
+        """Sends the unsent values (memories) of leaving replicas to a remaining replica. Called if
+        these replicas leave while another optimizer makes a step. Collective.
         """
         if (consensus := self._consensus) is None:
             return

@@ -151,7 +151,7 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
 
 
 def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
-    """Logs a warning, on one replica, about two set-ups that train with a far higher loss
+    """Logs a warning, on one replica, about two set-ups that make the loss far higher
     (docs/findings.md).
 
     `warn_of_second_momentum` describes the first set-up. In the second set-up, a scheme sends only
@@ -241,8 +241,8 @@ def _own_momentum(group: Mapping[str, Any]) -> str:
     """Returns the momentum setting of a parameter group as text, such as "momentum is 0.9"; returns
     "" without a momentum.
 
-    If a group has both settings, as in Muon, only `momentum` counts: the betas of Muon apply to few
-    parameters, for which a momentum was better.
+    If a group has both settings, as in Muon, only `momentum` is read: Muon uses its betas for few
+    parameters, which trained better with a momentum.
     """
     name, value = (
         ("momentum", group["momentum"])

@@ -33,7 +33,7 @@ class RunId:
     """A random text that names the run of an optimizer in its checkpoints and update logs.
 
     known: the id of the checkpoint or the log that this process has loaded, replayed or written; ""
-    before that. Only the drawn id is equal on all ranks at any time.
+    before that. The known id may differ between ranks; the drawn id never does.
     """
 
     def __init__(self) -> None:
@@ -187,8 +187,8 @@ def only_creates_state() -> bool:
 
     This function looks for the helpers among the callers of `step()`. Such a call is not a training
     step: it must not communicate, increase the step count or decay weights. The helpers set lr and
-    gradients to 0, but training may do so, too, even on some of the ranks only. So lr 0 alone does
-    not prove that the helpers called.
+    gradients to 0, but training may also set these to 0, and on some ranks only. So an lr of 0
+    alone does not prove that the helpers called `step()`.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:

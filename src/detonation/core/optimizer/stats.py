@@ -16,7 +16,8 @@ from detonation.core.schemes import arguments_text, collective_for, dense_bytes,
 
 
 class Stats:
-    """What this rank has sent, waited for and left out since the optimizer was created.
+    """Statistics since the optimizer was created: what this rank has sent, how long it has waited,
+    and which contributions of replicas were omitted.
 
     Args:
         links: Of each level, from the innermost tier of the network to the outermost.
@@ -73,7 +74,9 @@ class Stats:
 
     @property
     def taking(self) -> int | None:
-        """The number of replicas that run the next step with `balance`; None without `balance`."""
+        """The number of replicas that do not skip the next step under `balance`; None without
+        `balance`.
+        """
         if self._local_steps is None:
             return None
         return int(self._local_steps.taken(self._step).sum())
@@ -119,7 +122,7 @@ def described(
     """Describes what a replicated optimizer exchanges, in one line per level of replication. It can
     be called before the first step.
 
-    The numbers are the mean bytes that this rank sends per step.
+    Each line states the mean bytes that this rank sends per step.
     """
     try:
         parameters = trained.by_name()

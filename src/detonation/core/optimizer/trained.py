@@ -21,7 +21,7 @@ _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
 thread may create an instance during the iteration.
 """
 
-# an attrgetter, because it runs in C: a step then calls no Python function for each parameter
+# an attrgetter runs in C, so a step calls no Python function for each parameter
 _KIND = attrgetter("dtype", "shape")
 
 

@@ -55,12 +55,12 @@ class Replicator(ABC):
 
     @abstractmethod
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Announces a change of the trained parameter `name` to the other replicas: sends an empty
-        message with a reason instead of the message of step `at`, if that step sends one. All
-        earlier messages must have been sent.
+        """Announces to the other replicas that this rank began or stopped training the parameter
+        `name`. If step `at` sends a message, an empty message that reports the reason is sent
+        instead. All earlier messages must have been sent.
 
-        It runs the same collectives as step `at`, because replicas that announce no change run the
-        whole step at the same time. It runs no other part of the step.
+        This method runs the same collectives as step `at`, because replicas that announce no change
+        run the whole step at the same time. No other part of the step runs.
 
         Args:
             step: The first step that has not run yet; at most `at`.
@@ -70,15 +70,16 @@ class Replicator(ABC):
         """
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Receives the messages of `announce`, and the messages that were sent before them, without
-        using any of them."""
-        if self.scheme.round.delay:  # without a delay, `announce` has already received them
+        """Receives the messages that `announce` sent, and the messages that were in flight before,
+        without using any of these messages.
+        """
+        if self.scheme.round.delay:  # without a delay, `announce` received all messages
             self.local_state()
             self.channel.discard(transfers)
 
     def drain(self) -> None:
-        """Waits for messages in flight. Stops at the first message in whose place another rank
-        announced a change of its trained parameters.
+        """Waits for messages in flight. If another rank announced a change of its trained
+        parameters in place of a message, does not wait for later messages.
         """
         self.local_state()
 
@@ -97,17 +98,19 @@ class Replicator(ABC):
     @contextmanager
     def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
         """Context manager in which backward sends the gradients of `step`, if this kind of
-        replicator supports this; see `Replicated.overlap`.
+        replicator can do so; see `Replicated.overlap`.
         """
         yield
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` if `overlap` has begun and no step has used its gradients yet."""
+        """Raises `OverlapError` if `overlap` has begun, but no step has used the sent gradients
+        yet.
+        """
         return
 
     def drop_overlap(self) -> None:
-        """Drops the gradients that `overlap` has sent and that no step has used. All ranks call it,
-        before each of them loads a state.
+        """Drops the gradients that `overlap` has sent and that no step has used. All ranks call it
+        before they load a state.
         """
         return
 
@@ -118,8 +121,8 @@ class Replicator(ABC):
 
     @abstractmethod
     def replicated(self) -> dict[str, Tensor]:
-        """Returns all tensors that must be bitwise equal on all replicas between steps, by name and
-        read-only.
+        """Returns all tensors that must be bitwise equal on all replicas between steps, by name.
+        The caller must not change these tensors.
 
         Shapes: local shapes.
         """
@@ -140,7 +143,7 @@ class Replicator(ABC):
         parameters.
 
         If the parameters are pieces of shards, the result holds the same pieces of `tensors`;
-        otherwise it holds all of `tensors`.
+        otherwise the result holds all of `tensors`.
         """
         first = next(iter(self.parameters.values()), None)
         if first is not None:

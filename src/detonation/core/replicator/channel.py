@@ -49,8 +49,8 @@ class BucketPipeline:
 class Transfer:
     """One message of one replica at one step, from its encoding to the received update.
 
-    The message has one header, even if several collectives send it, so all replicas decide only
-    once whether to use it.
+    The message has one header, even if several collectives send it, so each replica decides only
+    once whether to use the message.
 
     Args:
         pipeline: The pipeline of the bucket that the message contains, or of all rows.
@@ -85,8 +85,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Update:
-    """The received messages of all replicas. They are decoded when a value is needed, to the same
-    bits on every replica.
+    """The received messages of all replicas. The messages are decoded only when a value is needed.
+    Every replica decodes them to the same bits.
     """
 
     engine: ReferenceEngine
@@ -102,8 +102,8 @@ class Update:
         return self.engine.decode(self.received)
 
     def rows_of(self, pipeline: BucketPipeline, first: int) -> Tensor:
-        """Decodes the update for the rows of one bucket. `first` is the number of the message's
-        first row.
+        """Decodes the update for the rows of one bucket. `first` is the index of the message's
+        first row in the flat.
 
         Shapes: -> `[rows of the bucket, chunk]` fp32.
         """
@@ -151,14 +151,14 @@ class Update:
                 signs.deferred[id(each[0])] = Deferred(each, move, received.release)
                 return
         self.engine.write(received, gradients_to_fill(parameters, unused))
-        if received.release:  # the messages are decoded, so their memory can be freed
+        if received.release:  # the messages are decoded, so their buffers can be reused
             received.release()
 
 
 class Channel:
     """Sends the signals (gradients or movements) of one replica, and receives the agreed updates. A
-    signal is encoded bucket by bucket, and sent in one collective or in one collective per bucket,
-    with equal results.
+    signal is encoded bucket by bucket, and sent in one collective or in one collective per bucket.
+    Both ways give the same update.
 
     Args:
         scheme: The codec, the memory, the round and the collective.
@@ -193,10 +193,10 @@ class Channel:
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        # the guards of all buckets share one reference norm, as their messages have similar norms
+        # guards of all buckets share one reference norm, because messages of all buckets are alike in norm
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)
         # True if messages omit indices because all replicas can compute the indices themselves.
-        # A scheme that sends whole rows needs no indices, except for compiled kernels.
+        # A scheme that sends whole rows needs no indices, but compiled kernels read them.
         self._knows = scheme.codec.selection.shared and (
             not scheme.codec.dense or self.engine.guard.on_kernels
         )
@@ -204,7 +204,7 @@ class Channel:
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
         self.unused = Unused(link, layout, self.memory, guard, scheme.round.delay > 0)
         if runtime.decides_on_device:
-            # transform one row now: it stores the basis on the device, before the first round ends
+            # transforming one row now stores the basis on the device, before the first round ends
             row = torch.zeros(
                 1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
             )
@@ -274,7 +274,7 @@ class Channel:
         transfer.verdict = whole.engine.found_later or whole.engine.inspect(signals, self.runtime)
         bad = transfer.verdict.bad
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # encode all rows at once: CPU engines split them into blocks, kernels need no temporaries
+        # all rows at once: CPU engines split rows into blocks, and kernels need no temporary tensors
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)
@@ -297,7 +297,7 @@ class Channel:
         sent values from the memory of unsent values.
 
         A part with nonfinite values is not added to the memory; zeros are sent instead, and the
-        message of the last bucket reports the reason. Returns whether this part has nonfinite
+        message reports the reason with its last bucket. Returns whether this part has nonfinite
         values; see `Verdict.bad`.
 
         Shapes: one per piece of the bucket.
@@ -324,8 +324,8 @@ class Channel:
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends zeros instead of all messages of `step`, and reports as their reason that this rank
-        began or stopped training the parameter `name`.
+        """Sends zeros in place of all messages of `step`. These messages report as the reason that
+        this rank began or stopped training the parameter `name`.
 
         Args:
             in_buckets: Whether the other replicas send gradients of this step in one collective per
@@ -392,8 +392,9 @@ class Channel:
     def _play(
         self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True
     ) -> None:
-        """Reads the messages of all replicas from a recorded run instead of running collectives.
-        For a message in several buckets, the last bucket (`is_last`) reads all of them.
+        """Reads the messages of all replicas from a recorded run instead of running collectives. If
+        a message has several buckets, the call for the last bucket (`is_last`) reads the whole
+        messages.
         """
         for pipeline in pipelines if self._knows else ():
             self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
@@ -524,14 +525,16 @@ class Channel:
     def _pipeline_of(
         self, bucket: Bucket, engine: ReferenceEngine, exchange: Exchange
     ) -> BucketPipeline:
-        """Creates the pipeline of `bucket`. If the selected values of a bucket need much memory,
-        they are subtracted from the memory of unsent values before the message is sent."""
+        """Creates the pipeline of `bucket`. If the selected values of a bucket have many bytes,
+        these values are subtracted from the memory of unsent values before the message is sent.
+        """
         on_device = self._needs_own_update and self.runtime.decides_on_device
         return BucketPipeline(bucket, engine, exchange, engine.is_heavy or on_device)
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:
-    """Returns the status code for the name `number` in the list of all parameter names. Statuses
-    from 1 on name the slots of the message; these codes follow them.
+    """Returns the status that stands for name `number` in the list of all parameter names. The
+    statuses from 1 on stand for the slots (parameters) of the message, and the statuses for names
+    come after these.
     """
     return 1 + len(transfer.pipeline.bucket.layout.slots) + number

@@ -40,11 +40,11 @@ holds the numbers of the parameters that no replica used, which the step leaves 
 @dataclass(frozen=True)
 class Flat:
     """A pending update as a tensor, `[rows, chunk]` fp32: zeros before the first message, or a
-    received update, as checkpoints store it.
+    received update. Checkpoints store updates in this form.
 
     When the replicas have agreed which parameters no replica used, the rows of these parameters are
-    set to infinity. No valid update contains infinity. So checkpoints and other message layouts
-    also store which parameters were unused.
+    set to infinity. No valid update contains infinity. So a saved copy of this tensor also tells
+    which parameters were unused.
     """
 
     layout: Layout
@@ -68,8 +68,8 @@ class Flat:
         copy(gradients_to_fill(parameters, unused), self.layout.parts(self.of_rows))
 
     def settle(self, unused: Unused) -> None:
-        """Agrees with the other replicas on the parameters that no replica used, and marks their
-        rows. Collective.
+        """Agrees with the other replicas on the parameters that no replica used, and marks the rows
+        of these parameters. Collective.
         """
         if self.missing:
             numbers = unused.settle(self.missing, self.missing.step)
@@ -91,8 +91,8 @@ class Pending:
     still be in flight.
 
     Before the first message, and after `step_on`, the list begins with blank entries, which have no
-    message. A blank entry is a tensor of negative zeros. So a saved state distinguishes it from an
-    update of positive zeros.
+    message. A blank entry is a tensor of negative zeros. So a saved state distinguishes a blank
+    entry from an update of positive zeros.
     """
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
@@ -155,8 +155,8 @@ class Pending:
         """Applies all pending updates at once: makes one step of the base optimizer for each
         update, and replaces the updates by blank entries. Blank entries make no step.
 
-        The gradients of the parameters are the same afterwards, because a later backward pass may
-        add to them.
+        Afterwards the parameters have the gradients that they had before, because a later backward
+        pass may add to these gradients.
 
         Args:
             step: Of the oldest update.
@@ -298,8 +298,8 @@ class GradientReplicator(Replicator):
             raise
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` if `overlap` has begun and no step has used its gradients yet, or
-        if gradients changed after `overlap` had sent them.
+        """Raises `OverlapError` if `overlap` has begun, but no step has used the sent gradients
+        yet, or if gradients changed after `overlap` had sent them.
         """
         if self._equal:
             self._refuse_unequal()

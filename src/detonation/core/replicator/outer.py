@@ -32,7 +32,7 @@ class OuterSGD:
         Shapes: `[len(rows), chunk]`.
         """
         direction = self._direction(rows, update)
-        # multiply and subtract separately, so that no processor fuses and rounds only once
+        # multiply and subtract separately, so that no processor fuses the two and rounds only once
         moves = torch.mul(direction, self._outer.lr, out=update)
         self.flat[rows].sub_(moves)
 

@@ -36,9 +36,9 @@ class CommStream:
     nothing.
 
     A gradient hook runs on the stream that computed the gradient, and FSDP2 uses several streams.
-    So this stream waits for the stream of each hook before it sends a bucket. Because all buckets
-    are sent on this one stream, they are sent in order, and they reuse buffers of the previous step
-    only after it has finished with them.
+    So this stream waits for the stream of each hook before it sends a bucket. All buckets are sent
+    on this one stream. So buckets are sent in order, and a buffer of the previous step is reused
+    only when that step no longer needs it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class CommStream:
 
 
 class Overlap:
-    """Sends the gradients of one step bucket by bucket, while backward computes other ones.
+    """Sends the gradients of one step bucket by bucket, while backward computes other gradients.
 
     Every rank sends the buckets in the same order, even if backward completes them in different
     orders: a complete bucket waits for the buckets before it. So no two ranks start collectives in
@@ -104,7 +104,7 @@ class Overlap:
         self._count = len(channel.pipelines)
         self._left = deque(channel.pipelines)
         self._everything = frozenset(range(len(self._names)))
-        # numbers of the parameters whose gradients backward has computed
+        # indices of the parameters whose gradients backward has computed
         self._arrived: set[int] = set()
         # version of each gradient when its first piece was sent; see `GradientStamp`
         self._stamps: dict[str, GradientStamp] = {}
@@ -126,7 +126,7 @@ class Overlap:
         for index, parameter in enumerate(self._parameters.values()):
             if parameter.requires_grad:  # hooks cannot be registered on frozen parameters
                 hook = partial(self._on_gradient, index)
-                hear: Any = parameter.register_post_accumulate_grad_hook  # torch has no type for it
+                hear: Any = parameter.register_post_accumulate_grad_hook  # this method is untyped
                 hooks.append(hear(hook))
         try:
             yield
@@ -138,7 +138,7 @@ class Overlap:
         """Sends all buckets that are not sent yet, and checks that sent gradients have not changed.
 
         Raises `OverlapError` if gradients changed. On an accelerator a part of this check runs on
-        the device, and its result is returned, for `refuse_unequal`.
+        the device. Its result is returned, and the caller later passes it to `refuse_unequal`.
         """
         now = gradient_stamps({name: self._parameters[name] for name in self._stamps})
         for name, seen in self._stamps.items():
@@ -253,12 +253,12 @@ class Overlap:
                 self._stamps[name] = (sent, version, shard._version)
 
     def _owns_memory_of(self, name: str) -> bool:
-        """True if the tensor of which the gradient of `name` is a view holds gradients of these
-        parameters only.
+        """True if the storage that holds the gradient of `name` holds only gradients of this
+        replicator's parameters.
 
-        Otherwise its version counter also counts writes to gradients of other parameters: FSDP2
-        adds to these, and the step of another optimizer writes to them. The samples then show
-        whether the gradients of these parameters have changed.
+        Otherwise the version counter also counts writes to gradients of other parameters, by FSDP2
+        and by the step of another optimizer. Then only the samples of sent gradients show whether
+        these gradients have changed.
         """
         whole = local(_gradient(self._parameters[name])).untyped_storage()
         own = 0

@@ -17,8 +17,9 @@ class PaddingRows:
     nonzero gradient for a row. Such a row is then released: it moves like other rows.
 
     In the first step the replicas exchange which padding rows have had a nonzero gradient. They
-    repeat this in each step until every embedding with a padding row has had a gradient on some
-    replica. Afterwards they exchange it only when they compare their weights (`verify_every`).
+    repeat this exchange in each step until every embedding with a padding row has had a gradient on
+    some replica. Afterwards the exchange runs only when replicas compare their weights
+    (`verify_every`).
 
     Args:
         released: Called after rows were released.
@@ -65,8 +66,9 @@ class PaddingRows:
             self.agree()
 
     def agree(self) -> None:
-        """Releases the padding rows for which any replica has had a nonzero gradient, so that they
-        move from now on. Collective."""
+        """Releases the padding rows for which any replica has had a nonzero gradient, so that these
+        rows move from now on. Collective.
+        """
         released = False
         self._asks = False
         for link, rows in self._rows.items():
@@ -92,8 +94,9 @@ def held_rows(
 
 
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:
-    """Releases the padding rows of the embeddings `names`, so that they move from now on, as the
-    replicas did in the run that is continued or replayed."""
+    """Lets the padding rows of the embeddings `names` move from now on. In the run that is
+    continued or replayed, the replicas had already released these rows.
+    """
     for replicator in replicators:
         for name in replicator.parameters.keys() & set(names):
             _use(replicator, name, base)

@@ -65,7 +65,7 @@ class ParameterReplicator(Replicator):
         self._lost: dict[
             int, bool | Tensor
         ] = {}  # True if a bucket's last movement was nonfinite, by the bucket's first row
-        # steps until the update of the message in flight is applied; 0 if none is in flight
+        # steps until the update of the message in flight is applied; 0 if no message is in flight
         self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
         self._anchor = OuterSGD(
             self.layout.flatten(locals_of(parameters), channel.runtime.device), scheme.outer
@@ -110,7 +110,7 @@ class ParameterReplicator(Replicator):
         if self._cycle > 1 or not self.round.sends(step - 1):
             first = -(-step // self._cycle) * self._cycle
             for each in range(first, first + self._cycle):
-                # read earlier messages first, because the next message carries their digest
+                # check earlier messages first, because the next message carries a digest of them
                 self.counts.catch_up(math.inf)
                 self._exchange(each, delay=0)
         if (
@@ -153,8 +153,8 @@ class ParameterReplicator(Replicator):
         return self.channel.local_state(flats, others)
 
     def _agreed(self) -> dict[str, Tensor]:
-        """Returns the tensors that are equal on all replicas, the anchor and its outer momentum, by
-        the suffix that `replicated` adds to the parameter names.
+        """Returns the tensors that are equal on all replicas, the anchor and the momentum of the
+        outer SGD, by the suffix that `replicated` adds to the parameter names.
         """
         return {"": self._anchor.flat} | {
             f" ({kind})": flat for kind, flat in self._anchor.state().items()
@@ -279,7 +279,7 @@ class ParameterReplicator(Replicator):
                 rest,
                 weights,
             )
-            del rest  # frees its memory before the next bucket allocates the same amount
+            del rest  # frees `rest` before the next bucket allocates a tensor of the same size
 
     def _follow(
         self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]
@@ -306,7 +306,7 @@ class ParameterReplicator(Replicator):
             pass
         elif isinstance(lost, Tensor):
             torch.where(lost, anchor, target, out=target)
-        elif lost:  # this replica's movement was not finite, so its weights become the anchor
+        elif lost:  # this replica's movement was not finite, so its weights are set to the anchor
             target = anchor
         copy(bucket.cut(weights), bucket.layout.parts(target))
 
@@ -351,7 +351,7 @@ class ParameterReplicator(Replicator):
 
 class HoldingReplicator(ParameterReplicator):
     """A ParameterReplicator that keeps the padding rows of embeddings unchanged: it sets their
-    updates to zero, because the codec would decode small nonzero values for them.
+    updates to zero, because the codec would decode small nonzero values for these rows.
     """
 
     def forget_held_rows(self) -> None:

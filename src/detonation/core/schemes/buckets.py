@@ -14,8 +14,8 @@ SMALLEST = 2**20
 
 
 def aligned_rows(*codecs: Codec) -> int:
-    """Messages of all `codecs` can be cut after multiples of this number of rows, without changing
-    a bit of the result.
+    """The number of rows after whose multiples messages of all `codecs` can be cut, without
+    changing a bit of the result.
 
     The number is at least 64, because a matrix product of fewer rows may round differently.
     """
@@ -121,5 +121,7 @@ def block_rows(scheme: Scheme, rows: int, few: bool) -> int:
 
 
 def codec_of(bucket: Bucket, codec: Codec, rows: int) -> Codec:
-    """`codec` with its selection for the rows of `bucket` alone, in a flat of `rows` rows."""
+    """Returns `codec` with a selection that covers only the rows of `bucket`. The whole flat has
+    `rows` rows.
+    """
     return replace(codec, selection=codec.selection.for_rows(bucket.first, rows))

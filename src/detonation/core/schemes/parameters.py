@@ -236,8 +236,8 @@ def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
     holds the last agreed value of each coordinate, bitwise equal on all replicas. `synchronize()`
     averages every coordinate once, in one whole cycle of messages, and so makes all replicas equal.
     The paper draws and broadcasts a random mask; here every replica computes the same mask, and
-    each coordinate is sent once in 1 / rate steps. If `sparta` comes before `diloco` on the same
-    axis, it keeps replicas close to each other in long rounds.
+    each coordinate is sent once in 1 / rate steps. As the level before `diloco` on the same axis,
+    `sparta` keeps replicas close to each other in long rounds.
 
     Args:
         rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to

@@ -191,9 +191,9 @@ class Scheme:
         If each sender selects its own coefficients, the aggregate of a row has more coefficients
         than a message. A reply as large as one message would leave most coefficients in the owner's
         residual until later steps, which raises the loss by up to a third. So a reply holds as many
-        coefficients per row as can have arrived, but no more than four messages or a quarter of the
-        row hold, whichever is larger. Each coefficient has two bits (research/log.md). With a
-        shared selection a reply has the format of a message.
+        coefficients per row as can have arrived, up to a limit: the coefficients of four messages,
+        or a quarter of the row if this is more. Each coefficient has two bits (research/log.md).
+        With a shared selection a reply has the format of a message.
 
         Example:
             >>> from detonation import demo
@@ -280,14 +280,14 @@ class ParameterScheme(Scheme):
 
 
 def precision_named(name: str) -> Precision:
-    """The precision called `name`. Raises `ValueError` if it does not exist."""
+    """The precision called `name`. Raises `ValueError` if there is no such precision."""
     if name not in PRECISIONS:
         raise ValueError(f"precision is {name!r}, must be one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def aggregation_named(name: str) -> Aggregation:
-    """The aggregation called `name`. Raises `ValueError` if it does not exist."""
+    """The aggregation called `name`. Raises `ValueError` if there is no such aggregation."""
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}, must be one of {', '.join(AGGREGATIONS)}")
     return AGGREGATIONS[name]
@@ -323,7 +323,7 @@ def _import_installed(name: str) -> None:
 
 
 def register(function: Callable[P, S]) -> Callable[P, S]:
-    """Registers the scheme that `function` makes under the function's name.
+    """Registers, under the name of `function`, the scheme that this function makes.
 
     Recipes, `--help`, `compare` and `plan` then offer the scheme, and
     `detonation.testing.check_scheme` checks it against the laws that every scheme must follow. The
@@ -360,7 +360,9 @@ def register(function: Callable[P, S]) -> Callable[P, S]:
 
 
 def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
-    """Wraps `function`: checks its arguments, and records them and `name` in its scheme."""
+    """Wraps `function` so that each call checks the arguments, and records `name` and the arguments
+    in the scheme that `function` makes.
+    """
     signature = inspect.signature(function)
     hints = get_type_hints(function)
 

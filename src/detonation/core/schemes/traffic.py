@@ -37,8 +37,8 @@ class LargerThanDense(DetonationError, ValueError):
 def collective_for(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> CollectiveKind:
-    """The collective that sends the messages of `scheme`. For the link "auto" it is chosen by the
-    bytes that it sends and its effect on the loss.
+    """The collective that sends the messages of `scheme`. With the link "auto", the bytes of each
+    collective and its effect on the loss decide.
 
     It is an all-reduce if an all-reduce can add the messages. Otherwise it is an all-gather or, if
     owners (each replica aggregates some of the rows) need clearly fewer bytes (`WORTH_A_ROUND`), a
@@ -236,7 +236,8 @@ def buckets_of(
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
     """Bytes that one rank sends in one exchange of gradients, if the buckets are sent during
-    backward. They equal `message_bytes` except for rounding, because all buckets share one header.
+    backward. These bytes equal `message_bytes` except for rounding, because all buckets share one
+    header.
     """
     way = collective_for(scheme, layout, replicas, local_ranks)
     last, *others = [
@@ -256,10 +257,10 @@ def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks:
 def require_below_dense(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> None:
-    """Raises `LargerThanDense`, with both numbers, if `scheme` would send more than full
-    synchronisation.
+    """Raises `LargerThanDense`, which states both numbers of bytes, if `scheme` would send more
+    than full synchronisation.
 
-    Headers are not counted: they matter only for models of a few hundred parameters.
+    Headers are not counted, because their bytes matter only for models of a few hundred parameters.
     """
     ours = mean_bytes(scheme, layout, replicas, local_ranks, bare=True)
     dense = dense_bytes(layout.numel, replicas, local_ranks)

@@ -188,8 +188,8 @@ class TritonGuard(Guard):
 
     @cached_property
     def _inspector(self) -> Callable[[int], inspection.Inspector]:
-        """Returns a function that returns the inspector for a given number of messages. It makes
-        one inspector for each number.
+        """Returns a function that returns the inspector for a given count of messages. For each
+        count, only one inspector is made.
         """
         return cache(partial(inspection.Inspector, device=self.usual.device))
 

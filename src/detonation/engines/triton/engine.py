@@ -67,7 +67,7 @@ class StatusInspector(SignalInspector):
     """Inspects each bucket of gradients in one launch, which writes one line of a table of
     statuses.
 
-    one: any status of the engine, which has the length of each line of the table.
+    one: any status of the engine; it is as long as a line of the table.
     """
 
     def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:
@@ -136,14 +136,14 @@ class TritonEngine(ReferenceEngine):
         if runtime.stops_when_bad:
             # the launch that encodes also finds nonfinite values and writes the status
             self.found_later = Verdict(self._found, self._found)
-        # returned by `encode_into`, which has written the selected values into the message
+        # the result of `encode_into`, which has written the selected values into the message
         self._written = Selected(self._nothing, None)
-        # The codec of `encode`: in fp32, unless "read" subtracts the values that the message holds.
+        # `encode` uses fp32, unless "read" subtracts the values from the memory as the message holds them.
         self._selects = codec
         if self._releases != "read":
             self._selects = replace(codec, precision=FP32)
-        # Keys are ids of codecs, because hashing a codec is slow. Each codec is kept with its
-        # coder, so that no other codec gets its id.
+        # Keys are ids of codecs, because hashing a codec is slow.
+        # Each codec is kept beside its coder, so that no other codec gets the same id.
         self._coders: dict[int, tuple[Codec, Any]] = {}
 
     def encode(
@@ -169,8 +169,9 @@ class TritonEngine(ReferenceEngine):
         codec: Codec | None = None,
         arrived: Any = None,
     ) -> Selected:
-        """Encodes the signals, or the aggregate of the messages `arrived`, by `codec`, which is the
-        engine's own if left out."""
+        """Encodes the signals, or the aggregate of the messages `arrived`, by `codec`. If `codec`
+        is None, the engine's own codec is used.
+        """
         codec = codec or self.codec
         _, coder = self._coders.get(id(codec)) or self._made(codec)
         if codec.selection.shared:
@@ -311,8 +312,8 @@ class TritonEngine(ReferenceEngine):
         return not reason
 
     def reply(self, received: Received, run: MessageRows, step: int) -> None:
-        """Encodes the answer of an owner of rows: the coefficients in the owner's memory plus the
-        coefficients of the update.
+        """Encodes the answer of an owner of rows: the sum of the coefficients of the update and the
+        owner's unsent coefficients.
         """
         source = received.source
         assert isinstance(source, Arrived)
@@ -376,8 +377,7 @@ class TritonEngine(ReferenceEngine):
                 numbers = [number for rate in rates for number in rate]
                 self._rates = tuple(rates), launching.uploaded(numbers, torch.float32, self.device)
             table = self._rates[1]
-        # autograd does not see what kernels write, so a new version of the tensors invalidates
-        # graphs that hold old values
+        # autograd does not see the writes of kernels, so the tensors need a new version
         torch._C._increment_version(targets)
         if isinstance(source, Sums):
             _, first = source.runs[0]

@@ -1,4 +1,4 @@
-"""Triton kernels for accelerators. They encode, decode and inspect whole messages, each with one
+"""Triton kernels for accelerators. A kernel encodes, decodes or inspects whole messages in one
 launch over all rows.
 
 Tests compare the kernels in Triton's interpreter with the reference engine. The kernels ran on one

@@ -43,8 +43,8 @@ def status_of(status, statuses, STATUSES: tl.constexpr):
 
 @triton.jit
 def searched(starts, rows, slots, SEARCH: tl.constexpr):
-    """Returns the last slot (rows of one tensor) that begins at or before each row. An empty slot
-    comes before the slot with the same start.
+    """Returns, for each row, the last slot (rows of one tensor) that begins at or before the row.
+    An empty slot comes before the slot with the same start.
     """
     low = tl.zeros_like(rows).to(tl.int32)
     high = low + slots
@@ -72,8 +72,8 @@ def rows_of_tile(
     CHUNK: tl.constexpr, SEARCH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Locates rows `first` to `last`, most of which are in `slot` (the rows of one tensor). Returns
-    their numbers, their slots, their offsets in the flattened tensors, a mask of existing rows, and
-    a mask of existing coordinates.
+    for each row: its index, its slot, its offset in the flattened tensor, whether the row exists,
+    and which of its coordinates exist.
 
     WHOLE: True if `slot` contains all these rows. In this case nothing is read per row, and the
     masks are constants.
@@ -98,8 +98,8 @@ def rows_of_tile(
 
 @triton.jit
 def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.constexpr):
-    """Loads numbers of rows as fp32, from offset `begin` in the tensors of `table`. Masked
-    coordinates and absent tensors give 0.
+    """Loads coordinates of rows as fp32. They begin at offset `begin` in the tensors whose
+    addresses are in `table`. Masked coordinates and absent tensors give 0.
     """
     address = tl.load(table + slot)
     kind = tl.load(table + slots + slot)
@@ -118,7 +118,9 @@ def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.conste
 
 @triton.jit
 def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS: tl.constexpr):
-    """Stores fp32 numbers to rows of the tensors of `table`, in the dtype of each tensor."""
+    """Stores fp32 coordinates of rows into the tensors whose addresses are in `table`, in the dtype
+    of each tensor.
+    """
     address = tl.load(table + slot)
     kind = tl.load(table + slots + slot)
     there = inside & (address != 0)[:, None]
@@ -134,8 +136,8 @@ def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS:
 
 @triton.jit
 def rounded_as(numbers, kind, KINDS: tl.constexpr):
-    """Rounds `numbers` to the dtype of each row's tensor and back to fp32, as torch rounds after
-    every operation.
+    """Rounds the fp32 `numbers` of each row to the dtype of the row's tensor, because torch rounds
+    after every operation. Returns them in fp32.
     """
     found = numbers
     if KINDS & 2:
@@ -150,8 +152,9 @@ def dealt_row(message, begin, item, messages, turns, run, owned):
     """Returns the row of the flat (matrix of all rows) that is row `begin + item` of message number
     `message`; see `RowOwners.deal`.
 
-    item: int32, so that per-row divisions have 32 bits. turns: number of rows of each message that
-    are assigned round robin in runs of `run` rows; the remaining rows are split into equal parts.
+    item: int32, so that per-row divisions have 32 bits. turns: count of rows of each message that
+    are assigned to messages round robin, in runs of `run` rows. The remaining rows are split into
+    equal parts, one for each message.
     """
     row = wide(begin + item)
     if messages > 1:
@@ -165,7 +168,7 @@ def dealt_row(message, begin, item, messages, turns, run, owned):
 @triton.jit
 def message_of_row(begin, item, messages, turns, run, owned):
     """Returns the message that contains row `begin + item` of the flat (matrix of all rows), and
-    the number of the row in this message. This is the inverse of `dealt_row`.
+    the index of the row in this message. This is the inverse of `dealt_row`.
     """
     of_turn = (begin % run).to(tl.int32) + item
     turn = (begin // run % messages).to(tl.int32) + of_turn // run
@@ -224,7 +227,7 @@ def random_word(start, index):
 
 @triton.jit
 def permutation_of_row(start, row):
-    """Returns the number, below 64, of the permutation that a row of the flat has in this cycle."""
+    """Returns the index, below 64, of the permutation that a row of the flat has in this cycle."""
     word = random_word(start, row // 8)
     return (word >> (row % 8 * 8)) & 63
 
@@ -237,8 +240,9 @@ def places_of_row(
     """Returns the position of each coefficient of the given rows among the shared selected
     coefficients; -1 for a coefficient that is not selected.
 
-    table, turn: the output of `rotation_kernel`. first_row: the number of row 0 in the whole flat.
-    rows: number of rows in the flat; later rows are padding, and their first coefficients are sent.
+    table, turn: the output of `rotation_kernel`. first_row: the index, in the whole flat, of the
+    first given row. rows: count of rows in the flat; later rows are padding, of which the first
+    coefficients are sent.
     """
     permutation = tl.zeros_like(row)
     if SELECTION == "random":
@@ -257,7 +261,7 @@ def rotation_kernel(
     """Writes, for each coordinate of a row, its position among the coordinates that are sent at
     this step, or -1 if it is not sent. Each program handles `EACH` permutations.
 
-    share, deal: see `selection.Rotation.phase`. Permutation n is stored as number n ^ deal. Shapes:
+    share, deal: see `selection.Rotation.phase`. Permutation n is stored at index n ^ deal. Shapes:
     table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for `permutation_of_row`.
     """
     which = tl.program_id(0) * EACH + tl.arange(0, EACH)
@@ -265,7 +269,7 @@ def rotation_kernel(
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-        # a coefficient's position is the rank of its word among the words of its permutation
+        # a coefficient's position is the position of its word when the permutation's words are sorted
     ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)

@@ -115,8 +115,8 @@ def sum_of_vectors(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Computes the inverse transform of the mean of messages as a chain of fused multiply-adds.
-    Each of them adds a basis vector times its coefficient times `share`, in the order of replicas
-    and of their coefficients.
+    Each multiply-add adds the product of a basis vector, its coefficient and `share`. Replicas
+    follow in order, and so do the coefficients of a replica.
 
     Args:
         vectors: `[COLUMNS, COLUMNS]` fp32.
@@ -147,8 +147,8 @@ def sum_of_vectors(
 
 @triton.jit
 def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
-    """Returns for each row the address of the run (range of rows) of a sum that contains it, and
-    the number of the row in this run.
+    """The sum of an all-reduce lies in several runs (ranges of rows). Returns for each row the
+    address of the run that contains the row, and the index of the row in this run.
     """
     # shapes: row [rows] int64 -> address and number, of the same shape
     address, local = tl.zeros_like(row) + wide(address0), row
@@ -170,8 +170,8 @@ def decode_kernel(
     KINDS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
     SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Decodes the messages of `replicas`, aggregates them in replica order, and uses the update as
-    `INTO` says.
+    """Decodes the messages of `replicas`, aggregates them in replica order, and writes the update
+    or moves weights by it, as `INTO` says.
 
     Args:
         message: The first byte of the values of the first message. The next message is `stride`
@@ -296,7 +296,7 @@ def weigh_kernel(
         rank = ranks_of(size, number)
         heard = tl.sum((norms > 0).to(tl.int32), axis=0)
         middle = tl.min(tl.where(rank == tl.maximum(heard - 1, 0) // 2, size, float("inf")), axis=0)
-        louder = norms > middle  # a message without values does not count for the median
+        louder = norms > middle  # a message of zeros does not count for the median
         weight = tl.where(
             louder, tl.div_rn(tl.zeros_like(norms) + middle, tl.where(louder, norms, 1.0)), 1.0
         )

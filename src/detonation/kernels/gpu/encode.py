@@ -34,10 +34,11 @@ def rows_of_message(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
     SEARCH: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Locates the rows from row `part` of a unit on. Returns a mask of the rows in the message, the
-    results of `rows_of_tile`, and the positions of shared selected coefficients.
+    """Locates rows of a unit (the rows that one program encodes together), from its row `part` on.
+    Returns a mask of the rows in the message, the results of `rows_of_tile`, and the positions of
+    shared selected coefficients.
 
-    reach: the number of the message, the message's row at which the unit begins, the unit's first
+    reach: the index of the message, the message's row at which the unit begins, the unit's first
     and last row in the flat, and the slot of the first row. flat, dealing, shared: the arguments of
     `encode_kernel` from `starts`, `count` and `table` on.
     """
@@ -120,8 +121,8 @@ def encode_kernel(
         RELEASE: How the sent part is subtracted from the residual: "exact", "rounded" to bf16, or
             "read" from the message, as every receiver reads it; "" if it is not subtracted.
     """
-    # true if the sent part is computed as a sum of few basis vectors, from the stored coefficients;
-    # coefficients that are stored in bf16 must also be subtracted in bf16
+    # True if the sent part is a sum of few basis vectors, computed from the stored coefficients.
+    # Coefficients that are stored in bf16 must also be subtracted in bf16.
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
                             and (PRECISION != "bf16" or RELEASE == "rounded"))  # fmt: skip
     EACH: tl.constexpr = CHUNK if BITMAP else K
@@ -232,7 +233,7 @@ def encode_kernel(
                                 4 * K
                             )
                             octets = octets if BLOCK > 1 else values_out
-                            # distance of the indices, which have one byte each, from `octets`
+                            # bytes from the address `octets` to the indices, which have one byte each
                             numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],
@@ -280,7 +281,7 @@ def encode_kernel(
                     packed.to(tl.uint8),
                     mask=used,
                 )
-        # wait for all threads before the next unit overwrites the numbers
+        # wait for all threads before the next unit overwrites `numbers`
         tl.debug_barrier()
         if RELEASE == "read":
             for WHOLE in tl.static_range(2):

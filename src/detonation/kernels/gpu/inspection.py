@@ -54,8 +54,8 @@ RUNS = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """The constants of `guard.decide_usable`: the largest norm of a message, how far the norm may
-    exceed the typical norm, and how fast the typical norm falls.
+    """The constants of `guard.decide_usable`: the largest valid norm of a message, by what factor a
+    norm may exceed the reference norm, and how fast the reference norm shrinks.
     """
 
     limit: float
@@ -76,7 +76,7 @@ class RunShape(NamedTuple):
 
 
 class Inspector:
-    """Seals and inspects `count` messages per launch, in memory that it allocates once."""
+    """Seals and inspects `count` messages per launch. The buffers are allocated once."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
@@ -165,7 +165,7 @@ class Inspector:
         return self._table
 
     def weigh(self, message: Tensor, places: Places, coding: Coding, weights: Tensor) -> None:
-        """Writes the weight that `aggregate.ClippedMean` gives to each message."""
+        """Writes to `weights` the weight that `aggregate.ClippedMean` gives to each message."""
         # shapes: message [count, nbytes] uint8 from the first value on; weights [count] fp32
         stride = message.stride(0)
         launch(
@@ -178,8 +178,8 @@ class Inspector:
 
 
 def _positions(device: torch.device, *shapes: RunShape) -> tuple[Tensor, int]:
-    """Returns the positions of the parts of each run in the whole message, and the number of lines
-    of the message.
+    """Returns the positions of the parts of each run in the whole message, and the count of
+    checksum lines of the message.
 
     Shapes: -> `[runs, 16]` int64.
     """
@@ -203,7 +203,7 @@ def _positions(device: torch.device, *shapes: RunShape) -> tuple[Tensor, int]:
 
 
 class SumInspector:
-    """Seals and inspects the sums of an all-reduce, in memory that it allocates once."""
+    """Seals and inspects the sums of an all-reduce. The buffers are allocated once."""
 
     def __init__(self, device: torch.device) -> None:
         self._faults = torch.empty(SCANNING, dtype=torch.int32, device=device)
@@ -222,8 +222,8 @@ class SumInspector:
         )  # fmt: skip
 
     def inspect(self, runs: Sequence[Tensor], digits: Tensor, report: Tensor) -> None:
-        """Writes 1 to `report` if the values of all `runs`, at most `RUNS`, are finite, else 0. The
-        digits (see `seal`) follow.
+        """Writes to `report` 1 if the values of all `runs` (at most `RUNS` runs) are finite,
+        otherwise 0. The digits (see `seal`) are written after this number.
 
         Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]`
         fp32.
@@ -248,7 +248,7 @@ class SumInspector:
 class Scanner:
     """Looks for nonfinite or too large values in tensors of fixed sizes, step after step.
 
-    numbers: the numbers of the tensors, in rising order. addresses: the table of the tensors, which
+    numbers: the indices of the tensors, in rising order. addresses: the table of the tensors, which
     an encoder may read, too.
     """
 
@@ -277,7 +277,7 @@ class Scanner:
         self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None
     ) -> Tensor:
         """Returns a status of the signals (gradients). If a signal has a nonfinite value or a value
-        above `limit`, the smallest nonzero number of the status is 1 + the number of the first such
+        above `limit`, the smallest nonzero entry of the status is 1 + the index of the first such
         signal. If no signal has such a value, the status is all zeros.
 
         Args:

@@ -68,8 +68,8 @@ class Rotations:
         return cls(table, torch.empty(1, dtype=torch.int64, device=device))
 
     def rotate(self, coding: Coding, words: int, choices: int, share: int, deal: int) -> None:
-        """Writes the positions for one step. `Rotation.phase` returns `share` and `deal`; see also
-        `rotation_kernel`.
+        """Writes the positions of the coefficients that are sent at one step. `Rotation.phase`
+        returns `share` and `deal`; see also `rotation_kernel`.
 
         Args:
             words: The int64 that starts the random words of permutations.
@@ -143,11 +143,11 @@ class Coder:
         self._forward = padded_matrix(forward, side)
         self._inverse = padded_matrix(inverse, side)
         self._rows = max(least, TILE // coding.columns)
-        if INTERPRETED:  # the interpreter needs time even for masked rows, which do not exist
+        if INTERPRETED:  # the interpreter needs as much time for masked rows as for others
             self._rows = min(self._rows, max(16, power(slots.rows)))
         self._together = self._rows
         if is_dct and coding.columns <= 64 and not INTERPRETED:
-            # encode processes four times the rows in twice the warps, to share reads of the matrix
+            # one encode program takes four times the rows, in twice the warps, so that they share basis reads
             self._together *= 4
         self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
         most = PROGRAMS

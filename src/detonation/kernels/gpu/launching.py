@@ -13,15 +13,15 @@ from torch import Tensor
 
 from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-# TRITON_INTERPRET has several spellings of true, so the type of a kernel shows the mode
+# the type of a kernel is read, because TRITON_INTERPRET has several spellings of true
 INTERPRETED = not isinstance(wide, triton.JITFunction)
 """True if Triton's interpreter runs the kernels. The interpreter needs the same time for few
 numbers as for many.
 """
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The dtypes that kernels read and write, each with its bit."""
-# True if `launch` starts compiled kernels without Triton's JIT. False with ROCm, whose JIT also
-# specialises on tensor sizes.
+# True if `launch` starts compiled kernels without Triton's JIT.
+# False with ROCm, because the JIT of ROCm also specialises on tensor sizes.
 _DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
@@ -175,7 +175,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     if device.type == "meta":
         return
     on_device: AbstractContextManager[object] = nullcontext()
-    if device.type == "cuda":  # Triton launches on the current device, which may be another
+    if device.type == "cuda":  # Triton launches on the current device
         on_device = torch.cuda.device(device)
     with on_device:
         key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]

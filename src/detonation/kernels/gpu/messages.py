@@ -23,8 +23,8 @@ _ADDRESSES = ["address0", "address1", "address2", "address3"]
 
 @triton.jit
 def place_number(index):
-    """Returns the factor of column or line number `index` in a checksum, before its lowest bit is
-    set or cleared. Lines are numbered after all columns; see `checksum._numbers`.
+    """Returns the factor of column or line number `index` in a checksum, before the lowest bit of
+    the factor is set or cleared. Lines are numbered after all columns; see `checksum._numbers`.
     """
     at = (index + 1).to(tl.int64) * -7046029254386353131  # the constant 0x9E3779B97F4A7C15 as int64
     return at ^ ((at >> 32) & 0xFFFFFFFF)
@@ -129,8 +129,8 @@ def is_last(arrivals, programs):
     """True in the last of `programs` programs that call this function. This program sees all writes
     of the other programs.
 
-    arrivals: a counter, which is 0 before and after. The order in which programs call decides which
-    program continues, but changes no result.
+    arrivals: a counter, which is 0 before the first call and after the last call. The order in
+    which programs call decides which program continues, but changes no result.
     """
     # the barrier waits for all threads of this program; the atomic addition publishes their writes
     tl.debug_barrier()
@@ -279,7 +279,7 @@ def inspect_message(
     schema, step, place, nbytes, parameters, limit, table,
 ):  # fmt: skip
     """Writes the line of one message in the table of `decide_messages`. The norm of the message is
-    the root of the squares, times `scale`.
+    the root of the sum of squares, times `scale`.
     """
     which = tl.zeros([1], dtype=tl.int64) + replica
     head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)
@@ -406,8 +406,8 @@ def seal_sum_kernel(
 ):  # fmt: skip
     """Adds `added` to a status, and writes the sum after the values of an all-reduce.
 
-    The sum is encoded as `EACH` numbers below 256, from number `first` on. The numbers that belong
-    to other replicas are zeros.
+    The sum is encoded as `EACH` numbers below 256, from number `first` on. The numbers of all other
+    replicas are set to zero.
 
     Shapes: digits `[count]` fp32 or bf16, which represent such numbers exactly.
     """

@@ -105,11 +105,11 @@ def load_packed(octets, index, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """Packs numbers, which have one byte each, into whole bytes. There are `total` places, but only
-    the first `count` hold real numbers.
+    """Packs numbers, which have one byte each, into whole bytes. The bytes have space for `total`
+    numbers, but only the first `count` numbers are real.
 
-    Each byte is assembled from all numbers with a bit in it, so that no two programs or threads
-    write the same byte.
+    Each byte is assembled from all numbers that have a bit in this byte, so that no two programs or
+    threads write the same byte.
     """
     for first in range(0, (tl.minimum(count, total) * WIDTH + 7) // 8, BYTES):
         byte = first + tl.arange(0, BYTES)
@@ -164,7 +164,7 @@ def load_value(
         return load_bf16(statistics, index // BLOCK * 4 + code, mask)
     if PRECISION == "4bit":
         code = load_packed(octets, index, mask, 4)
-        # two to the power of the negated exponent, made from its bits
+        # 2 to the power -(code & 7), assembled from the bits of an fp32 number
         power = ((127 - (code & 7)) << 23).to(tl.float32, bitcast=True)
         size = tl.where((code & 7) == 7, 0.0, load_bf16(statistics, index // BLOCK, mask) * power)
         return tl.where(code > 7, -size, size)
@@ -175,7 +175,7 @@ def load_value(
 @triton.jit
 def negative_of(values, scale, negative_zeros):
     """True for a value that is sent as negative. A value within the rounding error of values of
-    size `scale` counts as zero; it is sent as negative if `negative_zeros` is set.
+    size `scale` counts as zero. Zeros are sent as negative if `negative_zeros` is set.
     """
     zero = scale * 3.814697265625e-06  # this factor is 2**-18
     return tl.where(negative_zeros != 0, values <= zero, values < -zero)
@@ -290,8 +290,8 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
 
 @triton.jit
 def ranks_of(size, number):
-    """Returns the rank of each number: how many numbers are smaller, or equal at a smaller
-    index.
+    """Returns the sorted position of each number: how many numbers are smaller, or are equal and
+    have a smaller index.
     """
     less, equal = size[None, :] < size[:, None], size[None, :] == size[:, None]
     return tl.sum((less | (equal & (number[None, :] < number[:, None]))).to(tl.int32), axis=1)
