@@ -446,12 +446,12 @@ MISTAKES = {
     "weights in fp16": Mistake(
         library(of_kind, torch.float16),
         "so trained parameters",
-        ("torch.float16", "through fp32", "autocast"),
+        ("torch.float16", "computed in fp32", "autocast"),
     ),
     "complex weights": Mistake(
         library(of_kind, torch.complex64),
         "so trained parameters",
-        ("complex64", "through fp32", "fp32, bf16"),
+        ("complex64", "computed in fp32", "fp32, bf16"),
     ),
     "sparse gradients": Mistake(
         library(sparse), "is sparse, which", ("weight", "cannot be repl", "sparse=False")

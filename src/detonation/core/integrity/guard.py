@@ -128,7 +128,7 @@ def decide_usable(
     `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
     header = expected.header
-    # norms are compared as integers: bits of nonnegative floats sort like the floats; NaN is largest
+    # compares norms as integers: bits of nonnegative floats sort like the floats; NaN is largest
     bits = norms.abs().double().view(torch.int64)
     found = torch.cat([words, torch.stack([added, content, bits], 1)], 1)
     replicas = len(words)
@@ -294,7 +294,7 @@ class Guard(SumGuard):
                 self._sent += 1
             nbytes = sum(message.codec.lengths[sum(map(_ROWS, runs))])
             self._write_header(runs, nbytes, message.step, self._place | phase, status, received)
-            # running collectives keep the tensors of these runs alive
+            # runs can be dropped here, because running collectives keep the sent tensors alive
             message.sent.clear()
         end = run.room + sum(run.codec.lengths[run.rows])
         return run.octets[:, : end + -end % run.codec.alignment]
@@ -357,7 +357,7 @@ class Guard(SumGuard):
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
         # A mean over signals leaves absent replicas out.
-        # Rows of absent owners are kept: they are zeros, so the update changes nothing in these rows.
+        # Rows of absent owners stay: they are zeros, so the update does not change these rows.
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:

@@ -135,7 +135,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # padding may hold any bytes, but the checksum includes the padding, so it is set to zero
+    # the checksum includes the padding, which may be undefined, so zeros replace the padding
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
@@ -319,7 +319,7 @@ class Message:
         arrived = self.arrived
         if len(arrived) == 1:
             octets = arrived[0]
-            if octets.shape[1] % 8 == 0:  # so every message begins at a multiple of 8 bytes
+            if octets.shape[1] % 8 == 0:  # every message begins at a multiple of 8 bytes
                 octets[:, end:].zero_()
                 return octets
             runs = [(octets[:, HEADER_BYTES:end],)]

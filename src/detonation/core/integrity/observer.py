@@ -51,14 +51,15 @@ class PlayedMessages(StepObserver):
     """
 
     def take(self, place: int, step: int) -> Tensor:
-        """Returns the next recorded messages of one channel and bucket.
+        """Returns the next recorded messages of one channel and bucket (`place`).
 
         Shapes: -> `[bytes]` uint8.
         """
         raise NotImplementedError
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Returns the messages of a step whose record is complete; None if there are none.
+        """Returns the recorded messages of a step whose end has already been read from the record;
+        None if the step has no messages.
 
         Shapes: -> `[bytes]` uint8.
         """

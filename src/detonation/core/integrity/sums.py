@@ -178,7 +178,7 @@ def statuses_of_sum(
     digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]
 ) -> list[int]:
     """Reads the status of each replica from the status numbers (digits) of an all-reduce; -1 if the
-    replica's mark differs from that of this step, or is missing.
+    replica's mark differs from the mark of this step, or is missing.
 
     Args:
         replica: The replica that reads.
@@ -215,8 +215,9 @@ def _mean_digit(mean: float, mark: int) -> int:
 
 
 def _status(digits: Sequence[float], mark: int, high: int) -> int:
-    """Reads the status of one replica from its digits; -1 if a digit is not a byte, or if the mark
-    is not that of this step."""
+    """Reads the status of one replica from its digits; -1 if a digit is not a byte, or if the
+    replica's mark is not the mark of this step.
+    """
     *low, top = digits
     if any(not 0 <= digit <= 255 or digit != int(digit) for digit in low):
         return -1

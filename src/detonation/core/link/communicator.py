@@ -30,7 +30,7 @@ tensors by name."""
 
 class HostStaging:
     """Copies messages from a device to host memory and back, on the current stream. Gloo needs
-    this, because it reads host memory only.
+    these copies, because gloo reads only host memory.
 
     On an accelerator, copies from and to pinned memory are asynchronous. torch reuses a freed
     pinned block only after its copies have ended, so this class keeps no reference to buffers.
@@ -289,7 +289,7 @@ class ProcessGroupCommunicator(Communicator):
         group = _group_beside(self._of_axis)
         if self._is_gloo:
             # A gloo group is destroyed together with this object, except at exit.
-            # An NCCL group is kept: all ranks of the group would have to destroy it at the same time.
+            # An NCCL group is kept, because all its ranks must destroy it at the same time.
             weakref.finalize(self, _end, group).atexit = False
         return group
 

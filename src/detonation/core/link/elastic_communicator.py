@@ -93,8 +93,8 @@ class ElasticCommunicator(RenumberedCommunicator):
     lost.
 
     A replica that is lost during a step keeps its number until the ranks call `adopt`. Until then
-    this replica is *absent*: an all-gather or all-to-all returns zeros for it, and a sum leaves it
-    out.
+    this replica is *absent*: an all-gather or all-to-all returns zeros for the replica, and an
+    all-reduce leaves the replica out.
     """
 
     @abstractmethod
@@ -118,7 +118,7 @@ class AgreedCommunicator(Communicator):
     use it, and it makes these ranks agree on which replicas are absent.
 
     The last message of a lost replica may have reached only some of these ranks. Then all these
-    ranks treat the lost replica as absent, and repeat an all-reduce without this replica.
+    ranks treat the lost replica as absent, and repeat an all-reduce without the lost replica.
 
     Args:
         between: The axis of replicas.

@@ -134,7 +134,7 @@ class BaseStep:
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
         """Keeps the padding rows of the embeddings among `parameters` unchanged from now on, by
-        setting their gradients to zero before each step.
+        setting the gradients of these rows to zero before each step.
         """
         found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
         if found and self._hook is None:
@@ -159,7 +159,7 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
     """Registers a hook that calls `step.zero_held_rows` before each step of `optimizer`. Returns a
     function that removes the hook.
 
-    The hook holds only a weak reference to `step`. It is removed when `step` is freed.
+    The hook holds only a weak reference to `step`. The hook is removed when `step` is freed.
     """
     reference = ref(step)
 
@@ -202,8 +202,8 @@ class _Lookout:
     """A hook that runs after each step of an optimizer, before other hooks. It raises an error if
     the step was not made by a `BaseStep`, because such a step changes only this replica.
 
-    A hook that runs before a step may read gradients, so `Update.apply` must then write the update
-    into the gradients. Therefore this hook runs after the step.
+    If any hook runs before a step, `Update.apply` must write the update into the gradients, because
+    the hook may read them. Therefore this hook runs after the step.
 
     Attributes:
         stepping: The `BaseStep` that takes a step now.
@@ -214,7 +214,7 @@ class _Lookout:
         self.stepping: BaseStep | None = None
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # a step with lr 0 is allowed, because torch's state-dict helpers make such steps to create state
+        # a step with lr 0 is allowed: torch's state-dict helpers make such a step to create state
         stepping = self.stepping
         if stepping is not None:
             if stepping.look:

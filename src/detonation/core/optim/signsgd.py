@@ -25,7 +25,8 @@ class Deferred(NamedTuple):
     """A movement of parameters by the signs of an update. The next step of SignSGD makes this
     movement instead of reading the gradients of these parameters.
 
-    It is used only if SignSGD has no momentum, and no hooks run before or after its steps.
+    A movement is deferred only if SignSGD has no momentum, and no hooks run before or after its
+    steps.
 
     move: Called with the weight decay factor and lr of each parameter. done: Called after `move`,
     if it is set.

@@ -15,7 +15,7 @@ class OptimizerWrapper(Optimizer):
     schedulers and tools can use it like `base`. Subclasses implement `step`.
     """
 
-    # With this flag torch's GradScaler calls `step` even after an overflow.
+    # `_step_supports_amp_scaling` makes torch's GradScaler call `step` even after an overflow.
     # GradScaler must not skip `step` on one replica, because the other replicas would wait for it.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None

@@ -160,7 +160,7 @@ def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
     for name, parameter in parameters.items():
         if parameter.dtype not in _DTYPES:
             raise ValueError(
-                f"{name} is {parameter.dtype}: updates go through fp32 and back, so trained"
+                f"{name} is {parameter.dtype}: updates are computed in fp32, so trained"
                 " parameters must be fp32, bf16 or fp64 (compute in fp16 under torch.autocast)"
             )
     return devices.pop()
@@ -456,7 +456,7 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # replicas that decide on the device stop one step later, so all must decide on the device, or none
+    # all replicas must check messages on the device, or none: the device stops a run one step later
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
     if channel.late:  # late gradients decide how many buckets `overlap` sends

@@ -210,7 +210,7 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     assert memory is not None
     leaves = link.replica in leaving
     # Owners of rows inside a replica keep a residual, which was a part of the mean of this replica.
-    # The residual of owners is added to the memory, and so becomes a part of the mean over replicas.
+    # The owners' residual is added to the memory, and so becomes a part of the mean over replicas.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
     if leaves:
@@ -265,7 +265,7 @@ def take_options(
     replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool
 ) -> None:
     """Copies the options of the first replica's parameter groups, such as lr, to a replica that has
-    just joined (`newcomer` is True on it). Collective.
+    just joined (there `newcomer` is True). Collective.
     """
     plain = [recorded_options(group) for group in groups]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]

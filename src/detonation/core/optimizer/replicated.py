@@ -227,7 +227,7 @@ class Replicated(OptimizerWrapper):
             states.warn_of_lost_memory(self)
         if self._replicators is None:
             self.set_up()
-        changed = self._trained.show_shards()  # a step must not write to gathered copies
+        changed = self._trained.show_shards()  # a step must write to shards, not to copies
         if self.observer:
             self.observer.enter(self)
         held_back = self._held_back
@@ -274,11 +274,11 @@ class Replicated(OptimizerWrapper):
 
         Use it for the last backward before each step, on all replicas or on none. The weights equal
         the weights of a step without `overlap`, bit for bit unless an all-reduce adds more than two
-        messages. The bytes are equal except for one header per bucket. Only the innermost level
-        sends gradients early, and not in the first step. `OverlapError` is raised if a gradient
-        changes before `step()` (by clipping or unscaling), after a second backward, or if `step()`
-        is missing. `may_send` is called before the first message. If it returns False, no gradient
-        is sent before `step()`, and the caller may omit the step.
+        messages. The bytes are the same, apart from rounding and padding of each bucket. Only the
+        innermost level sends gradients early, and not in the first step. `OverlapError` is raised
+        if a gradient changes before `step()` (by clipping or unscaling), after a second backward,
+        or if `step()` is missing. `may_send` is called before the first message. If it returns
+        False, no gradient is sent before `step()`, and the caller may omit the step.
         """
         # levels are not built here, because FSDP2 may show whole parameters instead of shards
         if self._consensus is not None:
@@ -287,7 +287,7 @@ class Replicated(OptimizerWrapper):
             if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # then `overlap` would need other buckets
+                if lost or self._trained.changed:  # new replicas or parameters need new buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count, may_send))
@@ -336,10 +336,10 @@ class Replicated(OptimizerWrapper):
         on.
 
         Unsent values (memories), anchors and momenta are kept. Open rounds are completed first. All
-        ranks call this between the same two steps; the replicas then compare their settings as at
-        the first step. Another scheme, or settings that would lose state, raise `ValueError`;
-        settings that send more than full synchronisation raise `LargerThanDense`. The old settings
-        then remain.
+        ranks call `reconfigure` between the same two steps; the replicas then compare their
+        settings as at the first step. Another scheme, or settings that would lose state, raise
+        `ValueError`; settings that send more than full synchronisation raise `LargerThanDense`. The
+        old settings then remain.
         """
         self.set_up()
         self.synchronize()
@@ -375,8 +375,8 @@ class Replicated(OptimizerWrapper):
         torch.distributed.checkpoint treats equal keys on different ranks as one tensor. So state
         that differs between replicas has a key that names the replica; under schemes that exchange
         parameters this includes the base optimizer's state. Save one file per rank. With a delay,
-        all ranks must call this at the same step, to receive messages in flight. The state-dict
-        helpers of torch omit "replication"; see `detonation.TrainingState`.
+        all ranks must call `state_dict` at the same step, to receive messages in flight. The
+        state-dict helpers of torch omit "replication"; see `detonation.TrainingState`.
         """
         return self.with_saving_hooks(lambda: states.to_state_dict(self))
 
@@ -432,9 +432,9 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
-        """Builds the levels if they do not exist yet, without comparing replicas, and makes FSDP2
-        show shards. With `saved`, the levels are built for the parameters of a saved state, and the
-        next step changes to the currently trained parameters.
+        """Builds the levels if they do not exist yet, without comparing replicas, and makes the
+        model hold its FSDP2 shards. With `saved`, the levels are built for the parameters of a
+        saved state, and the next step changes to the currently trained parameters.
         """
         self._trained.show_shards()
         if saved:

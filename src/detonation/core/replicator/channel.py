@@ -132,7 +132,7 @@ class Update:
             weights: The local part of each parameter; needed with `signs` only.
         """
         received = self.received
-        may_move = signs is not None and not (  # hooks around a step may read gradients
+        may_move = signs is not None and not (  # hooks around a step may need written gradients
             signs._optimizer_step_pre_hooks
             or len(signs._optimizer_step_post_hooks) > 1  # the first hook belongs to this library
             or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
@@ -193,7 +193,7 @@ class Channel:
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        # guards of all buckets share one reference norm, because messages of all buckets are alike in norm
+        # all guards share one reference norm, because messages of all buckets have similar norms
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)
         # True if messages omit indices because all replicas can compute the indices themselves.
         # A scheme that sends whole rows needs no indices, but compiled kernels read them.
@@ -274,7 +274,7 @@ class Channel:
         transfer.verdict = whole.engine.found_later or whole.engine.inspect(signals, self.runtime)
         bad = transfer.verdict.bad
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # all rows at once: CPU engines split rows into blocks, and kernels need no temporary tensors
+        # all rows at once: CPU engines cut them into blocks, and kernels need no temporary tensors
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)

@@ -9,8 +9,8 @@ from detonation.core.schemes import Outer
 
 
 class OuterSGD:
-    """The outer SGD: holds the anchor as a matrix, and moves a range of its rows at a time by
-    received updates. The momentum starts at zero.
+    """The outer SGD. It holds the anchor as a matrix, and each step moves a range of rows of the
+    anchor by a received update. The momentum starts at zero.
 
     It computes like `torch.optim.SGD`, in place and without fused multiply-add, so that the result
     has the same bits on all processors.
@@ -37,7 +37,7 @@ class OuterSGD:
         self.flat[rows].sub_(moves)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state of the outer SGD by name: its momentum, if it has one.
+        """Returns the state of the outer SGD by name: the momentum, or nothing without a momentum.
 
         Shapes: `[rows, chunk]` each.
         """
@@ -49,7 +49,7 @@ class OuterSGD:
         """Returns the direction in which SGD with momentum moves a range of rows. The caller must
         not change the result. `gradient` is overwritten.
         """
-        # [len(rows), chunk] -> [len(rows), chunk]
+        # shapes: [len(rows), chunk] -> the same
         if self._momentum is None:
             return gradient
         momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)

@@ -256,9 +256,9 @@ class Overlap:
         """True if the storage that holds the gradient of `name` holds only gradients of this
         replicator's parameters.
 
-        Otherwise the version counter also counts writes to gradients of other parameters, by FSDP2
-        and by the step of another optimizer. Then only the samples of sent gradients show whether
-        these gradients have changed.
+        Otherwise the version counter of the storage also counts writes to gradients of other
+        parameters, by FSDP2 and by the step of another optimizer. Then only the samples of sent
+        gradients show whether these gradients have changed.
         """
         whole = local(_gradient(self._parameters[name])).untyped_storage()
         own = 0

@@ -115,7 +115,7 @@ class ParameterReplicator(Replicator):
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # with other schemes, parameters equal the anchor, or an outer level has moved them
+        ):  # other schemes leave parameters at the anchor, or an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -220,7 +220,7 @@ class ParameterReplicator(Replicator):
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
         """Returns the movement of a bucket's parameters in this round (the anchor minus the current
-        parameters), times `weight`."""  # [rows of the bucket, chunk]
+        parameters), times `weight`."""  # shapes: -> [rows of the bucket, chunk]
         moved = self._position(bucket, weights)
         start = self._anchor.flat
         torch.sub(
@@ -237,7 +237,7 @@ class ParameterReplicator(Replicator):
     ) -> Tensor:
         """Returns the part of a bucket's movement that was not sent. Must be called before the
         anchor moves."""
-        # [rows of the bucket, chunk]
+        # shapes: -> [rows of the bucket, chunk]
         if isinstance(unsent, Tensor):
             return unsent
         own, weight = unsent
@@ -246,7 +246,7 @@ class ParameterReplicator(Replicator):
 
     def _decoded(self, bucket: Bucket, own: Update) -> Tensor:
         """Decodes the part of a bucket's movement that this replica sent."""
-        # [rows of the bucket, chunk]
+        # shapes: -> [rows of the bucket, chunk]
         return own.flat()
 
     def _land(self) -> None:
@@ -325,7 +325,8 @@ class ParameterReplicator(Replicator):
         return self._arrived
 
     def _position(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
-        """Returns an fp32 copy of the parameters in a bucket."""  # [rows of the bucket, chunk]
+        """Returns an fp32 copy of the parameters in a bucket."""
+        # shapes: -> [rows of the bucket, chunk]
         return bucket.layout.flatten(bucket.cut(weights), self.channel.runtime.device)
 
     def _rounded(self, flat: Tensor, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
@@ -367,13 +368,14 @@ class HoldingReplicator(ParameterReplicator):
 
     def _held(self, bucket: Bucket, flat: Tensor) -> Tensor:
         """Returns a copy of `flat` with zeros in the padding rows of embeddings."""
-        # [rows of the bucket, chunk]
+        # shapes: -> [rows of the bucket, chunk]
         return flat.reshape(-1).index_fill(0, self._places[bucket.first], 0.0).view_as(flat)
 
     @cached_property
     def _places(self) -> dict[int, Tensor]:
-        """The positions of each bucket that belong to padding rows of embeddings, by the bucket's
-        first row."""
+        """For each bucket, by its first row: the positions in the bucket that belong to padding
+        rows of embeddings.
+        """
         marks = [torch.zeros_like(weight) for weight in locals_of(self.parameters)]
         for mark, parameter in zip(marks, self.parameters.values(), strict=True):
             if (row := padding_row(parameter)) is not None:

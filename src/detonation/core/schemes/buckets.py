@@ -14,8 +14,8 @@ SMALLEST = 2**20
 
 
 def aligned_rows(*codecs: Codec) -> int:
-    """The number of rows after whose multiples messages of all `codecs` can be cut, without
-    changing a bit of the result.
+    """Returns a number of rows. Messages of all `codecs` can be cut after each multiple of this
+    number, without changing a bit of the result.
 
     The number is at least 64, because a matrix product of fewer rows may round differently.
     """

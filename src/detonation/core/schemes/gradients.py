@@ -94,8 +94,8 @@ def full(precision: str = "fp32") -> GradientScheme:
 def loco(
     precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: LinkKind = "auto"
 ) -> GradientScheme:
-    """`full` in few bits with error feedback: sends every coordinate at every step, and adds the
-    rounding error of a coordinate to its value in the next step.
+    """`full` in few bits with error feedback: sends every coordinate at every step, and adds
+    rounding errors to the next step.
 
     It suits optimizers that need dense gradients, such as AdamW and Muon. Rounding errors cancel
     over time: with decay 1 the updates of many steps add up to the sum of the gradients. The paper
@@ -213,9 +213,9 @@ def decoupled_adamw(
     """`demo` under another name, for use with AdamW: no replica sends the two moments of AdamW.
 
     The moments are computed from the agreed update, so they are equal on all replicas. Unlike the
-    published code, it does not reduce the update to its sign, which would make AdamW a smoothed
-    `SignSGD`. The scheme does not choose the optimizer: use it with `torch.optim.AdamW`. You can
-    use AdamW with `random` and `striding` in the same way.
+    published code, the scheme does not reduce the update to signs, which would make AdamW a
+    smoothed `SignSGD`. The scheme does not choose the optimizer: use it with `torch.optim.AdamW`.
+    You can use AdamW with `random` and `striding` in the same way.
 
     Args:
         topk, chunk, tiles, decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.

@@ -122,8 +122,9 @@ def streaming_diloco(
 
     Fragments are as equal in size as the size of a `unit` allows. Fragment f (from 1) moves to its
     anchor after f * every / fragments steps and then after every `every` steps, but keeps the share
-    `keep` of its own movement. Its message is sent `delay` steps earlier, as in torchft. Anchors
-    are bitwise equal on all replicas; parameters are equal only after `synchronize()`.
+    `keep` of its own movement. The message of a fragment is sent `delay` steps earlier, as in
+    torchft. Anchors are bitwise equal on all replicas; parameters are equal only after
+    `synchronize()`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.

@@ -133,7 +133,8 @@ class Scheme:
     @property
     def worth_overlapping(self) -> bool:
         """True if sending gradients while backward still computes saves time, because the next step
-        waits for their mean. With a delay, the next step waits for earlier messages only.
+        waits for the mean of these gradients. With a delay, the next step waits for earlier
+        messages only.
         """
         return self.signal == "gradients" and not self.round.delay
 

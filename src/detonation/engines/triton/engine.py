@@ -138,7 +138,7 @@ class TritonEngine(ReferenceEngine):
             self.found_later = Verdict(self._found, self._found)
         # the result of `encode_into`, which has written the selected values into the message
         self._written = Selected(self._nothing, None)
-        # `encode` uses fp32, unless "read" subtracts the values from the memory as the message holds them.
+        # `encode` uses fp32, unless "read" subtracts values from the memory as a message holds them
         self._selects = codec
         if self._releases != "read":
             self._selects = replace(codec, precision=FP32)

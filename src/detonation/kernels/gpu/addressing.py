@@ -269,7 +269,7 @@ def rotation_kernel(
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-        # a coefficient's position is the position of its word when the permutation's words are sorted
+        # a coefficient's position is that of its word when the permutation's words are sorted
     ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)

@@ -147,7 +147,7 @@ class Coder:
             self._rows = min(self._rows, max(16, power(slots.rows)))
         self._together = self._rows
         if is_dct and coding.columns <= 64 and not INTERPRETED:
-            # one encode program takes four times the rows, in twice the warps, so that they share basis reads
+            # one program encodes four times the rows with twice the warps, to share basis reads
             self._together *= 4
         self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
         most = PROGRAMS
@@ -166,7 +166,7 @@ class Coder:
         sizes = max(1, self._programs * values), max(1, self._programs * self._unit * of_row)
         make = partial(_scratch, *sizes, slots.device)
         self._scratch, self._numbers = shared(("scratch", *sizes), make)
-        # argument in place of received messages if there are none; kernels do not read it
+        # placeholder for received messages if there are none; kernels do not read the placeholder
         self._alone = Arrivals(self._numbers, Places(0, 0), coding, 0, "")
         self._warps = 8
         if self._together > self._rows:
@@ -266,7 +266,7 @@ class Coder:
             at += [run.data_ptr(), row]
         stride = message.stride(0)
         aligned = is_aligned(message.data_ptr(), message.shape[0], stride, 4)
-        unused = self._inverse  # argument in place of absent tensors; the kernel does not read it
+        unused = self._inverse  # placeholder for absent tensors; the kernel does not read it
         if report is None:
             report = unused
         if flat is None:
