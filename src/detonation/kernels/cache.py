@@ -33,7 +33,7 @@ def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], obj
 
     Directories are tried in this order: the user's cache, a private directory that all processes of
     the user share, and a temporary directory of this process. One line of the log gives the reason
-    why the user's cache is not used. Raises `OSError` if `make` or `usable` fails in each
+    why the user's cache is not used. Raises `OSError` if `make` or `usable` fails in every
     directory.
     """
     reasons: list[str] = []
@@ -133,8 +133,8 @@ def _whole(path: Path) -> bool:
 
 
 def _make_once(path: Path, make: Callable[[Path], None]) -> None:
-    """Makes the file `path` in one of the processes that need it, if the file system has locks. The
-    other processes wait.
+    """If the file system has locks, one of the processes that need the file `path` makes this file,
+    and the other processes wait.
     """
     with open_lock(path.with_suffix(".lock")) as lock:
         _wait_for(lock.fileno())

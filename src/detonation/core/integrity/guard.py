@@ -446,7 +446,7 @@ class Guard(SumGuard):
                 self._counts.skip(sender, self._place, self._names[row[5] - 1], step)
             elif stage.signals:
                 used.append(sender)
-        # used messages end a series of skips; `FORGIVEN` of them in a row cancel earlier refusals
+        # a used message ends a series of skips; `FORGIVEN` used messages cancel earlier refusals
         if self._counts.skipped or self._counts.refused:
             self._counts.accept(used, self._place)
         return fine

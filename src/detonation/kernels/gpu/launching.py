@@ -25,7 +25,7 @@ KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
-] = {}  # functions that start compiled kernels, with the constants that follow the arguments
+] = {}  # functions that start compiled kernels, and the constants that they get after the arguments
 launch_counts: Counter[str] = Counter()
 """How often each kernel was launched, and how often a table of addresses was copied to a device."""
 

@@ -367,9 +367,9 @@ def scan_kernel(
     ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Searches tensors for values that are nonfinite or above `limit`. Each program writes 1 + the
-    number of the first tensor in which it finds such a value; 0 if it finds none.
+    index of the first tensor in which it finds such a value; 0 if it finds no such value.
 
-    numbers: the numbers of the tensors, in rising order, `[slots]` int64.
+    numbers: the indices of the tensors, in rising order, `[slots]` int64.
     """
     column = tl.arange(0, ROW)
     first = tl.zeros([ROWS], dtype=tl.int64) + slots

@@ -97,7 +97,7 @@ def load_packed(octets, index, mask, WIDTH: tl.constexpr):
     """Loads number `index` of a series of packed numbers of `WIDTH` bits, at most 8."""
     bit = index * WIDTH
     found = tl.load(octets + (bit >> 3), mask=mask, other=0).to(tl.int32)
-    if 8 % WIDTH:  # the number may end in the next byte
+    if 8 % WIDTH:  # a packed number may end in the next byte
         ends = mask & ((bit & 7) + WIDTH > 8)
         found |= tl.load(octets + (bit >> 3) + 1, mask=ends, other=0).to(tl.int32) << 8
     return (found >> (bit & 7).to(tl.int32)) & ((1 << WIDTH) - 1)
