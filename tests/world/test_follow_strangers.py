@@ -327,7 +327,7 @@ def test_a_token_is_long_and_its_file_private(tmp_path):
     path.chmod(0o600)
     assert read_token({"DETONATION_TOKEN_FILE": str(path)}) == b"0123456789abcdef"
     path.chmod(0o640)
-    with pytest.raises(ValueError, match="others may read the token"):
+    with pytest.raises(ValueError, match="other users may read the token"):
         read_token({"DETONATION_TOKEN_FILE": str(path)})
     for env, said in (({}, "need a token"), ({"DETONATION_TOKEN": "short"}, "at least 16")):
         with pytest.raises(ValueError, match=said):

@@ -34,9 +34,9 @@ LOWEST_BYTES_PER_S = 10e6
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
-    One save runs at a time; the next save waits until it has ended. `wait` returns the outcome of a
-    save. Failures are also in the log and in `news`. At the end of a `with` block the last save is
-    awaited, unless an exception ended the block.
+    Only one save runs at a time: `save` waits until the previous save has ended. `wait` returns the
+    checkpoint that a save has written, or raises its error. Failures are also in the log and in
+    `news`. A `with` block ends after the last save has ended, unless an exception ends the block.
 
     Args:
         directory: for the checkpoints. Without a shared file system each node has its own, with
@@ -91,14 +91,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         elastic = elastic_axis(self._optimizer)
         with _as_saving():
             _meet(self._model, self._optimizer)
-        # make the job first: it may raise an error, and then no group may be open
+        # make the job first: if it raises an error, no process group may have been opened
         job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
             self._open_group()
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
             _set_timeout(timeout, self._group)
-        # a new saver, because replicas may have joined or left since the last save
+        # make a new saver, because replicas may have joined or left since the last save
         if elastic is not None:
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
         # daemon: the thread may wait forever for a lost rank, and must not keep the process alive
@@ -133,7 +133,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return lines
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:  # after an error, a running save may wait for ranks that have ended
+        if error is None:  # after an error, the running save may wait for ranks that have ended
             self.close()
 
     def close(self) -> None:
@@ -158,14 +158,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if dist.get_world_size() == 1:
             return
         if self._group is not None:
-            # a rank whose save succeeded learns here that it failed on another rank
+            # a rank whose save succeeded learns here that the save failed on another rank
             broken = ""
             if self._broken:
                 broken = "broken"
             if not any(Texts(device_of(self._model)).gather(broken)):
                 return
             dist.destroy_process_group(self._group)
-        # collectives of the writing thread must not mix with collectives of training
+        # a group of its own: collectives of the writing thread must not mix with those of training
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
         # no rank may close the group while another rank still connects to it
         dist.barrier(self._group)
@@ -181,12 +181,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             number = error.errno
         # any other error is raised on this rank alone, such as a timeout of gloo
         except Exception as error:
-            self._broken = True  # gloo cannot use a group after an error
+            self._broken = True  # after an error, gloo can use the process group no longer
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"
             text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
             number = getattr(error, "errno", None)
-        # store only the text: the error's traceback would keep the copy of the state alive
+        # store only the error's text: its traceback would keep the copy of the state in memory
         self._outcome = NotSaved(text, number)
         self._news.append(text)
         _log.warning("%s", text)
@@ -252,8 +252,8 @@ def save_checkpoint(
 
 @contextmanager
 def _as_saving() -> Iterator[None]:
-    """Context in which this rank is marked as saving, so that ranks that wait for it can log why
-    they wait."""
+    """Context manager that marks this rank as saving, so that ranks that wait for this rank can log
+    why they wait."""
     PROGRESS.where = "saving"
     try:
         yield
@@ -265,7 +265,8 @@ def _meet(model: nn.Module, optimizer: Replicated) -> None:
     """Waits until all ranks have begun to save, if copying the state needs collectives over the
     links between replicas.
 
-    A rank that still takes a step would mistake these collectives for messages of its step.
+    Otherwise a rank that still takes a step would mistake these collectives for messages of its
+    step.
     """
     late = any(scheme.round.delay for _, scheme in optimizer.levels)
     if late or not optimizer.is_built:

@@ -79,8 +79,8 @@ class Elastic:
         return self._among
 
     def own(self, key: str, alike: bool) -> Tensor:
-        """A tensor of the base optimizer's state that is not sharded like its parameter. Its value
-        may differ between shards.
+        """A tensor of the base optimizer's state that is not sharded like its parameter. Shards may
+        have different values of this tensor.
 
         Raises `ValueError` if this tensor differs between shards and the number of shards has
         changed.
@@ -201,8 +201,7 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
     units = [unit for unit in shard_units(model) if unit.reduce is not None]
     for unit in units:
         for name, parameter in unit.parameters.items():
-            # a second mesh dimension would mean tensor parallelism, which this merge does not
-            # support
+            # this merge does not support tensor parallelism, that is, a second mesh dimension
             one_axis = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
             if name in names and parameter.requires_grad and one_axis:
                 state[f"residual.{name}"] = _residual(saved, unit, name, parameter, own)
@@ -238,8 +237,8 @@ def _residual(
 
 
 def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tensor:
-    """The part `box` of the unsent gradients of one parameter, added over the nodes of a saved
-    replica."""
+    """The part `box` of the unsent gradients of one parameter: the sum over the nodes of the saved
+    `replica`."""
     files = saved.shards(replica)
     residuals = [file.tensor(f"{_RESIDUAL}{name}") for file in files]  # [nodes - 1, size] each
     nodes = len(residuals[0]) + 1
@@ -249,7 +248,7 @@ def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tenso
         own_node, local_rank = divmod(shard, local_ranks)
         rows = []
         for node in range(nodes):
-            if node != own_node:  # a sender has a row for each node except its own
+            if node != own_node:  # the residual of a node has a row for each other node
                 row = own_node - (own_node > node)
                 rows.append(residuals[node * local_ranks + local_rank][row])
         part = file.boxes[f"model.{name}"]

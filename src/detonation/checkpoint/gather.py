@@ -70,7 +70,7 @@ class Texts:
         count = self._of_first([len(content)], torch.int64)[0]
         if not count:
             return ""
-        # only the content of rank 0 is sent: the other ranks need a buffer of the same size
+        # only rank 0's content is sent: other ranks need no more than as many bytes to receive it
         return os.fsdecode(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
 
     def _of_first(self, values: Sequence[int], dtype: torch.dtype) -> list[int]:
@@ -98,7 +98,7 @@ def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Device of the model's parameters, from which its process group can send."""
+    """Device of the model's parameters. The process group of the model can send from it."""
     return next(local(parameter).device for parameter in model.parameters())
 
 
@@ -138,9 +138,9 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
     """Finds out which ranks share `directory`, by writing temporary files. All ranks of `texts`
     must call this function together.
 
-    Rank 0 writes a file under a random name, and all ranks look for it. Ranks that do not find the
-    file also create their directory and write a file. Then each of them looks again for rank 0's
-    file, because the cache of a network file system may have hidden a new directory.
+    Rank 0 writes a file under a random name, and all ranks look for this file. Each rank that does
+    not find it creates `directory` and writes a file, too. Then this rank looks for rank 0's file
+    again, because the cache of a network file system may have hidden a new directory.
 
     Raises `OSError` on all ranks, with the host and the reason, if one of them cannot write.
     """

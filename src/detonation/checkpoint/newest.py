@@ -77,7 +77,7 @@ def inspect(
     if reason := _disagreement(views):
         return path, None, reason
     assert manifest is not None
-    # the caller may have named a checkpoint without a step in its name
+    # -1: the caller may have given a checkpoint whose name contains no step
     if retention.step_of(path) not in (-1, manifest.step):
         return path, None, f"its name is not that of step {manifest.step}"
     sharing = [rank for rank, other in enumerate(views) if other.file == view.file]
@@ -125,8 +125,8 @@ def _files(
 ) -> View:
     """Checks the files of a checkpoint that this rank must read.
 
-    If it must read the files of all ranks, the ranks that share its directory (`sharing`) check a
-    part of the files each.
+    If this rank must read the files of all ranks, each of the ranks that share its directory
+    (`sharing`) checks only a part of the files.
     """
     present = {file.name for file in path.glob("*.safetensors")}
     replicas = range(manifest.replicas)
@@ -149,7 +149,8 @@ def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str
     """A text that names the replicas whose files are missing on nodes that need them, and the
     remedy; "" if no node misses a file that another node has.
 
-    If all ranks see the same files, a missing file is a fault of the checkpoint and not named here.
+    If all ranks see the same files, a missing file is a fault of the checkpoint, and this text does
+    not name it.
     """
     if not manifest.volumes and all(view.has == views[0].has for view in views):
         return ""
@@ -272,7 +273,7 @@ def find_named(path: Path, model: nn.Module, optimizer: Replicated) -> Found | N
     named = ""
     if retention.is_checkpoint(path):
         named = "named"
-    # without a shared file system, only some ranks may see that `path` is a checkpoint
+    # without a shared file system, `path` may be a checkpoint on some nodes only
     if candidates(path, texts) or not any(texts.gather(named)):
         return None
     own, held = held_shards(model, optimizer)
@@ -336,7 +337,7 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     optimizer.drop_overlap()
     texts = texts_between(model, optimizer)
     saved = CheckpointReader(found.path, found.manifest)
-    with _refused_together(found, texts):  # possibly only one rank has a frozen weight that differs
+    with _refused_together(found, texts):  # a frozen weight may differ on a single rank
         uncompared = compare_frozen(saved, model, optimizer)
     with _refused_together(found, texts):
         extra = found.manifest.given
@@ -353,8 +354,8 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
 
 @contextmanager
 def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
-    """Context manager: if its block raises an error on any rank, all ranks raise `ValueError` with
-    its text. All ranks must enter it together.
+    """Context manager: if the `with` block raises an error on any rank, all ranks raise
+    `ValueError` with the text of this error. All ranks must enter the block together.
     """
     problem = ""
     try:

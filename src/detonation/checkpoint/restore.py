@@ -68,9 +68,9 @@ def restore(
     source: Elastic | ShardReader = file
     if not same:
         source = Elastic(saved, own)
-    elif any(held.values()):  # this rank holds several shards, which were saved in several files
+    elif any(held.values()):  # this rank holds several shards, each from a file of its own
         source = Elastic(saved, own, [own.replica])
-    # read first, because this call can raise an error, and no state has changed yet
+    # read the options before any state changes, because reading can raise an error
     options = _saved_options(file, optimizer)
     _load_weights(saved, source, file, model)
     described = _described(saved, own, source)
@@ -79,7 +79,7 @@ def restore(
     for group, saved_options in zip(optimizer.param_groups, options, strict=True):
         group |= saved_options
     optimizer.run.known = ""
-    if manifest.step:  # several runs may begin with the same checkpoint of step 0
+    if manifest.step:  # a checkpoint of step 0 may begin several runs, so its run id is not used
         optimizer.run.known = run_in(file.values)
     stays_close = bool(same and moved and optimizer.settings.safety.equal != "bits")
     if stays_close:
@@ -150,7 +150,7 @@ def _load_weights(
     _require_fitting_weights(saved, file, found, parameters, source is file)
     for name, tensor in found.items():
         key = f"model.{name}"
-        # a buffer has no box: each rank has the complete buffer, and replicas can have other values
+        # a buffer has no box: each rank has all of it, and its values can differ between replicas
         box = None
         if name in parameters:
             box = Box.of(tensor)
@@ -228,10 +228,10 @@ def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, A
             if key in optimizer.defaults and like is not None:
                 mine[key] = _option(key, like, value)
             else:
-                # a scheduler or a loop set this option after creating the optimizer
+                # in the saved run, a scheduler or the training loop added this option later
                 mine[key] = _of_others(like, value)
         for key, value in options["tensors"].items():
-            # the group has no initial_lr yet if its scheduler is created later
+            # the group has no `initial_lr` yet if the program creates its scheduler later
             like = group.get(key, group["lr"])
             mine[key] = _tensor_option(key, like, value, key in optimizer.defaults)
         found.append(mine)
@@ -361,10 +361,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _load_generators(source: ShardReader, model: nn.Module) -> str:
-    """Sets the random generators of this rank.
+    """Sets the random generators of this rank to the saved states.
 
-    Returns in words the generators that start anew, because the saved run used another kind of
-    device.
+    Returns in words which generators start anew, because the saved run used another kind of device.
     """
     found = generators(model)
     for key in found.keys() & source.keys:
@@ -402,8 +401,7 @@ def load_base_state(
         if key not in file.on_host:
             tensor = tensor.to(local(parameter).device)
         tensor = _in_order_of(local(parameter).detach(), tensor)
-        # The state of a plain parameter consists of plain tensors, of a DTensor mostly of DTensors.
-        # The model may be sharded now, although it was not when it was saved.
+        # a saved tensor was a DTensor, or it becomes one now because the model is sharded only now
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
         if wrapped:
             tensor = _as_dtensor(parameter, tensor, whole)
@@ -415,8 +413,8 @@ def load_base_state(
 
 
 def _in_order_of(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Returns `tensor` with the strides of `weight`, if both have one shape: a fused step reads
-    both in the order of memory.
+    """Returns `tensor` with the strides of `weight`, if their shapes are equal: a fused step reads
+    both tensors in the order in which their elements lie in memory.
     """
     if tensor.shape != weight.shape or tensor.stride() == weight.stride():
         return tensor
@@ -534,7 +532,7 @@ def _merged(
         elif kind == _SERVER_RESIDUAL:
             merged[key] = torch.zeros_like(tensor)
         elif key in _BY_REPLICA:
-            # keep the initial value: the saved numbers are those of other replicas
+            # keep this replica's initial value, because each saved value belongs to another replica
             merged[key] = tensor
         else:
             merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))

@@ -37,7 +37,7 @@ class NotSaved(DetonationError, OSError):
     """A checkpoint was not written. The message gives the reason and the newest complete
     checkpoint.
 
-    errno: number of the system error, if a system error was the reason.
+    errno: code of the system error, if a system error was the reason.
     """
 
     def __init__(self, text: str, number: int | None = None) -> None:
@@ -107,7 +107,7 @@ def make_save_job(
     ranks = own.replicas * own.shards
     if any(held.values()):
         ranks = dist.get_world_size()
-    header_bytes = 200  # approximate bytes per tensor
+    header_bytes = 200  # approximate bytes of the file header per tensor
     return SaveJob(
         optimizer.step_count,
         own,
@@ -181,8 +181,7 @@ class ShardSaver:
             if self._texts.rank == 0:
                 _warn_of_later(directory, step, common)
             kept = [saved for saved in common if saved <= step][: self._keep]
-            # keep old checkpoints until every node has `keep` newer ones, also the node of a
-            # replica that joined late
+            # a node that joined late may not have `keep` checkpoints yet, so remove none until then
             if len(kept) == self._keep:
                 retention.retire(directory, kept[-1])
         return directory / retention.checkpoint_name(step)
@@ -258,8 +257,7 @@ class ShardSaver:
         if volumes.leads(self._texts.rank):
             with contextlib.suppress(OSError):
                 retention.abandon(self._directory, job.step)
-        # find out again which ranks share a directory: a file system may have been mounted or
-        # unmounted
+        # the next save finds out again which ranks share a directory: mounts may have changed
         self._volumes = None
         full = volumes.leaders[failed]
         needs = [

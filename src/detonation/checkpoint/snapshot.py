@@ -193,7 +193,7 @@ def take_snapshot(
         values[RUN] = run
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
-    # contiguous copies on the host that share no memory with the model
+    # make contiguous copies on the host that share no memory with the model
     tensors = {
         key: (
             local(tensor.detach())
@@ -244,8 +244,8 @@ one whole shard the inner mapping is {}.
 def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
     """This rank's coordinates among the files of a checkpoint, and the shards that it holds.
 
-    The coordinates are the coordinates of the rank's first shard. Replicas with different numbers
-    of ranks have the same shards: a rank of a smaller replica has several shards.
+    The coordinates are those of the rank's first shard. All replicas have equally many shards, even
+    if they have different numbers of ranks: a rank of a smaller replica then has several shards.
     """
     axis = optimizer.levels[0][0]
     own = optimizer.coordinates
@@ -270,7 +270,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
     }
     all_pieces = [
         (each.link, p) for each in optimizer.build() for p in each.parameters.values()
-    ]  # leave out replicators without a piece of this shard
+    ]  # a replicator of whole parameters belongs to the first shard
     of_links = {
         link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
     }
@@ -333,7 +333,7 @@ def _renumber(
             part.boxes[now] = Box.of(piece)
 
 
-_warned: WeakSet[nn.Module] = WeakSet()  # models that `_warn_of_extra_state` has inspected
+_warned: WeakSet[nn.Module] = WeakSet()  # the models that `_warn_of_extra_state` has inspected
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:
@@ -360,7 +360,7 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
     their parameter."""
     parameters = local_parameters(model)
     boxes = {}
-    # computing a tensor's box is slow in torch, and most tensors share a layout
+    # compute one box per layout: torch does it slowly, and most tensors share a layout
     by_layout: dict[object, Box] = {}
     for key, tensor in found.items():
         like: Tensor | None = tensor

@@ -274,15 +274,14 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
     if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
         return math.inf, False
     eps = torch.finfo(one.dtype).eps
-    one = one.double()  # torch cannot subtract float8
+    one = one.double()  # torch cannot subtract float8 tensors
     two = two.double()
     *norms, far = (float(torch.linalg.vector_norm(each)) for each in (one, two, one - two))
-    if not far:  # the tensors differ only in the signs of zeros
+    if not far:  # the two tensors differ only in the signs of zeros
         return 0.0, True
     least = min(norms)
     name = _name_in_training(key)
-    # if the file has no movement of the tensor, its norm counts as movement, as if it had started
-    # at zero
+    # without a recorded movement, use the tensor's norm, as if the tensor had started at zero
     moved = max(file.moved.get(name, least) for file in (first, other))
     return far / (least or far), far <= tolerance(least, moved, eps) < math.inf
 
@@ -316,8 +315,8 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
         ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # A level that exchanges gradients keeps the replicas of its tier of the network equal.
-    # Under a level of any other kind, these replicas have different anchors.
+    # The replicas of a tier of the network are equal if the level on it exchanges gradients.
+    # They have different anchors if the level on their tier exchanges something else.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1
@@ -394,7 +393,7 @@ def _exported(directory: Path) -> tuple[_Read, str]:
             names = sorted(
                 {*json.loads(read_text(directory / _INDEX, links=True))["weight_map"].values()}
             )
-        # links are followed, because a snapshot in Hugging Face's cache consists of links
+        # follow links, because a snapshot in Hugging Face's cache consists of links
         files = [TensorFile((directory / Path(name).name).resolve()) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{directory} holds no weights that can be read: {error}") from error

@@ -63,9 +63,9 @@ def choose_device(
     """Chooses the device of a rank. The rank gets the CPU only if no GPU is visible or the user
     asks for the CPU.
 
-    A process that sees a single GPU uses this GPU for any local rank, because launchers such as
-    srun hide the GPUs of other ranks. `position` is None if there is no launcher. `asked` is the
-    type that the user asks for: "cpu", "cuda" or None.
+    A process that sees a single GPU uses this GPU, whatever its local rank is, because launchers
+    such as srun hide the GPUs of other ranks. `position` is None if there is no launcher. `asked`
+    is the device type that the user asks for: "cpu", "cuda" or None.
 
     Raises `ValueError` if the machine shows a GPU that the rank cannot use. The message names the
     setting to change.
@@ -186,12 +186,12 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory in bytes: of tensors on an accelerator, or of this process on a
-    CPU.
+    """Returns the peak memory in bytes: of the tensors on `device` if it is an accelerator, else of
+    this process.
     """
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak
-    return 1024 * peak  # macOS reports bytes, other systems report KiB
+    return 1024 * peak  # `ru_maxrss` is in bytes on macOS, in KiB on other systems

@@ -124,7 +124,7 @@ class RankExits:
 
     def _knows_cause(self) -> bool:
         """True if a failure is known that no other rank has caused, or if the launcher has waited
-        long enough for such a failure.
+        `ROOT_CAUSE_WAIT_S` seconds for such a failure.
         """
         if any(not failure.network for failure in self._failures):
             return True

@@ -59,11 +59,11 @@ def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
     """Creates a process group for the ranks of one replica alone (NCCL on GPUs, else gloo), so that
     other replicas cannot disturb it.
 
-    The `shards` ranks of a replica have consecutive numbers. The ranks of all replicas meet in
+    A replica has `shards` ranks, with consecutive numbers. The ranks of all replicas meet in
     `store`.
     """
     device = take_device(position)
-    keep_to_loopback(os.environ)  # all ranks of the replica are on the machine of their launcher
+    keep_to_loopback(os.environ)  # loopback suffices: a replica is on one machine
     replica, shard = divmod(position.rank, shards)
     _init_group(PrefixStore(f"replica{replica}", store), shard, shards, device)
 
@@ -121,7 +121,7 @@ def _init_group(store: Store, rank: int, world_size: int, device: torch.device) 
     if device.type == "cpu":
         backend = "gloo"
         bound = None
-        # OMP_NUM_THREADS may be a list with a number for each level of nesting; the first is used
+        # OMP_NUM_THREADS may list one thread count per level of nested parallelism: use the first
         threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(threads.split(",")[0]))
     _connect(backend, store, rank, world_size, COLLECTIVE_TIMEOUT_S, bound)
@@ -185,14 +185,14 @@ def join_world(asked: str | None = None) -> torch.device:
 
 def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     """Starts a `waiting.Watch` of the default process group, unless this group is watched already.
-    When a rank waits in vain, the watch calls `end` with the reason.
+    If this rank waits for ranks that have left the run, the watch calls `end` with the reason.
 
-    The watch also makes the kernel drop connections of foreign programs to the ranks' ports. In a
-    world of one rank, the function only drops these connections.
+    The watch also makes the kernel drop connections of foreign programs to this rank's ports. In a
+    world of one rank this function starts no watch, and only makes the kernel drop them.
     """
     global _watch
     store = distributed_c10d._get_default_store()
-    # the old watch belongs to a process group that is destroyed, so the old watch ends
+    # end a watch whose process group has been destroyed
     if _watch is not None and _watch.source is not store:
         _watch.stop()
         _watch = None
@@ -220,11 +220,11 @@ def meet(
             raise refuse_world(position, error) from error
         raise
     store = rendezvous_store(position, folder)
-    if folder is not None:  # the launcher on this machine has checked the devices of its ranks
+    if folder is not None:  # the launcher has already compared the devices of its ranks
         keep_to_loopback(os.environ)
         return store, device
     require_start(store, position, device)
-    # all ranks have reached the store, so each rank can resolve the name of rank 0's host
+    # only now: once a rank has reached the store, it can resolve the name of the store's host
     _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device
 
@@ -237,8 +237,8 @@ def _note_interface(line: str) -> None:
 
 
 def interface_line() -> str:
-    """Returns a line about the addresses on which the ranks of this world listen; "" if all ranks
-    are on one machine.
+    """Returns a log line that names the addresses on which the ranks of this world listen; "" if
+    all ranks are on one machine.
     """
     return _interface
 
@@ -273,9 +273,9 @@ def set_timeouts(
     """Sets how long this rank waits for other ranks, given the size of the largest message between
     nodes.
 
-    A rank counts as lost after `silence_limit_s(silence_s, ...)` seconds without a heartbeat. The
-    error message names the replica of the lost rank, which follows from `shards`. Collectives wait
-    longer than that, because a live rank may be late.
+    A rank counts as lost after `silence_limit_s(silence_s, ...)` seconds without a heartbeat.
+    Collectives wait longer, because a rank that sends heartbeats may be late. The error message
+    about a lost rank names its replica, which is computed from `shards`.
     """
     if _heartbeat is not None:
         _heartbeat.set_limit(silence_limit_s(silence_s, message_bytes, rate_bits_per_s), shards)
@@ -306,8 +306,9 @@ def leave() -> None:
     """Waits for all ranks, unless a rank is lost. Then destroys the process group and ends the
     threads of the group. Collective.
 
-    Call it after the training function has returned: the threads end when the last reference to the
-    group is dropped. If the interpreter shuts down before, the process may abort ("terminate called
+    Call it after the training function has returned, when no variable of that function refers to
+    the group any more: the threads end only when the last reference to the group is dropped. If the
+    interpreter shuts down before the threads have ended, the process may abort ("terminate called
     without an active exception"). torch itself keeps references to the group in functions of
     torch.distributed.nn that are imported later, and in caches of sharded tensors.
 
@@ -329,7 +330,7 @@ def leave() -> None:
         _watch.stop()
         _watch = None
     dist.destroy_process_group()
-    # delete meshes, models and optimizers in reference cycles, because they refer to the group
+    # delete meshes, models and optimizers in reference cycles: they hold references to the group
     gc.collect()
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 LOOPBACK = "lo"
 if sys.platform == "darwin":
     LOOPBACK = "lo0"
-_SIOCGIFADDR = 0x8915  # Linux's number of the request for an interface's IPv4 address
+_SIOCGIFADDR = 0x8915  # Linux's code of the ioctl that reads an interface's IPv4 address
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that are reserved for documentation; packets to them use the default route."""
 _OF_THE_LINK = "20"
@@ -50,7 +50,9 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_id() -> str:
-    """Returns an identity of the loopback interface, equal in two processes that share it."""
+    """Returns a text that identifies the loopback interface. Processes that share the interface get
+    equal texts.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
@@ -62,8 +64,8 @@ def way_towards(host: str) -> Way | None:
     no packet.
 
     If `host` is the machine's own name, it may resolve to loopback, as on Debian. In this case the
-    function returns the default route. If there is no default route, it returns the only interface
-    with an address.
+    function returns the default route. Without a default route, it returns the route over the only
+    interface that has an address.
     """
     if not host:
         return None
@@ -84,7 +86,7 @@ def way_towards(host: str) -> Way | None:
 
 
 def way_over(interface: str, host: str = "") -> Way:
-    """Returns the route over `interface`, with its address of the same IP version as `host`."""
+    """Returns the route over `interface`. Its address has the IP version of `host`, if possible."""
     addresses = addresses_of(interface)
     sources = [*source_addresses(host)]
     if sources:
@@ -96,8 +98,8 @@ def find_way(host: str) -> Way | None:
     """Returns the route of `way_towards`, but raises a `ValueError` that lists the interfaces if
     there is no route.
 
-    Systems other than Linux do not list addresses. There the result may be None, and the network
-    library chooses the interface.
+    Systems other than Linux do not list addresses. On these systems the function may return None;
+    the network library then chooses the interface.
     """
     way = way_towards(host)
     if way is None and sys.platform == "linux":
@@ -161,7 +163,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def source_addresses(target: str) -> Iterator[str]:
-    """Yields the source address that the kernel uses for packets to each address of `target`."""
+    """For each address of the host `target`, yields the source address of packets to it."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

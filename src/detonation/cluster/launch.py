@@ -156,7 +156,7 @@ def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
     sys.stderr.flush()
     with warnings.catch_warnings():
         # From Python 3.12 on, os.fork warns if the process has threads.
-        # This is safe: the threads of torch are idle here, and the child starts its own threads.
+        # Forking is safe: the threads of torch are idle here, and the child starts its own threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -166,8 +166,7 @@ def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
         try:
             code = _child(mine, enter)
         finally:
-            # The child must not return into the parent's stack:
-            # the parent's finally clauses and atexit hooks would run in the child.
+            # end here: the child must not run the parent's finally clauses and atexit hooks
             os._exit(code)
     return pid
 
@@ -189,10 +188,10 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     world_size = mine.world_size
     folder = mine.folder
     die_with_parent(mine.parent)
-    # The parent handles Ctrl-C. Otherwise each child would print a traceback, too.
+    # Ignore Ctrl-C, which the parent handles: otherwise each child would print a traceback, too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in REQUESTS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for example, ignores SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # keep what nohup, for example, ignores
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     heartbeat = None
@@ -226,8 +225,8 @@ def _end_lost(rank: int, folder: Path, reason: Reason) -> NoReturn:
 
 
 def _tell(folder: Path, failure: Failure) -> None:
-    """Writes the failure to `folder` for the waiting parent process; prints it if the disk is
-    full.
+    """Writes the failure to `folder`, where the waiting parent process reads it. If writing fails,
+    prints the failure.
     """
     try:
         write_result(failure_file(folder, failure.rank), asdict(failure))
@@ -240,7 +239,8 @@ def _kill(pids: dict[int, int]) -> None:
     only when the file is complete.
     """
     for pid in pids.values():
-        with suppress(ProcessLookupError):  # another thread has collected the exit code
+        # another thread may have collected the exit code of this process
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for rank, pid in list(pids.items()):
         with suppress(ChildProcessError):
@@ -266,7 +266,7 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
                 os.kill(pid, number)
 
     handlers: dict[int, Any] = dict.fromkeys(REQUESTS, pass_on)
-    # while SIGCHLD is ignored, no process can wait for a child, so the default is restored
+    # a process that ignores SIGCHLD cannot wait for its children, so set the default handler
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         handlers[signal.SIGCHLD] = signal.SIG_DFL
     with raising(handlers):
@@ -320,12 +320,12 @@ def run_under_launcher(
         end_now(code)
 
     die_with_agent(os.environ)
-    # torchrun stops all ranks when one rank ends, so a signal may arrive during the report
+    # torchrun stops all ranks when one rank ends, so a signal may come while a failure is reported
     with stoppable() as stop:
         with stop.at_once():
             _require_start(position, fail, check, interface)
         try:
-            with stop.at_once():  # other ranks may never connect, so a signal ends this wait
+            with stop.at_once():  # a signal ends the wait for ranks that may never connect
                 init_rank(position, end)
             result = function()
             leave()
@@ -345,8 +345,8 @@ def _require_start(
     check: Callable[[], object],
     interface: str,
 ) -> None:
-    """Makes all ranks refuse the start, and raises `WorldError`, if a check finds an error on this
-    rank alone.
+    """Checks what this rank can check alone. If a check fails, makes all ranks refuse the start,
+    and raises `WorldError`.
     """
     try:
         allow_open_files(position.world_size)
@@ -355,7 +355,7 @@ def _require_start(
     except ValueError as error:
         failure = failure_from_exception(position.rank, error)
         if not position.local_rank:  # one rank of each machine prints the error
-            # print before meeting ranks that may never start
+            # print now, because this rank next waits for ranks that may never start
             fail(WorldError(failure, position.world_size))
         failure = failure_from_exception(position.rank, refuse_world(position, error))
         raise WorldError(failure, position.world_size, reported=True) from error

@@ -56,7 +56,7 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # NCCL's options contain a timeout: set torch's default for the backend of the default group
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
-    # The axis must send tensors of the same devices as the default group.
+    # The process group of the axis must send tensors of every device that the default group sends.
     # If NCCL is the only backend, the plain name "nccl" lets NCCL split the default group.
     name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
     if set(backends.values()) == {"nccl"}:
@@ -205,8 +205,8 @@ def _world_size(position: LaunchPosition | None) -> int:
 def _shards_of_nodes(
     world: int, position: LaunchPosition | None, device: str | None
 ) -> int | Sequence[int]:
-    """Returns the number of ranks per node as the launcher says it; a list if nodes have different
-    numbers of ranks.
+    """Returns how many ranks a node has, according to the launcher; a list of these counts if the
+    nodes have different numbers of ranks.
 
     Collective if the ranks are on several machines.
     """

@@ -132,7 +132,7 @@ _SLURM_COUNTS = {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
     """Returns the number of tasks of this SLURM step. In a shell, SLURM_NTASKS is the task count of
-    the job; under srun, it is the task count of the step.
+    the job; under srun, SLURM_NTASKS is the task count of the SLURM step.
     """
     tasks = _number_if_set(env, "SLURM_STEP_NUM_TASKS")
     if tasks is None:
@@ -155,8 +155,8 @@ def _slurm(env: Mapping[str, str]) -> LaunchPosition:
 
 
 def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
-    """Returns the number of tasks of this step on this node, from a list such as "8(x2),4"; None if
-    SLURM gives no number.
+    """Returns the number of tasks of this SLURM step on this node, from a list of SLURM such as
+    "8(x2),4"; None if SLURM does not give the number.
     """
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     per_node = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 class MicroBatch(NamedTuple):
     """Examples of a step that a rank computes in one forward and backward pass.
 
-    examples: the numbers of these examples among all examples of the step. weight: factor by which
+    examples: the indices of these examples among all examples of the step. weight: factor by which
     the mean loss of these examples is multiplied. With this factor, the mean of all ranks'
     gradients is the mean over all examples of the step.
     """
@@ -18,8 +18,8 @@ class MicroBatch(NamedTuple):
 
 
 def share_bounds(examples: int, number: int, of: int) -> range:
-    """Returns the examples of part `number`, if the `examples` of a step are divided into `of`
-    parts.
+    """Returns the indices of the examples in part `number`, if the `examples` of a step are divided
+    into `of` parts.
 
     >>> share_bounds(7, 0, 2), share_bounds(7, 1, 2)
     (range(0, 4), range(4, 7))

@@ -87,7 +87,7 @@ class Admission:
             checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
-        # the joining replica gets no copy of the state before this turn (step of the optimizer)
+        # the new replica gets its next copy of the state after this turn (step of the optimizer)
         self._copy_turn = math.inf
         self._copies = 0
         self._asked = False  # True if the new replica has asked for its next copy of the state
@@ -99,8 +99,7 @@ class Admission:
         """
         guest = self._axis.host.guest
         if self._feed is not None:
-            # send the queued steps now: the new replica joins only after it has received the last
-            # step
+            # send queued steps now: the new replica joins only after it has received the last step
             self._feed.flush()
             self._agree_on_copy(self._feed)
         if self._feed is not None and guest != self._guest:
@@ -120,15 +119,15 @@ class Admission:
         the new replica asks for a copy.
         """
         turn = self._user.turn_of(self._optimizer.step_count)
-        # all shards have the same turn for this copy, so they count the same number of copies
+        # the turn of a copy is equal on all shards, so all shards count equally many copies
         if turn >= self._copy_turn:
             self._copies += 1
             self._copy_turn = math.inf
             self._asked = False
         self._asked |= feed.is_asked
         if not self._asked and self._others_ask():
-            # The other shards of the new replica lost their connection before the last copy of the
-            # state. So only this shard has that copy, and all shards need a new one.
+            # The other shards of the new replica have not received the last copy of the state.
+            # Only this shard has received it, so all shards need a new copy.
             feed.disconnect("another shard of it needs a new copy")
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
@@ -161,8 +160,7 @@ class Admission:
             host = way.address
         address = joined_address(self._host or host, 0)
         self._feed = Feed(self._model, self._optimizer, address, token=self._token)
-        # The shards of the new replica need copies of the same step, so no shard sends a copy
-        # before all shards agree on that step.
+        # no shard sends a copy of the state before all shards agree after which step
         self._feed.first_copy = self._copy_turn = math.inf
         self._copies = 0
         self._asked = False
@@ -233,11 +231,11 @@ def admitted(
             while axis is None:
                 entry = arrival.next_entry()
                 axis = guest.come_in(entry, timeout_s, arrival.reaches(entry))
-                # a shard of this replica lacked the state, so the other replicas have continued
+                # None: a shard of this replica lacked the state, so the others continued without it
                 if axis is None:
                     arrival.start_over()
             joined = follower.join(axis, safety)
-        joined.verify()  # collective: the other replicas call `verify` at this step, too
+        joined.verify()  # `verify` is collective: the other replicas call it at this step, too
         undo.pop_all()
     return joined, axis
 
@@ -288,18 +286,17 @@ class _Arrival:
         while not self._is_at(entry):
             if pace.copy > self._copy_at_entry:
                 return False
-            # This replica may have begun to wait for another copy of the state after it announced
-            # that it is ready. That copy cannot arrive, because all replicas now wait for this
-            # replica and take no step.
+            # A replica that waits for another copy of the state waits in vain now.
+            # All other replicas wait for it to join, and so they take no step and send no copy.
             if not self._is_ready or pace.limit == BEFORE_COPY:
-                # another shard of this replica may wait for data that only this shard receives
+                # do not let another shard of this replica wait for the steps that this shard lacks
                 pace.close()
                 return False
             if not entry.is_at(entry.step, self._follower.ahead):
                 pace.close()
             late = f"the weights of step {entry.step} did not come"
             if self._follower.step == entry.step:
-                # before a replica joins, the others call `synchronize`, which ends open rounds
+                # the other replicas call `synchronize`, which ends open rounds, before one joins
                 late = f"the others did not synchronize after step {entry.step}"
             self._follow(deadline, late)
         return True
@@ -317,8 +314,8 @@ class _Arrival:
             self._pace.close()
 
     def _announces_change(self) -> bool:
-        """Tells the existing replicas whether this replica is ready to join. Returns True if the
-        answer has changed since the last call.
+        """Tells the existing replicas whether this replica is ready to join. Returns True if this
+        replica has become ready, or is ready no longer, since the last call.
         """
         if self._has_copy() == self._is_ready:
             return False
@@ -355,7 +352,7 @@ class _Arrival:
             )
         guest.let_in()
         self._keep_pace()
-        # if training has ended, the follower itself reports the end
+        # after the end of training, the loop of `next_entry` raises the error
         if follower.trouble and not follower.ended:
             guest.hosts.require()
 

@@ -131,8 +131,8 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def lost(self) -> bool:
-        """True if this follower will join as a replica and has lost a connection. Only `turn_to`
-        gives it a new one, because such a follower does not reconnect.
+        """True if this follower will join as a replica and has lost a connection. Such a follower
+        does not reconnect: only `turn_to` makes new connections.
         """
         return any(stream.lost for stream in self._streams)
 
@@ -280,7 +280,7 @@ class Follower(AbstractContextManager["Follower"]):
                 raise LostFeed(f"training has ended after {self.step} steps, before step {to}")
             is_last = self._came() == self._seen and self.limit == NO_LIMIT
             over = all(stream.ended for stream in self._streams) and is_last
-            if over and not self.ended:  # all streams have ended, but not at a common step
+            if over and not self.ended:  # all streams have ended, but at different steps
                 raise LostFeed("training has ended before the states of all its shards arrived")
             rest_s = 1.0
             if deadline is not None:
@@ -291,8 +291,8 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _came(self) -> tuple[object, ...]:
-        """Returns for each shard the number of received events, whether its stream has ended, and
-        why the feed refused it. `_wait` returns when one of these values changes.
+        """Returns for each stream the number of received events, whether the stream has ended, and
+        why the feed refused the stream. `_wait` returns when one of these values changes.
         """
         return tuple((stream.came, stream.ended, stream.refusal) for stream in self._streams)
 
@@ -324,7 +324,7 @@ class Follower(AbstractContextManager["Follower"]):
             self._changed.notify_all()
         for taken, (shard, _) in zip(events, self._pairs(), strict=True):
             copies = [number for number, event in enumerate(taken) if isinstance(event, Joined)]
-            # a copy of the state makes all events before it superfluous
+            # skip the events before the last copy of the state, because the copy includes them
             begin = max(copies, default=0)
             shard.apply(taken[begin:])
         assert goal is not None
@@ -332,8 +332,8 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _restart_late(self) -> None:
-        """Restarts each full stream whose queued steps no other shard has received. This happens if
-        the stream of another shard reconnected and received a later copy.
+        """Restarts each stream that is full of steps while another stream has reconnected and
+        received a later copy of the state. The other shard never receives these steps.
         """
         joined = [
             any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams

@@ -66,7 +66,7 @@ class FrameSocket:
         self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
         self._sent += 1
         rest = memoryview(content)
-        while rest:  # `sendall` would apply its timeout to the whole frame, not to each part
+        while rest:  # `sendall` would apply the timeout to the whole frame instead of each part
             rest = rest[self._connection.send(rest) :]
         self.bytes_moved += len(header) + _TAG + len(content)
 
@@ -109,7 +109,7 @@ class FrameSocket:
         while rest:
             got = self._connection.recv_into(rest)
             if not got:
-                raise ConnectionResetError("the feed has closed the connection")
+                raise ConnectionResetError("the other end has closed the connection")
             rest = rest[got:]
         return found
 
@@ -158,9 +158,9 @@ class Listener:
     """Listens on `address`, and calls `admit` in a new thread for each follower that knows the
     token.
 
-    With port 0 the system selects a free port. `admit` receives the connection after the handshake,
-    the name of the other end, and its request. Raises `OSError` if this process cannot listen on
-    `address`.
+    With port 0 the system selects a free port. The arguments of `admit` are the connection after
+    the handshake, the follower's "HOST:PORT", and the follower's request. Raises `OSError` if this
+    process cannot listen on `address`.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Listener:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                # all file descriptors are in use, but one of them may become free soon
+                # all file descriptors of this process are in use: wait until one is free
                 time.sleep(0.1)
                 continue
             peer = joined_address(host, port)
@@ -214,7 +214,7 @@ class Listener:
             if kind != WANT:
                 raise BadFrame(f"its first frame is of kind {kind}, not a request")
             wanted = table_of(content)
-        except OSError as error:  # `Refused` and `BadFrame` are also OSErrors
+        except OSError as error:  # `Refused` and `BadFrame` are subclasses of OSError
             self._refuse(connection, peer, str(error) or type(error).__name__)
             return
         finally:
@@ -243,8 +243,8 @@ class Listener:
 
 
 def _few_are_left(descriptor: int) -> bool:
-    """True if this process can open only few more files. The system gives a new file the lowest
-    free number, so the number of the newest file, `descriptor`, shows how many are open.
+    """True if this process can open fewer than about `RESERVED_FILES` more files. The system gives
+    a new file the lowest free descriptor, so the newest `descriptor` shows how many files are open.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft != resource.RLIM_INFINITY and descriptor >= soft - RESERVED_FILES
@@ -264,8 +264,8 @@ class Subscription:
     """Sends a copy of the state, and after it each step, to one follower. The log calls this
     follower `peer`.
 
-    most_behind: number of steps that may wait in the queue after the follower has received its copy
-    and all steps queued with it.
+    most_behind: number of steps that may wait in the queue, once the queue was empty after the copy
+    of the state.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:
@@ -275,7 +275,7 @@ class Subscription:
         self.alive = True
         self._begun = self._caught_up = False
         self._skip = 0
-        self._bytes = 0  # bytes of the queued steps; the queue is empty before `begin` is called
+        self._bytes = 0  # bytes of the queued steps
         self._most_bytes = LEAST_WAITING
         self._queue: deque[tuple[int, Octets]] = deque()  # kind and content of each frame
         self._changed = threading.Condition()
@@ -328,7 +328,7 @@ class Subscription:
             _log.info("%s has joined", self.peer)
 
     def _hang_up(self) -> bool:
-        """Ends the connection; returns False if it has ended before."""
+        """Ends the connection. Returns False if the connection had already ended."""
         with self._changed:
             was = self.alive
             self.alive = False

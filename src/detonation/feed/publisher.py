@@ -135,14 +135,14 @@ class Feed(StepRecorder):
         """
         self.has_joined: Callable[[], bool] = lambda: False
         """Returns True if the process that follows this feed has joined training as a replica."""
-        self._synchronized = 0  # calls of `synchronize` since the last step
-        self._sent: dict[int, bytes] = {}  # contents of the model's buffers when last sent
+        self._synchronized = 0  # number of `synchronize` calls since the last step
+        self._sent: dict[int, bytes] = {}  # the model's buffers as they were last sent
         self.records = self._closed = False
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
         self._first_shard = shard == 0
         if not port:
-            shard = 0  # with port 0 each shard listens on any free port
+            shard = 0  # port 0: each shard listens on a free port that the system selects
         address = joined_address(host, port + shard)
         self._listener = Listener(address, checked_token(token), self._admit)
         self.address = joined_address(host, self._listener.port - shard)
@@ -242,8 +242,7 @@ class Feed(StepRecorder):
         else:
             self._synchronized += 1
         if not goes_on:
-            # use a new name for the run, because other shards may still hold earlier steps with the
-            # same numbers
+            # rename the run: other shards may still hold its earlier steps with the same numbers
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self.disconnect("training went back to an earlier state")
@@ -259,7 +258,7 @@ class Feed(StepRecorder):
         if self._coming and due:
             try:
                 self._let_in(optimizer)
-            except Exception as error:  # errors such as out of memory must not stop training
+            except Exception as error:  # errors such as out of memory must not end training
                 _log.exception("no copy of the state for followers")
                 self._next_copy = time.monotonic() + FAILED_S
                 self.disconnect(f"there is no copy of the state: {error}")
@@ -325,8 +324,7 @@ class Feed(StepRecorder):
         if not coming:
             return
         try:
-            # Check again: before the first step it is unknown which collectives the scheme uses,
-            # and whether replicas are only close to each other.
+            # check again: before the first step, the collectives and `closeness` are not known
             require_followable(optimizer)
         except ValueError as error:
             for each in coming:
@@ -339,7 +337,7 @@ class Feed(StepRecorder):
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
-        self._options = []  # makes the next step send all options of all parameter groups
+        self._options = []  # now the next step sends all options of all parameter groups
         self._sent = {}
         now = time.monotonic()
         if not self.first_copy:

@@ -98,8 +98,7 @@ class ShardFollower:
             self.moment = moment_after(event, self.moment)
         if events and self.optimizer is not None:
             show_agreed(self.optimizer)
-            # The gradients hold the last update. Without this call, the first backward of a joining
-            # replica would add its gradients to that update.
+            # `.grad` holds the last update: a joining replica must not add its gradients to it
             self.optimizer.zero_grad()
 
     @torch.no_grad()
@@ -191,11 +190,11 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
     """Returns the moment that training reaches by `event` from the moment `before`."""
     if isinstance(event, Joined):
         return event.about["run"], event.about["step"], event.about["synchronized"]
-    # the first event of a stream is a copy of the state, so `before` is known
+    # the first event of a stream is a copy of the state, so `before` is not None here
     assert before is not None
     run, _, synchronized = before
     end = event.records[-1]
-    # keep the moment: a write counts no step, and each shard may have another number of writes
+    # a write of weights does not change the moment: shards may have different numbers of writes
     if end.kind == WRITTEN:
         return before
     if end.kind == SYNCHRONIZE:
@@ -257,7 +256,7 @@ def joined_optimizer(
     parameters = local_parameters(model)
     optimized = {name for group in saved.groups for name in group["parameters"]}
     for name, parameter in parameters.items():
-        if name in optimized:  # no step changes the parameters that are not in `optimized`
+        if name in optimized:  # the optimizer of training does not have the other parameters
             parameter.requires_grad_(name in about["trained"])
         mark_used(parameter, name in about.get("padding", ()))
     base = shared_state.base_optimizer(make, about, saved.groups, parameters)
@@ -304,7 +303,7 @@ def _hand_over(
             full = f"{level}.{key}"
             name = key.partition(".")[2]
             if not shared_state.is_shared(full) or full not in found[0]:
-                state[key] = tensor.clone()  # the private state of a new replica begins empty
+                state[key] = tensor.clone()  # private state keeps its initial value
             elif name in parameters:
                 state[key] = _whole([each[full] for each in found], _boxes(shards, name), tensor)
             else:

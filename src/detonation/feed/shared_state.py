@@ -65,8 +65,7 @@ def require_followable(optimizer: Replicated) -> None:
             found = collective_for(scheme, each.layout, link.replicas, link.local_ranks)
             collectives.append(found)
     if scheme.round.delay and "owner" in collectives:
-        # To wait for a message in flight, an owner would start its second collective, but on this
-        # replica only.
+        # copying the state would start an owner's second collective on this replica alone
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
         )
@@ -93,7 +92,7 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "equal": settings.safety.equal,
         "versions": versions(),
     }
-    # JSON turns tuples into lists, so this result equals what the follower receives
+    # encode and decode once: JSON turns tuples into lists, so followers receive equal values
     return table_of(encoded(described))
 
 
@@ -154,7 +153,7 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
     """
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         if start + size > whole.shape[dim]:
-            start = 0  # the offset of an empty shard may be past the end of the tensor
+            start = 0  # the offset of an empty shard may be beyond the end of the tensor
             if size:
                 raise CorruptCheckpoint(
                     f"a box ends beyond its tensor of shape {tuple(whole.shape)}"

@@ -42,8 +42,8 @@ PAUSES_S = (0.1, 0.2, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Joined:
-    """A received copy of the training state: its description and its file. The file is deleted
-    together with this object.
+    """A received copy of the training state: the description of training, and the file that holds
+    the copy. The file is deleted together with this object.
     """
 
     about: dict[str, Any]
@@ -113,7 +113,7 @@ class Stream:
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
-        # True if the present connection has brought a copy of the state
+        # True if a copy of the state has arrived over the present connection
         self.current = False
         self.failures = 0  # number of failed attempts since the last copy of the state
         self.lost = False  # True if no more data can arrive, because this stream does not reconnect
@@ -124,7 +124,7 @@ class Stream:
         self._most_waiting = most_waiting
         self._changed = changed
         self._frames: FrameSocket | None = None
-        self._dropped = False  # True after `restart`: this connection's data are ignored
+        self._dropped = False  # True after `restart`: ignore all data of this connection
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
         self._thread.start()
@@ -132,8 +132,7 @@ class Stream:
     @property
     def gone(self) -> bool:
         """True if the feed is unreachable and has not announced the end of training."""
-        # The number of failures alone is not enough: while the stream is connected, `failures`
-        # still counts the failed attempts before this connection.
+        # while the stream is connected, `failures` still counts earlier attempts to connect
         return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
@@ -154,7 +153,7 @@ class Stream:
         self._changed.notify_all()
 
     def _hang_up(self) -> None:
-        # keep a reference, because the receiving thread may set `_frames` to None
+        # read `_frames` once, because the receiving thread may set it to None
         frames = self._frames
         if frames is not None:
             frames.close()
@@ -166,8 +165,7 @@ class Stream:
             try:
                 self._follow()
             except (OSError, DamagedLog, UnicodeError) as error:
-                # `Refused` and `BadFrame` are OSErrors, and an invalid host name raises a
-                # UnicodeError
+                # OSError includes `Refused` and `BadFrame`; an invalid host raises UnicodeError
                 self.trouble = f"{self._where}: {error or type(error).__name__}"
                 if isinstance(error, Refused | UnicodeError):
                     self.refusal = Refused(self.trouble)
@@ -195,8 +193,7 @@ class Stream:
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
-            # set `_frames` before the request is sent: as soon as a feed answers, `gone` must be
-            # False
+            # set `_frames` before sending the request: once a feed answers, `gone` must be False
             frames = self._frames = introduced(connection, self._token)
             frames.send(WANT, encoded({"want": "state"}))
             self._has_asked = True
@@ -246,7 +243,7 @@ class Stream:
             self._changed.wait_for(
                 lambda: len(self.inbox) < self._most_waiting or self._closed.is_set()
             )
-            if self._dropped:  # a copy of the state must be the next event in the inbox
+            if self._dropped:  # after `restart` the next event must be a copy of the state
                 raise ConnectionResetError(
                     "its steps were too far from those of the other shards, so it needs a new copy"
                 )

@@ -18,10 +18,9 @@ TOKEN_FILE = "DETONATION_TOKEN_FILE"
 SHORTEST = 16
 HANDSHAKE_S = 5.0
 """Seconds in which a new connection must prove that it has the token."""
-_MAGIC = b"DTFEED\x00\x01"  # the last two bytes are the version of the protocol
+_MAGIC = b"DTFEED\x00\x01"  # its last two bytes are the version of the handshake
 _NONCE = 32
-# the answer that refuses a token; after a closed connection without this answer, followers
-# reconnect
+# the answer that refuses a token; without it, a follower whose connection is closed reconnects
 _REFUSAL = bytes(32)
 
 
@@ -142,7 +141,7 @@ def _file_content(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                raise ValueError(f"others may read the token in {path}: chmod 600 it")
+                raise ValueError(f"other users may read the token in {path}: chmod 600 it")
             return file.read(4096)
     except OSError as error:
         raise ValueError(f"the token in {path} cannot be read: {error.strerror}") from error

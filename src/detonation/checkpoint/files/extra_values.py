@@ -68,7 +68,7 @@ def encoded_extra(extra: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def decoded_extra(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Decodes the result of `encoded_extra`. A table of an earlier version is returned unchanged.
+    """Decodes what `encoded_extra` returned. Returns a table of an earlier version unchanged.
 
     Raises `CorruptCheckpoint` for any other content, and if a class or package is missing.
     """
@@ -96,7 +96,7 @@ def encoded_number(value: float | None) -> Any:
 
 
 def decoded_value(value: Any) -> Any:
-    """Decodes the result of `encoded_number`, also inside lists and tables. Raises the same errors
+    """Decodes what `encoded_number` returned, also inside lists and tables. Raises the same errors
     as `decoded_extra`."""
     if isinstance(value, list):
         return [decoded_value(each) for each in value]
@@ -117,8 +117,8 @@ def decoded_value(value: Any) -> Any:
 
 
 class _Encoder:
-    """Encodes one value as JSON. tagged: True if the value contains any value that plain JSON does
-    not have."""
+    """Encodes one value as JSON. tagged: True if the value is or contains something that plain JSON
+    does not have."""
 
     def __init__(self) -> None:
         self.tagged = False
@@ -200,7 +200,7 @@ class _Leaf:
 
 def _text_of(content: Any) -> str:
     if not isinstance(content, str):
-        raise TypeError("it is not text")
+        raise TypeError("its content is no text")
     return content
 
 
@@ -227,7 +227,7 @@ def _delta(value: timedelta) -> list[int]:
 def _kind_of_tensor(name: Any) -> torch.dtype:
     found = vars(torch).get(_text_of(name))
     if not isinstance(found, torch.dtype):
-        raise TypeError("its type is no dtype of torch")
+        raise TypeError("its type is no torch.dtype")
     return found
 
 
@@ -315,16 +315,16 @@ def _read_tensor(content: Any) -> Tensor:
     kind = _kind_of_tensor(name)
     raw = _octets(text)
     if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
-        raise ValueError("its shape is not valid")
+        raise ValueError("the shape of the tensor is not valid")
     if math.prod(shape) * kind.itemsize != len(raw):
-        raise ValueError("its bytes do not match its shape and type")
+        raise ValueError("the bytes of the tensor do not match its shape and type")
     tensor = torch.empty(shape, dtype=kind)
     octets(tensor)[:] = raw
     return tensor
 
 
 def _is_simple(kind: Any, numpy: Any) -> bool:
-    """True for a numpy type whose bytes are the value, and whose name describes it completely."""
+    """True for a numpy type whose values consist of bytes alone, and whose name describes it."""
     try:
         named = numpy.dtype(kind.str) == kind
     except TypeError:
@@ -343,7 +343,7 @@ def _read_array(content: Any) -> Any:
     kind = numpy.dtype(_text_of(name))
     raw = _octets(text)
     if not _is_simple(kind, numpy) or math.prod(shape) * kind.itemsize != len(raw):
-        raise ValueError("its bytes do not match its shape and type")
+        raise ValueError("the bytes of the array do not match its shape and type")
     return numpy.ndarray(tuple(shape), kind, raw).copy()
 
 
@@ -387,7 +387,7 @@ def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
 
 def _values(content: Any) -> list[Any]:
     if not isinstance(content, list):
-        raise TypeError("it is not a list")
+        raise TypeError("its content is no list")
     return [decoded_value(each) for each in content]
 
 

@@ -76,7 +76,8 @@ class Manifest:
         """Names of the files on other nodes. If none of the files of a directory is `present` here,
         the directory is on another node.
 
-        If no file at all is present, they count as missing instead, and the result is empty.
+        If no file of the checkpoint is present, all count as missing files of this node. Then this
+        method returns an empty list.
         """
         by_volume = dict(zip(self.files, self.volumes or [0] * len(self.files), strict=True))
         here = {volume for name, volume in by_volume.items() if present(name)}

@@ -101,7 +101,7 @@ _REST: dict[str, type] = {
 class CheckpointReader:
     """The files of one checkpoint, each opened at its first use.
 
-    The caller must have verified their checksums.
+    The caller must have verified the checksums of the files.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -140,7 +140,7 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            # remove names of wrappers from keys: earlier versions of this library wrote them
+            # earlier versions of this library wrote names of wrappers into keys: remove the names
             self._saved_as = {bare_name(key): key for key in self._file.entries}
             self.keys = sorted(self._saved_as)
             rest = json.loads(bare_name(self._file.metadata.get("json", "")))
@@ -174,8 +174,8 @@ class ShardReader:
 
     @property
     def moved(self) -> dict[str, float]:
-        """How far each tensor moved in training (`Closeness.movements`), if the replicas were equal
-        only up to rounding. Empty if the replicas were bitwise equal."""
+        """The distance that each tensor moved in training (`Closeness.movements`), if the replicas
+        were equal only up to rounding. Empty if the replicas were bitwise equal."""
         moved = {}
         for key, value in self.values.items():
             if key.startswith(MOVED):
@@ -222,10 +222,10 @@ class ShardReader:
 
 
 class ReplicaFiles:
-    """Merged keys, boxes and plain values of the files of several replicas.
+    """All keys, boxes and plain values in the files of several replicas together.
 
-    A replica may lack the optimizer state of a parameter, if the parameter never had a gradient on
-    this replica.
+    One file may lack the optimizer state of a parameter, if the parameter never had a gradient on
+    that replica.
     """
 
     def __init__(self, files: Sequence[ShardReader]) -> None:

@@ -82,7 +82,7 @@ def begin(directory: Path, step: int) -> None:
     """
     if directory.is_dir():
         for probe in directory.glob(f"{PROBE}*"):
-            with contextlib.suppress(OSError):  # another user may own the directory
+            with contextlib.suppress(OSError):  # the file may belong to another user
                 probe.unlink()
         for path in sorted(directory.glob(".step-*")):
             if step_of(path) >= 0 and (path / MANIFEST_NAME).is_file():
@@ -137,7 +137,7 @@ def _give_name(partial: Path, target: Path) -> None:
         disk.rename(partial, target)
     except OSError:
         if _gone(target).is_dir() and not target.exists():
-            _gone(target).rename(target)  # restores the previous checkpoint
+            _gone(target).rename(target)  # give the previous checkpoint its name back
         raise
     if replaced is not None:
         disk.remove(replaced)

@@ -12,8 +12,8 @@ from detonation.core.link import RenumberedCommunicator
 
 
 class LoopbackCommunicator(RenumberedCommunicator):
-    """A communicator in which every other replica seems to send the message of this rank, under its
-    own replica number.
+    """A communicator in which every other replica seems to send a copy of this rank's message. Each
+    copy names the replica that seems to send it.
 
     next_size: number of replicas from the next step on.
     """

@@ -69,7 +69,9 @@ class Everyone:
 
     @cached_property
     def _links(self) -> list[Link]:
-        """Returns the links of all axes; the innermost axis comes first."""
+        """Returns the links over which all ranks exchange values: one link of all ranks or, with an
+        elastic axis, the links inside a replica, and then the link between replicas.
+        """
         if self._elastic and self._axis is not None:
             return [*self._shards, Link(self._axis)]
         return [Link(init_device_mesh(self.device.type, (dist.get_world_size(),)))]
@@ -81,8 +83,8 @@ class Everyone:
         return dist.get_world_size()
 
     def barrier(self) -> None:
-        """Waits for all ranks. Each pair of replicas exchanges a message directly, so that all
-        ranks continue at about the same time.
+        """Waits for all ranks. On an elastic axis each pair of replicas exchanges a message
+        directly, so that all ranks continue at about the same time.
         """
         *shards, between = self._links
         for link in shards:
@@ -146,7 +148,7 @@ def probe_axis(
         operations = of_one_link(operations)
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
             silence = _silence(starts["all-gather"], everyone)
-    # pairs are measured on a real link only: a throttled link is the same between all pairs
+    # on a throttled link all pairs of replicas have the same speed, so pairs are not measured
     pairs: Sequence[LinkSample] = ()
     if axis.size() > 2 and isinstance(axis, DeviceMesh):
         pairs = _pairs(axis, everyone)
@@ -162,8 +164,7 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     latency = 0.0
     slope = 0.0
     scale = y
-    # divide each error by the fitted time: the measured time `y` would give too much weight to
-    # times that noise has made short
+    # divide each error by the fitted time: dividing by `y` would overweight accidental short times
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))
@@ -177,9 +178,9 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Extends the line of each operation to the largest size that any operation has measured. If an
-    operation was measured only up to a quarter of this size, its line follows the rate of the
-    operation that reached this size.
+    """Corrects the lines of operations that were measured only with small messages: at most a
+    quarter of the largest message that was measured at all. From their own sizes on, such lines
+    rise at about the rate of the operation that was measured with the largest message.
     """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent
@@ -211,11 +212,11 @@ def _samples(
         if len(samples) > 1:
             left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
-            # measure on beyond the budget while no message was large enough to show the link's rate
+            # exceed the budget until a message is large enough to show the link's rate
             if shown and repeats < _FEWEST:
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
-        start(size)()  # an unmeasured exchange widens TCP's congestion window
+        start(size)()  # first exchange without measuring, to widen TCP's congestion window
         sent_before = link.bytes_sent
         times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
@@ -294,8 +295,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
         short = agreed[:size]
         long = agreed[size:]
         for a, b in pairs:
-            # if both times are almost equal, their difference is noise: use a tenth of the long
-            # message's time
+            # the difference of almost equal times is noise: take a tenth of the long message's time
             seconds = max(long[a] - short[a], 0.1 * long[a])
             rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
             samples.append(LinkSample(a, b, short[a], rate))

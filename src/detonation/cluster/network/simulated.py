@@ -62,7 +62,7 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
     for thread in threads:
         thread.start()
     try:
-        scheduler.begin()  # inside try, because a Ctrl-C here must end the started threads
+        scheduler.begin()  # inside `try`: Ctrl-C must end the threads that have started
         wait_for_all()
     except BaseException as error:  # after Ctrl-C each replica ends at its next wait
         scheduler.fail(error)
@@ -127,7 +127,7 @@ class SimulatedCommunicator(Communicator):
             found = self._scheduler.wait(self.replica, collective)
             if found.device.type == "cpu":
                 return found
-            return found.clone()  # a copy, because kernels write into received messages
+            return found.clone()  # each replica needs a copy: kernels write into received messages
 
         return received
 
@@ -167,7 +167,7 @@ class _Scheduler:
         self._turns = [threading.Semaphore(0) for _ in range(replicas)]
         self._running = [True] * replicas
         self._open: dict[int, _Collective] = {}
-        self._idle = 0  # number of waits since a replica last got a result
+        self._idle = 0  # number of waits since a replica last got the result of a collective
 
     def begin(self) -> None:
         """Lets the first replica run."""
@@ -185,8 +185,8 @@ class _Scheduler:
         self._next(replica)
 
     def fail(self, error: BaseException) -> None:
-        """Ends all replicas because of `error`. A replica raises `Abandoned` when it would wait for
-        a result, or before its first step.
+        """Ends all replicas because of `error`. Each other replica raises `Abandoned` at its next
+        wait for a collective, or before it begins.
         """
         if self.failure is None:
             self.failure = error
@@ -199,7 +199,7 @@ class _Scheduler:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
         if len(collective.inputs) == self.replicas - 1:
-            # the last replica starts this collective now, and all others keep a reference to it
+            # forget this collective: the last replica starts it now, and all replicas refer to it
             del self._open[number]
         return collective
 

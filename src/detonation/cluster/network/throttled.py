@@ -100,10 +100,10 @@ class ThrottledCommunicator(NodeLink, Communicator):
         self._group = ProcessGroupCommunicator(axis, own=True)
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
-        # shape [ranks, exchanges]: the time at which each message will have been sent
+        # [ranks, exchanges] float64: the time at which each message will have been sent
         file, left = _shared_memory(8 * world * _WINDOW, device)
         self._left = left.view(world, _WINDOW)
-        os.close(file)  # the memory remains mapped after the file is closed
+        os.close(file)  # the shared memory remains mapped after its file is closed
 
     def size(self) -> int:
         return self._group.size()
@@ -120,14 +120,14 @@ class ThrottledCommunicator(NodeLink, Communicator):
     def _throttled(
         self, kind: str, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor
     ) -> Callable[[], Tensor]:
-        exchange = self._started % _WINDOW  # a column of `_left`, the same on all ranks
+        exchange = self._started % _WINDOW  # index of the column of `_left`, equal on all ranks
         self._left[dist.get_rank(), exchange] = self.leave(kind, message, self.size())
         self._started += 1
         wait_for_result = start(message)
 
         def wait() -> Tensor:
             result = wait_for_result()
-            # each peer has started this exchange, so it has recorded when its message is sent
+            # each peer has started this exchange, so `_left` holds when its message will be sent
             self.arrive(kind, self._left[self._peers, exchange], self.size(), message.nbytes)
             return result
 
@@ -135,8 +135,8 @@ class ThrottledCommunicator(NodeLink, Communicator):
 
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
-    """Creates a file without a name that all ranks have open. Returns its descriptor, and a float64
-    view of the file's memory, filled with zeros. Collective.
+    """Creates a file that all ranks have open, and removes its name. Returns the descriptor of the
+    file, and a float64 view of the mapped file, filled with zeros. Collective.
     """
     path = torch.zeros(4096, dtype=torch.uint8, device=device)
     rank = -1

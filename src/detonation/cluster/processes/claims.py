@@ -55,7 +55,7 @@ class Claim:
         self._looked = now
         found = self._read(self._key)
         self._store.set(self._key, json.dumps([*self._own, self._count]))
-        if self._count:  # the first claim may replace the claim of an earlier start
+        if self._count:  # before its first claim, the store may hold a claim of an earlier start
             self._require_own(found)
         self._count += 1
         first = self._read(_key(0))

@@ -90,7 +90,7 @@ class GlooPorts:
 
     def drop_strangers(self) -> None:
         """Calls the function `drop_strangers` once for each gloo group, so that the kernel drops
-        foreign connections to its port.
+        foreign connections to the port of this group.
 
         If the store of a group does not answer, the next call tries this group again.
         """
@@ -116,9 +116,9 @@ def drop_strangers(group: Any, store: Store) -> None:
     """Makes the kernel drop all new connections to the port of `group`, whose ranks met in `store`.
 
     gloo keeps the descriptor of each connection that it accepts, even after the connection was
-    closed. When the constructor of a group returns, this rank has all its connections, so its port
-    is of no more use. A group with `TORCH_GLOO_LAZY_INIT` connects later, so its port is left as it
-    is. Forked processes share the port, and so the filter.
+    closed. When the constructor of a group returns, this rank has all connections of the group, so
+    gloo needs the port no longer. A group with `TORCH_GLOO_LAZY_INIT` connects later, so this
+    function does not change its port. Forked processes share the port, and therefore its filter.
 
     Does nothing if the operating system has no such filter. Raises `RuntimeError` or `OSError` if
     the store does not answer.
@@ -128,7 +128,7 @@ def drop_strangers(group: Any, store: Store) -> None:
         return
     for key in keys:
         entry = store.get(key)
-        with suppress(OSError, ValueError):  # another system, or another entry format of gloo
+        with suppress(OSError, ValueError):  # no packet filter, or an unknown format of `entry`
             _drop_at(_address_in(entry))
 
 
@@ -175,12 +175,12 @@ def _own_socket(number: int) -> socket.socket:
     except OSError:
         os.close(copy)
         raise
-    os.set_blocking(copy, blocks)  # socket.setdefaulttimeout changes the mode of all copies
+    os.set_blocking(copy, blocks)  # socket() may have made all copies non-blocking
     return held
 
 
 def _drop_all(held: socket.socket) -> None:
-    """Makes the kernel drop all packets for the socket `held`. Raises `OSError` if it refuses."""
+    """Makes the kernel drop all packets for the socket `held`. Raises `OSError` if it cannot."""
     if sys.platform != "linux":
         raise OSError("no packet filter")
     program = ctypes.create_string_buffer(_DROP_ALL)

@@ -101,8 +101,8 @@ def failure_from_exception(rank: int, error: BaseException) -> Failure:
 def failure_from_exit_code(rank: int, code: int) -> Failure:
     """Describes the failure of `rank`, which ended with exit code `code` and left no message.
 
-    A rank that a signal ended has the code -number, or 128 + number if the signal was a request to
-    stop; see `interrupts.end`.
+    If a signal with number n ended the rank, `code` is -n, or 128 + n if the signal was a request
+    to stop; see `interrupts.end`.
     """
     if code - 128 in REQUESTS:
         code = -(code - 128)
@@ -143,7 +143,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """True if `error` can be merely a consequence of another rank's end."""
+    """True if the end of another rank can be the cause of `error`."""
     if isinstance(error, WorldError):
         return error.failure.network
     if isinstance(error, dist.DistError | ConnectionError | SecondaryFailure):

@@ -4,7 +4,7 @@ for a lost rank.
 A process group cannot distinguish a slow peer from a dead peer, and gloo cannot be interrupted. A
 rank may wait for the whole timeout of a collective if its peer is stopped or cut off, or if a rank
 that is not its neighbour dies. So a thread of each rank increments a counter on a heartbeat board
-that all ranks share. A rank is lost if its counter does not change for longer than the limit. The
+that all ranks share. A rank is lost if its counter does not change for longer than a limit. The
 rank that notices the loss posts a notice on the board, and all ranks end.
 """
 
@@ -37,7 +37,7 @@ class FileBoard:
     Each rank writes its counter to the board. The first rank that knows why the world must end
     posts a notice there. The methods raise `RuntimeError` or `OSError` if the board is lost.
 
-    where: name of the file or store that must be reachable, for messages.
+    where: name of the file or store that must be reachable, for error messages.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -230,8 +230,8 @@ class Heartbeat:
         # the thread that acquires this lock ends the process and never releases the lock
         self._reporting = threading.Lock()
         self._board.write_count(rank, 1)
-        # After the network is cut, a request to the board may never return.
-        # So one thread sends the requests, and another thread decides whether a rank is lost.
+        # A request to the board may never return after the network is cut.
+        # One thread sends requests to the board; a second thread decides whether a rank is lost.
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         self._watcher = threading.Thread(target=self._watch, name="heartbeat watch", daemon=True)
         self._watcher.start()
@@ -243,8 +243,7 @@ class Heartbeat:
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
-        # ignore a lost board from now on: its store may end with the first rank that leaves the
-        # barrier
+        # from now on the board may be lost: its store may end with the first rank that goes on
         self._leaving = True
         barrier()
         self.stop()
@@ -320,7 +319,7 @@ class Heartbeat:
         awake = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
-            # this process was suspended: restart its time limits
+            # after a suspension of this process, its time limits begin anew
             if now - awake > _MISSED * BEAT_S:
                 last_beat = self._answered = now
             awake = now

@@ -65,7 +65,7 @@ def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
     except RefusedStart as refused:
         if refused.rank < position.rank:
             return refused
-    except (RuntimeError, OSError, ValueError):  # other ranks did not connect
+    except (RuntimeError, OSError, ValueError):  # not all other ranks connected in time
         return error
     return error
 
@@ -128,7 +128,7 @@ class Preparation:
 
         Reasons that come later are ignored.
         """
-        with suppress(DistError, RuntimeError):  # a lost store cannot take the reason
+        with suppress(DistError, RuntimeError):  # nothing can be written to a lost store
             self._store.compare_set(
                 _REFUSED, "", f"replica {self._replica} did not start: {reason}"
             )
@@ -171,7 +171,7 @@ def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
     """
     store = store.clone()  # type: ignore[attr-defined]  # a connection per thread
     earlier = _said(store)
-    # this refusal comes from an earlier start of this replica, so it is removed
+    # remove a refusal that an earlier start of this replica has written
     if earlier.get("replica") == replica:
         store.compare_set(_KEY, json.dumps(earlier), "")
     looked = time.monotonic() - _LOOK_S

@@ -102,7 +102,7 @@ def rendezvous_store(
                 who=f"rank {rank} of {world_size}",
                 whom=describe_store_host(os.environ),
                 limit_s=timeout_s,
-                # a proxy may accept connections, and close them, until rank 0 listens
+                # until rank 0 listens, a proxy may accept connections and close them again
                 answer_s=timeout_s,
             )
             if not _agent_hosts_store(os.environ):
@@ -221,8 +221,8 @@ def _cannot_connect(host: str, port: int) -> str:
 
 
 def _wait_for_all(store: Store, world_size: int, timeout_s: float) -> None:
-    """On rank 0, waits until all other ranks have connected to the store, and logs which ranks have
-    not.
+    """On rank 0, waits until all other ranks have connected to the store, and logs which ranks are
+    missing.
 
     Raises `TimeoutError` after `timeout_s` seconds.
     """
@@ -261,10 +261,10 @@ def name_of_first(
 ) -> str:
     """Gives the `name` that rank 0 chose to all ranks, and returns it. Collective.
 
-    The name cannot be a number of restarts, because launchers count restarts differently. Each rank
-    writes a greeting to the store. Rank 0 answers each greeting with its name until each rank has
-    confirmed the name. No other start in this store used that name. A rank accepts only an answer
-    to its own greeting, because the store may hold keys of ended ranks.
+    The name cannot be the count of restarts, because launchers count restarts differently. Each
+    rank writes a greeting to the store. Rank 0 answers each greeting with `name` until each rank
+    has confirmed this name. No other start in this store has used `name`. A rank accepts only an
+    answer to its own greeting, because the store may hold keys of ended ranks.
 
     Args:
         look: As in `Awaited`.
@@ -328,8 +328,8 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 
 
 def hosts_store(env: Mapping[str, str], rank: int) -> bool:
-    """True if the end of `rank` may end the store before other machines have read it. If the agent
-    of torchrun hosts the store, the agent ends after any rank on its machine has failed.
+    """True if the end of `rank` may end the store before ranks on other machines have read from it.
+    If the agent of torchrun hosts the store, the agent ends once any rank on its machine failed.
     """
     if _agent_hosts_store(env):
         return env.get("GROUP_RANK") == "0" and env.get("GROUP_WORLD_SIZE") != "1"
@@ -410,8 +410,8 @@ def keep_to_one_interface(
 
 
 def wait_until_read(store: Store, rank: int, world_size: int) -> None:
-    """Waits until all ranks have read the error in the store, because one of these ranks hosts the
-    store and may end with it.
+    """Waits until all ranks have read the error in the store, because the store may end with the
+    rank that hosts it.
     """
     store.set(_key("read", rank), "")
     with contextlib.suppress(DistError):

@@ -78,8 +78,8 @@ _has_launcher = False
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Context manager that records a request to stop in the yielded `Stop`. A second signal ends
-    the process with exit code 128 + the number of the signal.
+    """Context manager that records a request to stop in the yielded `Stop`. A second request ends
+    the process with exit code 128 + the number of its signal.
 
     Ctrl-C also ends the process, unless Ctrl-C was ignored before. Only the main thread may enter
     this context. A nested call yields the outer `Stop`.
@@ -113,16 +113,16 @@ def die_with_parent(parent: int) -> None:
     _has_launcher = True
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the parent ended before the call above
+        if os.getppid() != parent:  # the parent ended before the call of `prctl`
             os._exit(1)
 
 
 def die_with_agent(env: Mapping[str, str]) -> None:
-    """Applies `die_with_parent` to a rank of torchrun: if the agent of torchrun is killed, it would
-    otherwise leave its ranks running.
+    """Applies `die_with_parent` to a rank of torchrun: otherwise the rank would go on after the
+    agent of torchrun was killed.
 
-    Does nothing under srun. Linux watches the thread that started a process, and only torchrun
-    certainly starts ranks from its main thread.
+    Does nothing under srun. Linux would also end a rank when only the thread that started it ends,
+    and only torchrun certainly starts ranks from its main thread.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         die_with_parent(os.getppid())

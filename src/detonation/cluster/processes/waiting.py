@@ -240,7 +240,7 @@ class Watch:
     called. Meanwhile it makes the kernel drop foreign connections to the gloo groups of this rank.
 
     The first line is logged after `line_s` seconds without progress. `end` ends this process for a
-    given reason. It is called in another thread, because the main thread waits inside the network
+    given reason. Another thread calls `end`, because the main thread waits inside the network
     library.
     """
 
@@ -267,7 +267,7 @@ class Watch:
         PROGRESS.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
         self._thread.start()
-        # the thread must not be inside the store when the interpreter ends
+        # stop the thread before the interpreter ends: it must not be in a call of the store then
         atexit.register(self.stop)
 
     def leave(self) -> None:
@@ -294,7 +294,7 @@ class Watch:
         due = self._line_s
         self._ports.drop_strangers()
         while not self._stopped.wait(self._line_s / 4):
-            self._ports.drop_strangers()  # again, because training may have created groups
+            self._ports.drop_strangers()  # training may have created further process groups
             now = time.monotonic()
             standing = self._standing()
             try:

@@ -51,7 +51,7 @@ class Connection:
         """Connects to the store, and reads the identity of its process. Raises `OSError` or
         `DistError` if the store does not answer.
         """
-        # try a plain socket first: torch retries until its timeout, and hides that a host refuses
+        # try a plain socket first: torch retries until its timeout, and hides a refused connection
         socket.create_connection((self.host, self.port), timeout=_CONNECT_S).close()
         try:
             store = TCPStore(self.host, self.port, timeout=_ANSWER_S, use_libuv=True)
@@ -99,6 +99,6 @@ class Connection:
             return b""
         # `compare_set` accepts bytes, although torch's type hints allow only strings
         found: bytes = store.compare_set(key, expected, desired)  # type: ignore[arg-type]
-        if found == expected != desired:  # torch returns `expected` for a missing key
+        if found == expected != desired:  # for a missing key, `compare_set` returns `expected`
             return b""
         return found

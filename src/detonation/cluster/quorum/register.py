@@ -107,7 +107,7 @@ class Proposal:
         self._tried: dict[Ballot, Any] = {}
 
     def request(self, store: int) -> Swap | None:
-        """Returns the next request to the store with number `store`; None if the proposal needs
+        """Returns the next request to the store with index `store`; None if the proposal needs
         nothing from this store now.
         """
         if self.over or self.beaten:

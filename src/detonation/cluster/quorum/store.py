@@ -45,9 +45,9 @@ class QuorumStore(Store):
         self.port = stores.port
         self._stores = stores
         # The threads must not send requests while the interpreter ends.
-        # The handler also keeps this object alive, because torch keeps only its C++ part.
+        # The exit handler also keeps this Python object alive: torch keeps only its C++ part.
         atexit.register(self.close)
-        # In a forked process `close` could wait for ever, because its copy of the lock may be held.
+        # In a forked process `close` could wait for ever: the copied lock may never be released.
         os.register_at_fork(after_in_child=partial(atexit.unregister, self.close))
 
     def close(self) -> None:

@@ -221,7 +221,7 @@ class Stores:
                     continue
                 call, requests = self._next(connection)
                 answers = connection.answers(requests)
-            except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
+            except (OSError, RuntimeError) as error:  # torch raises subclasses of RuntimeError
                 self._lose(connection, error)
                 continue
             with self._changed:
@@ -236,8 +236,8 @@ class Stores:
 
     def _next(self, connection: Connection) -> tuple[Call | None, dict[str, Swap]]:
         """Waits until there are requests to the store of `connection`. Returns these requests and
-        the call that makes them; the call is None for the list of the run's stores. Returns no
-        requests if the connection is not used any more.
+        their `Call`, which is None for the request that writes the list of the run's stores.
+        Returns no requests if the connection is not used any more.
         """
         with self._changed:
             while self._uses(connection):
@@ -276,7 +276,7 @@ class Stores:
         fresh = Connection(connection.number, connection.host, connection.port)
         fresh.ended = True
         fresh.why = connection.why
-        self._connections[connection.number] = fresh  # makes the old connection's thread end
+        self._connections[connection.number] = fresh  # the thread of the old connection ends
 
     def _lose(self, connection: Connection, error: Exception) -> None:
         with self._changed:
@@ -374,7 +374,7 @@ class Stores:
             for each in list(self._connections):
                 if each.is_open:
                     self._judge(each)
-                elif each.tried:  # otherwise the first attempt to connect is still running
+                elif each.tried:  # an attempt to connect has failed, not only not ended yet
                     self._tell_lost(each, each.why)
             used = [each for each in self._connections if each.is_open]
             self._changed.notify_all()

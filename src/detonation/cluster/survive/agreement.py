@@ -71,18 +71,18 @@ class RankReport:
 
     floor: the rank has finished all collectives up to this number. beyond: later collectives that
     the rank has finished. absent: for each finished collective that the rank still holds, the
-    replicas that were absent from it. begun: number of steps that the rank has begun, used only in
-    messages. guest: the joining replica for which the rank waits; -1 for none. A rank of the
+    replicas that took no part in it. begun: number of steps that the rank has begun, used only in
+    log lines. guest: the joining replica for which the rank waits; -1 for none. A rank of the
     joining replica reports its own replica here if it has the training state of the step. users:
     for each optimizer on the axis, the number of turns (see `Turns`) that it has begun.
     entered: for each optimizer, the number of turns for which the rank already knows which replicas
     leave or join before them. leaves: True if the rank's replica was asked to leave. departing:
     leaving replicas, each with the turns of all optimizers before which it leaves, and the
-    optimizers that were `gone` (dropped by a rank) at that agreement. coming: the turn before which
-    a replica joins, and the number of this replica. alive: numbers of the optimizers that exist on
-    the rank. apart: replicas that this rank cannot reach. late: replicas that have not begun the
-    exchange in which this rank waits. ahead: members of the process group that this rank has formed
-    in advance for a joining replica.
+    optimizers that a rank had dropped when all ranks agreed on the departure. coming: the turn
+    before which a replica joins, and the number of this replica. alive: numbers of the optimizers
+    that exist on the rank. apart: replicas that this rank cannot reach. late: replicas that have
+    not begun the exchange in which this rank waits. ahead: members of the process group that this
+    rank has formed in advance for a joining replica.
     """
 
     floor: int
@@ -126,8 +126,8 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """First step that no rank has begun. It is used only in messages, because training may
-        return to an earlier step.
+        """First step that no rank has begun. Use it only in texts for users: training may return to
+        an earlier step.
         """
         return max((report.begun for report in self.reports.values()), default=0)
 
@@ -141,7 +141,7 @@ class Agreement:
     @property
     def next_changes(self) -> list[int]:
         """For each optimizer, the first turn (step of this optimizer) before which replicas can
-        still leave or join, because no rank has settled yet which replicas leave or join before it.
+        still leave or join, because no rank knows yet which replicas leave or join before it.
         """
         return _largest(
             turns for report in self.reports.values() for turns in (report.users, report.entered)

@@ -302,7 +302,7 @@ def elastic(
     try:
         link_here = _node_link(speed, membership, mesh)
         return SurvivingCommunicator(membership, timeout_s, link=link_here)
-    except ValueError:  # stop sending heartbeats before the other ranks rely on this one
+    except ValueError:  # without heartbeats the other ranks soon notice that this rank is lost
         membership.stop()
         raise
 
@@ -400,7 +400,7 @@ class Guest:
                 f"a replica of {self._shards} shards cannot join replicas of {shards}: start it"
                 f" with {shards} shards"
             )
-        # check that the run still trains, before this replica gets a number in it
+        # check that the run still trains, before this replica gets a number of the run
         Presence(own, replicas, shards, silence_s).require()
         number = torch.tensor(0)
         if self._shard == 0:
@@ -437,8 +437,8 @@ class Guest:
     def _ask_for_dead(self, earlier: Iterable[int], silence_s: float) -> None:
         """Writes the requests to join of `earlier` replicas that do not ask within `silence_s`.
 
-        They have ended after they got their numbers. The members wait for each request in turn, and
-        skip a replica that has ended.
+        These replicas have ended after they got their numbers. The members wait for the request of
+        each number in turn, and skip a replica that has ended.
         """
         deadline = time.monotonic() + silence_s
         while away := self._not_asking(earlier):
@@ -448,7 +448,7 @@ class Guest:
             time.sleep(_ASK_POLL_S)
         for guest in away:
             for rank in ranks_of_replicas([guest], self._shards):
-                # without this key the members would wait for the loopback id of the ended rank
+                # otherwise the members would wait until the ended rank writes its loopback id
                 self._store.set(axis_key("loopback", rank), "")
                 note_gone(self._store, rank)
             self._store.set(axis_key("ask", guest), "1")
@@ -494,7 +494,7 @@ class Guest:
         self.hosts.require()
 
     def ready(self) -> None:
-        """Announces that this rank has the state of the `giver`, and gets each later step of it."""
+        """Announces that this rank has the `giver`'s training state, and receives later steps."""
         self._store.set(axis_key("ready", self.number, self._shard), str(self.giver))
 
     def withdraw(self) -> None:
@@ -502,8 +502,8 @@ class Guest:
         self._store.set(axis_key("ready", self.number, self._shard), "")
 
     def entry(self) -> GuestEntry | None:
-        """Returns the turn and step before which this replica joins; None until the members wait
-        there, and None again after they have postponed this replica.
+        """Returns the turn and step before which this replica joins. Returns None until the members
+        wait before this turn, and again after they have postponed this replica.
         """
         entry = self._latest_entry()
         return entry if entry != self._answered else None
@@ -544,7 +544,7 @@ class Guest:
     def _joined(
         self, agreement: Agreement, report: RankReport, entry: GuestEntry
     ) -> SurvivingCommunicator:
-        """Returns the axis of `agreement`, or of a later one if another replica was lost since."""
+        """Returns the axis of `agreement`. If another replica is lost meanwhile, agrees again."""
         self.membership.join(agreement)
         floors = [
             report.floor
@@ -579,7 +579,7 @@ class Guest:
                 return agreement
             self.members = agreement.members
             self._note(agreement)
-        # until an agreement admits this replica, it reports as a guest
+        # until an agreement admits this replica, `report` names it as a joining replica
         if report:
             key = f"{self._epoch + 1}/report/{self.membership.rank}"
             self._store.set(key, json.dumps(vars(report)))
@@ -587,7 +587,7 @@ class Guest:
         return None
 
     def _note(self, agreement: Agreement) -> None:
-        """Records what `agreement`, which does not name this replica as a member, says about it."""
+        """Records what `agreement` says about this replica, which is not one of its members yet."""
         if agreement.guest == self.number and self._ahead is None:
             self._ahead, _ = group_ahead(self.membership, agreement, self._timeout_s)
         if agreement.awaited != self.number:

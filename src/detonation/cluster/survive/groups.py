@@ -54,7 +54,7 @@ class Flight:
         try:
             future.value()
             self.good = True
-        except RuntimeError:  # a rank is lost; the membership finds out which one
+        except RuntimeError:  # a rank is lost; `Membership` finds out which one
             pass
         self.ended = True
         self._notify()
@@ -79,7 +79,7 @@ class Group:
         self._group: Any = ProcessGroupGloo(store, rank, size, how)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
         self._works: list[dist.Work] = []
-        with suppress(RuntimeError, OSError):  # ignore a lost store: the group is connected
+        with suppress(RuntimeError, OSError):  # the store may be lost now: the group is connected
             drop_strangers(self._group, store)
 
     @staticmethod
@@ -144,7 +144,7 @@ class GroupAhead:
 
     def __init__(self, members: list[int], make: Callable[[], Group]) -> None:
         self._members = members
-        # No daemon: the interpreter must wait for this thread, which may be in a call of the store.
+        # no daemon, because the interpreter must not end while this thread calls the store
         self._group = in_thread(make, "group", daemon=False)
 
     @property
@@ -162,7 +162,8 @@ def group_ahead(
     membership: Membership, agreement: Agreement, timeout_s: float
 ) -> tuple[GroupAhead, str]:
     """Begins to form the process group of the members of `agreement` and its joining replica
-    (guest), while all train. Returns the group, and the log line that says where this rank listens.
+    (guest), while training continues. Returns the group, and a log line with the address on which
+    this rank listens.
 
     The group is of no use if the members change before the step at which the replica joins.
     """
@@ -174,8 +175,8 @@ def group_ahead(
 def group_maker(
     membership: Membership, members: Sequence[int], name: str, timeout_s: float
 ) -> tuple[Callable[[], Group], str]:
-    """Returns a function that forms the process group `name` of `members`, and the log line that
-    says where this rank listens.
+    """Returns a function that forms the process group `name` of `members`, and a log line with the
+    address on which this rank listens.
     """
     shard = membership.shard
     own = membership.store.clone()  # type: ignore[attr-defined]
@@ -216,7 +217,7 @@ class SurvivedLoss:
     left: bool = False
 
     def text(self, left: int, before: int) -> str:
-        """Returns a log line about the loss, after which `left` of `before` replicas continue."""
+        """Returns a log line about the change, after which `left` of `before` replicas continue."""
         verb = "lost"
         if self.left:
             verb = "left"
@@ -226,11 +227,11 @@ class SurvivedLoss:
 
 @dataclass
 class NumberedCollective:
-    """A collective that this rank has started. The rank keeps it until every replica has finished
-    it.
+    """A collective that this rank has started. The rank keeps its record until every replica has
+    finished the collective.
 
-    layout: the replicas that count as members in it, by their numbers at the start of the run.
-    floor: when this collective started, all ranks had finished the collectives up to this number.
+    layout: the replicas that counted as members at its start, by their numbers at the start of the
+    run. floor: when it started, all ranks had finished the collectives up to this number.
     members: the replicas of `layout` that still take part.
     """
 

@@ -143,7 +143,7 @@ class Membership:
         self.ports: dict[int, str] = {}
         self._beats.set(axis_key("port", self.rank), self._port.name)
         self.ways = Ways(self.store, self.rank)
-        # seconds between two heartbeats; a guess until measured, because the store may be far away
+        # seconds between two heartbeats of this rank; 1 is a guess until they are measured
         self._pace = 1.0
         self._beats.set(axis_key("beat", self.rank), beat_of(0, self._pace))
         if not is_guest:
@@ -156,7 +156,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         self._watch = PartitionWatch(self)
-        # no thread may be in a call of the store when the interpreter ends
+        # stop all threads before the interpreter ends: none may be in a call of the store then
         atexit.register(self.stop)
 
     def first_text(self, name: str, text: str) -> str:
@@ -274,7 +274,7 @@ class Membership:
         """Waits until all ranks of the members have taken their last step. Stops waiting at
         `deadline` (of the monotonic clock), or when `is_over` returns True.
         """
-        with suppress(DistNetworkError):  # the store may have ended, as in `leave`
+        with suppress(DistNetworkError):  # the process that hosts the store may have ended
             self.store.set(axis_key("end", self.rank), "1")
             while time.monotonic() < deadline and not is_over():
                 if self.store.check([axis_key("end", rank) for rank in self._ranks()]):
@@ -290,7 +290,7 @@ class Membership:
             self.stop()
             return
         try:
-            # the process that hosts the store ends after all ranks have left: ignore the error
+            # ignore a lost store: the process that hosts it may end once all ranks have left
             with suppress(DistNetworkError):
                 self.store.set(axis_key("left", self.rank), "1")
                 for rank in self._ranks():
@@ -408,7 +408,7 @@ class Membership:
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
-                # another thread may have set `self.guest` to the next replica meanwhile
+                # another thread may have set `self.guest` to the next replica since `check`
                 self.guest_asks = guest == self.guest
         if not self.guest_asks or self.guest_comes:
             return
@@ -465,8 +465,7 @@ class Membership:
         self._hear(dict(zip(watched, found, strict=True)), count)
         lost = self._finds_loss(members, count)
         if lost:
-            # if all ranks have agreed without the lost rank meanwhile, this key of the old epoch
-            # does nothing
+            # no harm if all ranks have agreed without the lost rank: no rank reads old epochs' keys
             self._beats.set(call, "1")
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
@@ -503,7 +502,7 @@ class Membership:
             if any(self._lost(rank, limit_s) for rank in members):
                 return True
             late = [rank for rank in members if self._is_late(rank)]
-        # test only one late rank per heartbeat, because a test over a slow network takes time
+        # test one late rank per heartbeat: on a slow network each test takes long
         return bool(late) and self.has_ended(late[count % len(late)])
 
     def _knock(self, ranks: Iterable[int]) -> None:
@@ -566,13 +565,13 @@ class Membership:
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:
-        """Returns an `Awaited`, which logs the ranks that it waits for. It is for waiting in
-        training for ranks that are alive, at most `patience_s`.
+        """Returns an `Awaited` with which this rank waits during training for ranks that are alive,
+        at most `patience_s` seconds. It logs for which ranks it waits.
         """
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S, ends=False)
 
     def doubt(self) -> None:
-        """Records which replicas this rank cannot reach now, for the next report. It is called
+        """Records for the next report which replicas this rank cannot reach now. Call this method
         after a process group could not be formed.
         """
         self.apart = self._watch.ask_all()

@@ -102,7 +102,7 @@ class PartitionWatch:
     def _run(self) -> None:
         while not self._stopped.wait(_TICK_S):
             now = time.monotonic()
-            # this process was suspended, so times without an answer mean nothing
+            # after a suspension of this process, the times without an answer begin anew
             if now - self._awake > _AWAKE_S:
                 self._membership.answered = self._since = self._noted = now
             self._awake = now
@@ -176,8 +176,8 @@ class PartitionWatch:
 
     def _silences(self, now: float) -> dict[int, float]:
         """Returns, for each rank that has answered before, the seconds for which it has not
-        answered. The seconds count from the rank's last answer, or from the first question to it
-        during this wait, whichever is later. They are negative before the first question.
+        answered. The seconds count from the rank's last answer, or from the time at which this wait
+        begins to ask the ranks, whichever is later. They are negative before that time.
         """
         asked = self._since + WAIT_LINE_S
         found = {}
@@ -203,7 +203,7 @@ class PartitionWatch:
             if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
                 self._reached[rank] = time.monotonic()
             else:
-                self._stopped.wait(1.0)  # a refused connection returns at once: pause
+                self._stopped.wait(1.0)  # pause, because a host refuses a connection immediately
         finally:
             self._asking.discard(rank)
 
@@ -211,7 +211,7 @@ class PartitionWatch:
         membership = self._membership
         deadline = time.monotonic() + KNOCK_PATIENCE_S
         while time.monotonic() < deadline and not self._stopped.is_set():
-            # a host that refuses a connection is reachable, although the rank there has ended
+            # a host that refuses the connection is reachable, although its rank has ended
             if knock(membership.ports[rank], KNOCK_PATIENCE_S) or membership.has_ended(rank):
                 self._reached[rank] = time.monotonic()
                 return
@@ -236,8 +236,8 @@ class PartitionWatch:
         return [rank for rank in self._peers() if rank in progress and progress[rank][0] < mine]
 
     def _progress(self) -> dict[int, tuple[int, Standing]]:
-        """Returns, for each rank, the number of the last exchange that it has started, and its
-        progress in its training loop, from the latest heartbeats.
+        """Returns, for each rank, the number of the last exchange that the rank has started, and
+        the rank's progress in its training loop. Both are part of its latest heartbeat.
         """
         membership = self._membership
         beats = {rank: membership.beat(rank) for rank in self._peers()}
@@ -261,8 +261,8 @@ def who_waits_for_whom(
 ) -> str:
     """Returns the line to log after `rank` has waited for `seconds` in exchange number `exchange`.
 
-    progress: for each rank, the number of the last exchange that it has started, and its progress
-    in its training loop.
+    progress: for each rank, the number of the last exchange that the rank has started, and the
+    rank's progress in its training loop.
 
     >>> progress = {0: (40, Standing(21, "inside")), 1: (39, Standing(20)), 2: (40, Standing(21))}
     >>> who_waits_for_whom(0, 40, progress, 30)[:54]

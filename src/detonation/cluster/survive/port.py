@@ -155,7 +155,7 @@ class Presence:
     def _is_gone(self, rank: int) -> bool:
         if self._store.check([axis_key("left", rank)]):
             return True
-        # the rank has not sent its first heartbeat yet
+        # a rank that has not sent its first heartbeat yet is not gone
         if not self._store.check([axis_key("beat", rank)]):
             return False
         now, beat = time.monotonic(), self._store.get(axis_key("beat", rank))

@@ -106,10 +106,10 @@ class SurvivingCommunicator(AxisEnd):
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
         """The optimizer in whose step replicas leave now; None if no replica is leaving."""
-        self.handed: Sequence[int] = ()  # replicas that leave in that step
+        self.handed: Sequence[int] = ()  # replicas that leave in the present step of `acting`
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
         self._own: AxisUser | None = None  # the axis user for collectives that no optimizer starts
-        for agreement in let_in:  # the ranks' reports say which replicas will leave or join
+        for agreement in let_in:  # a report holds earlier decisions on replicas that leave or join
             for report in agreement.reports.values():
                 leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
                 self.departing |= leaving
@@ -145,7 +145,7 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             entry = self.users.entry
             if entry:
-                # wait for a running recovery: it has reported that the step has not begun
+                # wait for a running recovery, which has reported that the step has not begun
                 self.settle()
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
@@ -292,7 +292,7 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        # gathers the times at which the messages leave; like every collective, it survives a loss
+        # gather the times at which the messages leave, in a collective that survives a loss, too
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
@@ -335,7 +335,7 @@ class SurvivingCommunicator(AxisEnd):
         each.flight = None
         try:
             if each.kind == "all_reduce":
-                # a copy, because gloo overwrites the tensor with the sum
+                # copy the summands, because gloo overwrites its tensor with the sum
                 each.target = each.sent.clone()
                 work = self._group.all_reduce(each.target)
             elif each.kind == "all_gather":
@@ -371,7 +371,7 @@ class SurvivingCommunicator(AxisEnd):
             if each.result is None and each.flight is not None and not each.flight.ended:
                 self._changed.wait()
             elif each.result is None and not self._take(each):
-                self._broken = True  # makes `_watch` begin a recovery
+                self._broken = True  # now the thread of `_watch` begins a recovery
                 self._changed.notify_all()
         return each.result
 
@@ -507,7 +507,7 @@ class SurvivingCommunicator(AxisEnd):
             ended = each.flight is not None and each.flight.ended
             if each.result is None and each.kind != "all_to_all" and ended:
                 floor = each.floor
-                each.floor = 0  # keeps `_take` from deleting from `_kept`
+                each.floor = 0  # with floor 0, `_take` deletes nothing from `_kept`
                 self._take(each)
                 each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]
@@ -536,7 +536,7 @@ class SurvivingCommunicator(AxisEnd):
         `agreements`; None if there is no such group.
         """
         ahead = self._ahead
-        if self.guest is None:  # no join is pending, so the group is used now or never
+        if self.guest is None:  # no replica is about to join, so drop the group after this call
             self._ahead = None
         if ahead and agreements and agreements[-1].formed:
             return ahead.take()

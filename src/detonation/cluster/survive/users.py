@@ -118,8 +118,7 @@ class Host:
         training state, and the number `user` of the optimizer that lets it in.
         """
         store = self.membership.store
-        # Write the optimizer's number before the address: once the guest has used the address, all
-        # ranks read this number.
+        # write the optimizer's number first: all ranks read it once the guest has used the address
         store.set(axis_key("door", guest), str(user))
         feed = axis_key("feed", guest, self.membership.shard)
         store.set(feed, f"{self.membership.replica} {address}")
@@ -159,7 +158,7 @@ class Host:
         keys = {rank: axis_key("at", guest, rank) for rank in ranks}
         if not store.check([*keys.values()]):
             return [rank for rank, key in keys.items() if not store.check([key])]
-        # a guest that was postponed had an earlier turn, which a key may still hold
+        # a key may still hold an earlier turn, from before the guest was postponed
         return [rank for rank, key in keys.items() if store.get(key).decode() != turn]
 
     def copy_turn(self, guest: int, number: int, turn: int) -> float:
@@ -193,7 +192,7 @@ class Host:
         return any(store.check([key]) for key in coming)
 
     def _coming(self, guest: int, number: int) -> list[str]:
-        # the keys name ranks, because another replica gives the copy if this replica is lost
+        # each key names a rank of this replica: after its loss another replica gives the copy
         ranks = ranks_of_replicas([self.membership.replica], self.membership.shards)
         return [axis_key("coming", guest, rank, number) for rank in ranks]
 
@@ -324,7 +323,7 @@ class AxisUser(AxisEnd):
         return False
 
     def leaving(self, step: int) -> list[int]:
-        if self.axis.acting not in (None, self):  # replicas leave in the step of another optimizer
+        if self.axis.acting not in (None, self):  # another optimizer removes the leaving replicas
             return []
         leave = leaving_before(self.axis.departing, self.number, self.turn_of(step))
         return [self.layout.index(member) for member in leave if member in self.layout]
@@ -346,8 +345,7 @@ class AxisUser(AxisEnd):
 
         left: replicas that have left before this step.
         """
-        # hold one lock throughout: a report of this rank must not be written after the members have
-        # changed and before the step has begun
+        # one lock: no report of this rank may be written between the change and the step's begin
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(left)
@@ -358,7 +356,7 @@ class AxisUser(AxisEnd):
                 members = due[-1].members
             kept = [number for number, member in enumerate(self.layout) if member in members]
             if not due or due[-1] in self.axis.pending:
-                # the first optimizer that uses new members also sets them for the axis itself
+                # the first optimizer that uses the new members sets them for the axis, too
                 self.axis.take(due, members, turn)
             self.take(due, members, turn)
             self._end_others(due, grown=len(members) > len(kept))

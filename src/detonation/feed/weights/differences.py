@@ -28,8 +28,8 @@ MOST_PLANES = {"gaps": 5, "deltas": 2}
 
 
 def patterns_of(tensor: Tensor) -> Tensor:
-    """Returns the bit patterns of `tensor`. The result is a view if `tensor` is contiguous and its
-    elements have more than one byte, and otherwise a copy.
+    """Returns the bit patterns of `tensor`: a view if `tensor` is contiguous and its elements have
+    more than one byte, otherwise a copy.
 
     Shapes: any -> `[patterns]` int16.
 
@@ -44,10 +44,10 @@ def patterns_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
-    """Inverse of `patterns_of`, with the dtype and shape of `like`. The result is a view of
-    `patterns` if the elements have more than one byte.
+    """Returns the tensor with the bit patterns `patterns` and the dtype and shape of `like`. It is
+    a view of `patterns` if its elements have more than one byte.
     """
-    # [patterns] int16 -> the shape of `like`
+    # from shape [patterns] int16 to the shape of `like`
     bits = patterns
     if like.element_size() == 1:
         bits = patterns.to(torch.uint8)
@@ -100,7 +100,7 @@ def _changes_in(new: Tensor, old: Tensor, buffer: Tensor) -> tuple[Tensor, Tenso
 @torch.no_grad()
 def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
     """Adds `deltas` to the bit patterns of `tensor` at `positions`, which must be distinct."""
-    # any shape, [changed] int64, [changed] int16
+    # shapes: any, [changed] int64, [changed] int16
     patterns = patterns_of(tensor)
     patterns[positions.to(patterns.device)] += deltas.to(patterns.device)
     if patterns.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
@@ -108,7 +108,7 @@ def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
 
 
 def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
-    """Returns the compressed byte planes of a difference, by name. The result is empty if no
+    """Returns the compressed byte planes of a difference, by name; an empty dictionary if no
     pattern has changed.
 
     Shapes: `[changed]` int64 in rising order, `[changed]` int16 -> `[bytes]` uint8 each, on the
@@ -145,15 +145,15 @@ def decode_difference(
     if not 0 <= count <= patterns:
         raise ValueError(f"a difference has {count} changes of {patterns} patterns")
     gaps, zigzag = (_numbers(planes, name, count) for name in ("gaps", "deltas"))
-    positions = (gaps + 1).cumsum(0) - 1  # the sum overflows if a gap is too wide
+    positions = (gaps + 1).cumsum(0) - 1  # overflows if a gap is too wide, so check the gaps, too
     if count and max(int(gaps.max()), int(positions[-1])) >= patterns:
         raise ValueError("a difference changes a position beyond the last weight")
     return positions, ((zigzag >> 1) ^ -(zigzag & 1)).to(torch.int16)
 
 
 def _planes(numbers: Tensor) -> list[Tensor]:
-    """Returns byte planes of nonnegative numbers, the lowest bytes first. There are as many planes
-    as the largest number has bytes.
+    """Returns the byte planes of nonnegative integers, the lowest bytes first. There are as many
+    planes as the largest integer has bytes.
     """
     count = max(1, -(-int(numbers.max()).bit_length() // 8))
     octets = numbers.view(torch.uint8).view(len(numbers), -1)
@@ -162,8 +162,7 @@ def _planes(numbers: Tensor) -> list[Tensor]:
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # Use only runs and a Huffman code: a search for repetitions takes 4 times as long and finds no
-    # repetitions.
+    # only runs and a Huffman code: searching repetitions takes 4 times as long and finds none
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8
@@ -182,8 +181,8 @@ def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
 
 
 def _expanded(plane: Tensor, count: int) -> Tensor:
-    """Decompresses a plane that must have `count` bytes. Refuses a larger plane before it needs
-    more memory.
+    """Decompresses a plane that must have `count` bytes. A larger plane is refused before it
+    takes more RAM.
     """
     coder = zlib.decompressobj()
     try:

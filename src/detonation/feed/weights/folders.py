@@ -84,7 +84,7 @@ class RemoteFolder:
         self._system, self._path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
 
     def names(self) -> list[str]:
-        # on such file systems a folder does not exist before its first file is written
+        # a folder of an object store does not exist before its first file is written
         with _os_errors(), contextlib.suppress(FileNotFoundError):
             return [
                 str(path).rpartition("/")[2]
@@ -121,7 +121,7 @@ def _os_errors() -> Iterator[None]:
 
 
 def folder_at(target: "Path | str | Folder") -> Folder:
-    """Returns the folder at a path, or at a URL with "://". Returns a folder unchanged."""
+    """Returns the folder at a path, or at a URL with "://". A `Folder` is returned unchanged."""
     if isinstance(target, str) and "://" in target:
         return RemoteFolder(target)
     if isinstance(target, str | Path):
@@ -163,8 +163,8 @@ class WeightFile:
 
 
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Inverse of `shard_content`: returns the description and the tensors, which are views of
-    `content`.
+    """Reads the `content` of a file that `shard_content` made: returns the file's description, and
+    its tensors as views of `content`.
 
     Raises `CorruptCheckpoint` if the content does not match the checksum in the file's name, or if
     it is no file of a weight feed.
@@ -193,7 +193,7 @@ def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], 
 
 def _part(content: bytearray, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> Tensor:
     count = torch.Size(shape).numel()
-    # the data is misaligned if the header's length is not a multiple of 8
+    # copy misaligned data: the length of the header may be no multiple of 8
     if start % dtype.itemsize:
         return torch.frombuffer(content[start : start + count * dtype.itemsize], dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=start)

@@ -69,8 +69,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
                 self._folder.make()
             self._run = max((file.run for file in _begun(self._folder.names())), default=0)
         self._like: dict[str, Tensor] = {}
-        self._held: dict[str, Tensor] = {}  # the bit patterns that readers already have
-        # the checksum of the last difference, or a random name if there is only the first base
+        self._held: dict[str, Tensor] = {}  # bit patterns of the weights that were last published
+        # the checksum of the last difference; before the first difference, a random name
         self._state = ""
         self._since = self._since_bytes = self._base_bytes = 0
         self.step = -1
@@ -92,7 +92,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         """
         if not isinstance(step, Integral) or step < 0:
             raise ValueError(f"step is {step!r}, must be a whole number of at least 0")
-        step = int(step)  # JSON has no integers of NumPy
+        step = int(step)  # `json` cannot encode integers of NumPy
         tensors = weights(self._model)
         like = self._published(tensors)
         before = self.bytes_written
@@ -112,7 +112,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return self.bytes_written - before
 
     def close(self, ended: bool = True) -> None:
-        """Announces to readers that training has ended. If `ended` is False, it does nothing."""
+        """Announces to readers that training has ended. Does nothing if `ended` is False."""
         if ended and self._folder is not None and self.step >= 0:
             try:
                 self._write(self._folder, self._run, END, self.step, {}, {})
@@ -151,8 +151,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
         }
-        # Another process may start a run with the same number at the same time. The random name in
-        # this base lets readers reject the differences of that process.
+        # Another process may start a run with the same number at the same time.
+        # Because of the random name in this base, readers reject the other process's differences.
         state = secrets.token_hex(8)
         base = {name: tensor_of(held[name], like[name]) for name in like}
         self._write_base(folder, self._run + 1, step, state, base)
@@ -175,8 +175,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         file, size = self._write(
             folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about
         )
-        # Change these fields only after a successful write, so that after a failure the next
-        # difference includes these changes.
+        # only after a successful write: after a failure the next difference includes these changes
         for name, (changed, moved) in found.items():
             move(self._held[name], changed, moved)
         self.step = step
@@ -217,7 +216,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
     def _remove_old(self, folder: Folder, run: int) -> None:
         """Removes the files before the second newest base of this run. The second newest base
-        stays, so that a reader of that base has time to finish.
+        stays, so that a reader that has begun to read it has time to finish.
         """
         try:
             names = folder.names()
@@ -233,8 +232,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
 
 def _begun(names: Iterable[str]) -> list[WeightFile]:
-    """Returns the weight files among `names`, including incomplete files that a killed trainer
-    left.
+    """Returns the weight files among `names`, including incomplete files of a trainer that was
+    killed.
     """
     return WeightFile.known(name.removesuffix(".part") for name in names)
 

@@ -184,10 +184,10 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self.close()
 
     def _files(self) -> list[WeightFile]:
-        """Returns the files of the feed; empty while the folder cannot be read."""
+        """Returns the files of the feed; an empty list while the folder cannot be read."""
         try:
             names = self._folder.names()
-        except OSError as error:  # a mounted folder may be unavailable for a while
+        except OSError as error:  # a folder on another machine may be unavailable for a while
             self.trouble = f"the folder cannot be read: {error}"
             if isinstance(error, FileNotFoundError) and self.step < 0:
                 self._wait_for_directory(error.filename)
@@ -244,7 +244,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
     @torch.no_grad()
     def _take(self, file: WeightFile) -> bool:
-        """Sets the weights to the step of `file`; returns False if the file cannot be used."""
+        """Loads `file`, a base or a difference. Returns False if the file cannot be used."""
         if file in self._damaged:
             return False
         try:
@@ -261,7 +261,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             self.trouble = str(error)
             return False
         except OSError as error:
-            # usually the feed has removed this old file, because the reader is too far behind
+            # usually this follower is too far behind, and the feed has removed the old file
             self.trouble = f"{file.name} cannot be read: {error}"
             return False
         return True
@@ -269,7 +269,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def _take_base(
         self, file: WeightFile, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Loads a base. Raises `ValueError` if it belongs to another model."""
+        """Loads a base (a file with all weights). Raises `ValueError` if it is of another model."""
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
             raise ValueError(
@@ -282,8 +282,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
                     f" {own.dtype} {tuple(own.shape)}: give a model of published types and shapes"
                 )
-        # If an error interrupts this loop, the model has a mixture of old and new weights until the
-        # next base. A step of -1 marks this mixture.
+        # step -1 marks a mixture of old and new weights, if an error interrupts the loop below
         self._run = self.step = -1
         for name, new in tensors.items():
             own = self._tensors[name]
@@ -301,8 +300,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def _take_difference(
         self, file: WeightFile, about: Mapping[str, Any], planes: Mapping[str, Tensor]
     ) -> None:
-        """Applies one difference to the model. Raises `CorruptCheckpoint` if the file contradicts
-        itself.
+        """Applies one difference to the model. Raises `CorruptCheckpoint` if the contents of the
+        file contradict each other.
         """
         begins = starts({name: self._tensors[name] for name in self._order})
         count = about.get("count")
