@@ -191,7 +191,7 @@ def test_a_program_that_is_no_store_is_told_from_one(tmp_path, start, monkeypatc
         rank = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         rank |= {"MASTER_ADDR": host, "MASTER_PORT": number}
         way = ("--elastic", "--meet", address, "--replicas", 2, "--replica", 0)
-        why = "the program that listens there is no store"
+        why = "the program that listens at this address is no store"
         met = f"error: there is no store at {address} ({why}): start detonation meet, and give the"
         launched = f"error: rank 1 of 2 has not met the other ranks at {address} in 1 s ({why}): start all ranks "
         for command, code, said in (

@@ -70,7 +70,7 @@ class Texts:
         count = self._of_first([len(content)], torch.int64)[0]
         if not count:
             return ""
-        # only rank 0's content is sent: other ranks need no more than as many bytes to receive it
+        # rank 0 sends its text; every other rank passes equally many bytes, which the text replaces
         return os.fsdecode(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
 
     def _of_first(self, values: Sequence[int], dtype: torch.dtype) -> list[int]:

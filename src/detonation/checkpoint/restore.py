@@ -103,8 +103,8 @@ def restore(
 
 
 def compare_frozen(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> str:
-    """Compares the frozen weights of `model` with the checksums of those that the checkpoint omits.
-    Returns a text if different sharding made this impossible for some. Changes no state.
+    """Compares the frozen weights that the checkpoint omits with their saved checksums. Returns a
+    text if some could not be compared, because they were sharded differently. Changes no state.
 
     Checkpoints of earlier versions do not describe the frozen weights that they omit.
 
@@ -401,7 +401,7 @@ def load_base_state(
         if key not in file.on_host:
             tensor = tensor.to(local(parameter).device)
         tensor = _in_order_of(local(parameter).detach(), tensor)
-        # a saved tensor was a DTensor, or it becomes one now because the model is sharded only now
+        # the saved tensor was a DTensor, or the model was not sharded when it was saved
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
         if wrapped:
             tensor = _as_dtensor(parameter, tensor, whole)
@@ -522,7 +522,7 @@ def _merged(
     source: Elastic, prefix: str, current: Mapping[str, Tensor], boxes: Mapping[str, Box]
 ) -> dict[str, Tensor]:
     """The local state of one replicator, merged from the saved replicas. Server residuals are zero
-    in it, because `_merge_server_residual` adds them."""
+    in this state, because `_merge_server_residual` adds them."""
     merged = {}
     for key, tensor in current.items():
         kind, _, name = key.partition(".")

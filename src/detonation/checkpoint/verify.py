@@ -87,7 +87,7 @@ def checkpoints(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         raise ValueError(
-            f"there is no directory {directory}: give the directory of a run, its --out, or of a"
+            f"there is no directory {directory}: give the directory of a run (its --out), or of a"
             " checkpoint"
         )
     if (directory / manifest.MANIFEST_NAME).exists():
@@ -316,7 +316,7 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
     # The replicas of a tier of the network are equal if the level on it exchanges gradients.
-    # They have different anchors if the level on their tier exchanges something else.
+    # Replicas of a tier have different anchors if the level on it exchanges anything else.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1

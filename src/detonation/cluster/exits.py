@@ -32,8 +32,8 @@ def failure_file(folder: Path, rank: int) -> Path:
 
 
 class RankExits:
-    """Waits until all ranks of a world on this machine have ended, and removes ended ranks from
-    `pids`.
+    """Waits until all ranks of a world on this machine have ended. Removes each ended rank from
+    `pids`, which holds the process ids by rank.
 
     If there is a `meeting` point (the store of a run that may lose replicas), the failures of a
     lost replica do not count, as long as the other replicas continue.

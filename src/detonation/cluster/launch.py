@@ -191,7 +191,7 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     # Ignore Ctrl-C, which the parent handles: otherwise each child would print a traceback, too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in REQUESTS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # keep what nohup, for example, ignores
+        if signal.getsignal(number) != signal.SIG_IGN:  # a signal that nohup ignores stays ignored
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     heartbeat = None

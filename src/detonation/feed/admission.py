@@ -127,7 +127,7 @@ class Admission:
         self._asked |= feed.is_asked
         if not self._asked and self._others_ask():
             # The other shards of the new replica have not received the last copy of the state.
-            # Only this shard has received it, so all shards need a new copy.
+            # If only one shard has received the last copy of the state, all shards need a new copy.
             feed.disconnect("another shard of it needs a new copy")
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
@@ -160,7 +160,7 @@ class Admission:
             host = way.address
         address = joined_address(self._host or host, 0)
         self._feed = Feed(self._model, self._optimizer, address, token=self._token)
-        # no shard sends a copy of the state before all shards agree after which step
+        # no shard sends a copy of the state before all shards have agreed on its step
         self._feed.first_copy = self._copy_turn = math.inf
         self._copies = 0
         self._asked = False
@@ -287,7 +287,7 @@ class _Arrival:
             if pace.copy > self._copy_at_entry:
                 return False
             # A replica that waits for another copy of the state waits in vain now.
-            # All other replicas wait for it to join, and so they take no step and send no copy.
+            # All other replicas wait until this replica joins, so no step and no copy follows.
             if not self._is_ready or pace.limit == BEFORE_COPY:
                 # do not let another shard of this replica wait for the steps that this shard lacks
                 pace.close()
@@ -296,7 +296,7 @@ class _Arrival:
                 pace.close()
             late = f"the weights of step {entry.step} did not come"
             if self._follower.step == entry.step:
-                # the other replicas call `synchronize`, which ends open rounds, before one joins
+                # the others call `synchronize`, which ends open rounds, before a replica joins
                 late = f"the others did not synchronize after step {entry.step}"
             self._follow(deadline, late)
         return True

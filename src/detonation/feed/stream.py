@@ -245,7 +245,8 @@ class Stream:
             )
             if self._dropped:  # after `restart` the next event must be a copy of the state
                 raise ConnectionResetError(
-                    "its steps were too far from those of the other shards, so it needs a new copy"
+                    "the queued steps of this shard were too far from those of the other shards, so"
+                    " this shard needs a new copy of the state"
                 )
             self.inbox.append(event)
             self.current = self.current or isinstance(event, Joined)

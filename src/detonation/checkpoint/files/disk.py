@@ -72,7 +72,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory with its contents, or only the link if `path` is one.
+    """Removes a directory with its contents. If `path` is a link, removes only the link.
 
     Entries that cannot be removed remain.
     """

@@ -146,7 +146,8 @@ def parse_manifest(content: bytes) -> Manifest:
 def _signed(table: Mapping[str, Any]) -> str:
     """Returns `table` as JSON text that ends with the checksum of `table`.
 
-    A reader compares its text with this text, so it refuses any other spelling of the same table.
+    A reader compares the content of the file with this text, and so refuses any other spelling of
+    the table.
     """
     checksum = hashlib.sha256(json.dumps(table, allow_nan=False).encode()).hexdigest()
     return json.dumps({**table, "sha256": checksum}, indent=1, allow_nan=False) + "\n"

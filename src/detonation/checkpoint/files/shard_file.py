@@ -79,7 +79,7 @@ class TensorFile:
         self.metadata, self.entries = tensors_in(text, size)
 
     def read(self, key: str, rows: slice = slice(None)) -> Tensor:
-        """Reads the tensor `key`, or `rows` of it, into new memory.
+        """Reads the tensor `key`, or some `rows` of this tensor, into a new tensor.
 
         Raises `OSError` if reading fails, or if the file has become shorter since it was opened.
         """

@@ -51,7 +51,7 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
             ends.put(None)
 
     def wait_for_all() -> None:
-        # Thread.join would be wrong: after Ctrl-C in it, CPython regards a running thread as ended
+        # no Thread.join: after Ctrl-C in `join`, CPython regards a running thread as ended
         while not all(ended):
             ends.get()
 

@@ -175,14 +175,15 @@ def _own_socket(number: int) -> socket.socket:
     except OSError:
         os.close(copy)
         raise
-    os.set_blocking(copy, blocks)  # socket() may have made all copies non-blocking
+    # socket() may have made all copies of the descriptor non-blocking
+    os.set_blocking(copy, blocks)
     return held
 
 
 def _drop_all(held: socket.socket) -> None:
     """Makes the kernel drop all packets for the socket `held`. Raises `OSError` if it cannot."""
     if sys.platform != "linux":
-        raise OSError("no packet filter")
+        raise OSError("this system has no packet filter")
     program = ctypes.create_string_buffer(_DROP_ALL)
     one = struct.pack("@HP", 1, ctypes.addressof(program))
     held.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, one)

@@ -243,7 +243,7 @@ class Heartbeat:
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
-        # from now on the board may be lost: its store may end with the first rank that goes on
+        # the board may be lost now: its store may end with the first rank that leaves the barrier
         self._leaving = True
         barrier()
         self.stop()

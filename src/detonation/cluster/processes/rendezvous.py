@@ -206,7 +206,7 @@ def _connected(
         with says_meanwhile(who, f"an answer from {whom}"):
             store = in_thread(partial(connect, longer), "connecting").result(max(answer_s, 0))
     except (DistError, TimeoutError) as error:
-        raise _Unreached("the program that listens there is no store") from error
+        raise _Unreached("the program that listens at this address is no store") from error
     store.set_timeout(timedelta(seconds=limit_s))
     return store
 

@@ -27,10 +27,10 @@ class Connection:
     identity: a random id of the store's process, which the first client of the store writes and
     which is lost with the process; "" before this client has read it. why: the reason why the store
     does not answer; "" while it answers. tried: True if an attempt to reach the store has failed.
-    ended: True if nothing listens at the address now, or another process than before. since: start
-    time of the request that still has no answer; 0 if there is no such request. told: True if the
-    log says that the store is lost. told_members: True if this client has given the store the list
-    of the run's stores.
+    ended: True if no process listens at the address now, or if a new process listens there. since:
+    start time of the request that still has no answer; 0 if there is no such request. told: True if
+    the log says that the store is lost. told_members: True if this client has given the store the
+    list of the run's stores.
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -56,7 +56,7 @@ class Connection:
         try:
             store = TCPStore(self.host, self.port, timeout=_ANSWER_S, use_libuv=True)
         except DistError as error:
-            raise OSError("the program that listens there is no store") from error
+            raise OSError("the program that listens at this address is no store") from error
         drawn = secrets.token_hex(8)
         self.identity = store.compare_set(_IDENTITY, "", drawn).decode()
         self._store = store

@@ -79,8 +79,8 @@ class Stores:
     """The stores at `addresses`, whose number is odd. Each store has a thread of its own, so a
     store without an answer does not delay requests to other stores.
 
-    A call waits at most `timeout_s` seconds for a majority of the stores. It fails earlier if so
-    many stores have ended that no majority is left.
+    A call waits at most `timeout_s` seconds for a majority of the stores. The call fails earlier if
+    so many stores have ended that no majority is left.
     """
 
     def __init__(self, addresses: Sequence[tuple[str, int]], timeout_s: float) -> None:
@@ -374,7 +374,7 @@ class Stores:
             for each in list(self._connections):
                 if each.is_open:
                     self._judge(each)
-                elif each.tried:  # an attempt to connect has failed, not only not ended yet
+                elif each.tried:  # the first attempt to connect has ended, and has failed
                     self._tell_lost(each, each.why)
             used = [each for each in self._connections if each.is_open]
             self._changed.notify_all()

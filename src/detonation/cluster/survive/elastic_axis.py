@@ -154,7 +154,7 @@ class MeetingPoint:
         return self._store is not None and is_prepared(axis_store(self._store, 0), rank)
 
     def _members(self) -> set[int]:
-        """Returns the replicas in the latest agreement, also those that joined after the start."""
+        """Returns the members in the latest agreement, including those that joined later."""
         assert self._store is not None
         return {*latest_members(axis_store(self._store, 0), self._replicas)}
 

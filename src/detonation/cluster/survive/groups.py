@@ -79,7 +79,7 @@ class Group:
         self._group: Any = ProcessGroupGloo(store, rank, size, how)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
         self._works: list[dist.Work] = []
-        with suppress(RuntimeError, OSError):  # the store may be lost now: the group is connected
+        with suppress(RuntimeError, OSError):  # a lost store does no harm: the group is connected
             drop_strangers(self._group, store)
 
     @staticmethod

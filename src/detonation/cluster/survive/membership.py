@@ -347,9 +347,9 @@ class Membership:
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
-        """True if `rank` is lost: it has ended, or has sent no heartbeat for the limit. The limit
-        is `silence_s`, or `confirm_s` when at least `confirm_s` have passed after a loss was
-        noticed.
+        """True if `rank` is lost: it has ended, or has sent no heartbeat for longer than a limit.
+        The limit is `confirm_s` seconds if more than `confirm_s` seconds have passed since this
+        rank noticed a loss, else `silence_s` seconds.
         """
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
         if had_time:
@@ -360,7 +360,7 @@ class Membership:
 
     def has_ended(self, rank: int) -> bool:
         """True if `rank` missed a heartbeat, and its host refuses connections to its port, although
-        it accepted them before.
+        the host accepted a connection before.
         """
         return self._is_late(rank) and refuses(self.ports.get(rank, ""))
 
@@ -465,7 +465,7 @@ class Membership:
         self._hear(dict(zip(watched, found, strict=True)), count)
         lost = self._finds_loss(members, count)
         if lost:
-            # no harm if all ranks have agreed without the lost rank: no rank reads old epochs' keys
+            # if all ranks have agreed meanwhile, no rank reads this key of the old epoch any more
             self._beats.set(call, "1")
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:

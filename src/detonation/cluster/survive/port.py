@@ -135,7 +135,7 @@ class Presence:
         self._beats: dict[int, tuple[bytes, float]] = {}
 
     def require(self) -> None:
-        """Raises `ReplicaLost` if no replica of the run exists any more. It asks the store at most
+        """Raises `ReplicaLost` if no replica of the run exists any more. Asks the store at most
         once per second.
         """
         now = time.monotonic()
@@ -283,8 +283,8 @@ class Ways:
         return find_way(self._host)
 
     def line(self, way: Way) -> str:
-        """Returns a log line that says on which interface this rank listens; "" if it is
-        loopback.
+        """Returns a log line that says on which interface this rank listens; "" if this interface
+        is loopback.
         """
         if way.interface != LOOPBACK:
             return describe_ways([str(way)], self._name)

@@ -57,8 +57,7 @@ _log = logging.getLogger("detonation")
 
 
 class SurvivingCommunicator(AxisEnd):
-    """The end of an elastic axis between replicas, on one rank.
-
+    """The communicator of one rank on an elastic axis between replicas.
     losses: the losses, departures and joins after which this rank continued. host: lets new
     replicas join. listening: a text about the interface on which this rank listens; "" if it is
     loopback.
@@ -430,7 +429,7 @@ class SurvivingCommunicator(AxisEnd):
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
         agreements = self._regroup()
-        with self._changed:  # a new optimizer must also get the new members
+        with self._changed:  # hold the lock: an optimizer created now must get the new members
             for end in (self, *self.users.present):
                 end.pending += changes_of(before, agreements)
         self._log_change(before, agreements[-1], time.monotonic() - noticed)

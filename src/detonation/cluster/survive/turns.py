@@ -29,7 +29,7 @@ class Turns:
     optimizer on this rank. steps: number of steps that the optimizer has begun, used only in
     messages. ahead: the number of a turn minus the number of its step. over: True if a rank does
     not have the optimizer any more, or if another optimizer has begun to train one of its
-    parameters; the next step of the optimizer sets it to False. trained: references to the
+    parameters; the next step of the optimizer sets `over` to False. trained: references to the
     parameters that the optimizer trains, by their id.
     """
 
@@ -130,7 +130,7 @@ class AxisUsers:
         return [user.number for user in present]
 
     def let_go(self) -> None:
-        """Releases the optimizers that `hold` and `add` keep alive."""
+        """No longer keeps alive the optimizers that `hold` and `add` have kept alive."""
         self._held = []
 
     def company(self, of: "AxisUser", gone: Collection[int]) -> list["AxisUser"]:

@@ -198,8 +198,7 @@ class Host:
 
 
 class AxisEnd(ElasticCommunicator):
-    """The end of an elastic axis on one rank, for an optimizer or another user of the axis.
-
+    """The communicator of one user of an elastic axis, such as an optimizer, on one rank.
     layout: the replicas that this user counts as members, by their numbers at the start of the run.
     adopted: the turn (step of the optimizer) from which the user uses this layout. pending:
     agreements on members that the user does not use yet. name: the first part of the names of its
@@ -242,12 +241,12 @@ class AxisEnd(ElasticCommunicator):
         self.layout = members
         self.replica = members.index(self.axis.host.membership.replica)
         self.channels = 0
-        self.adopted = turn  # makes names of text channels unique: the same members may return
+        self.adopted = turn  # keeps names of text channels unique: members may return later
 
 
 class AxisUser(AxisEnd):
-    """The end of an elastic axis for one optimizer. The optimizer uses new members from its own
-    next step on.
+    """The communicator of one optimizer on an elastic axis. The optimizer uses new members from its
+    own next step on.
 
     Until this step a lost replica counts as absent for the optimizer. Several optimizers on the
     axis may be in different steps. All ranks create the optimizers in the same order.
@@ -345,7 +344,7 @@ class AxisUser(AxisEnd):
 
         left: replicas that have left before this step.
         """
-        # one lock: no report of this rank may be written between the change and the step's begin
+        # one lock: write no report of this rank after members change and before the step begins
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(left)

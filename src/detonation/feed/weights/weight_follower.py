@@ -146,9 +146,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
         After a base (a file with all weights), the patches contain all values that differ from the
         model's previous values. If a server has the weights of `model` before the first call, it
-        has the same weights as `model` after each call. This fails if a call raised an error, or if
-        `update` was called between two calls. `follow(wait=True)` already changes `model`, so copy
-        the weights to the server after it.
+        has the same weights as `model` after each call. The weights may differ after a call that
+        raised an error, or if `update` was called between two calls. `follow(wait=True)` already
+        changes `model`, so copy the weights to the server after `follow`.
 
         Example:
             >>> import tempfile
