@@ -35,8 +35,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
     Only one save runs at a time: `save` waits until the previous save has ended. `wait` returns the
-    checkpoint that a save has written, or raises its error. Failures are also in the log and in
-    `news`. A `with` block ends after the last save has ended, unless an exception ends the block.
+    checkpoint that a save has written, or raises the error of the save. Failures are also in the
+    log and in `news`. A `with` block ends after the last save has ended, unless an exception ends
+    the block.
 
     Args:
         directory: for the checkpoints. Without a shared file system each node has its own, with

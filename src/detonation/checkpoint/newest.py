@@ -146,7 +146,7 @@ def _files(
 
 
 def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str:
-    """A text that names the replicas whose files are missing on nodes that need them, and the
+    """A text that names the replicas whose files are missing on nodes that need them, and gives a
     remedy; "" if no node misses a file that another node has.
 
     If all ranks see the same files, a missing file is a fault of the checkpoint, and this text does

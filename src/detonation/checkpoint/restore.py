@@ -47,8 +47,8 @@ _BY_REPLICA = ("taken", "local_steps")
 def restore(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated
 ) -> tuple[str, Callable[[], str]]:
-    """Loads the state in `saved` into model and optimizer. After the call, the caller compares the
-    replicas.
+    """Loads the state in `saved` into model and optimizer. The caller must compare the replicas
+    after this call.
 
     Returns:
         In words, how the saved state was merged into this run; and a collective function, which
@@ -569,7 +569,9 @@ def _merge_server_residual(
 
 
 def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
-    """Returns `source`. Raises `ValueError` if its shape or dtype differs from `target`."""
+    """Returns `source`. Raises `ValueError` if the shape or dtype of `source` differs from that of
+    `target`.
+    """
     _require_alike(key, target, source.dtype, tuple(source.shape))
     return source
 

@@ -1,4 +1,6 @@
-"""The state of one rank under the names that saving and loading share, and its copy on the host."""
+"""The state of one rank under the names that saving and loading share, and the copy of this state
+on the host.
+"""
 
 import json
 import logging
@@ -319,8 +321,8 @@ def _cut_shared(snapshot: Snapshot, part: Snapshot, pieces: Mapping[str, Tensor]
 def _renumber(
     snapshot: Snapshot, part: Snapshot, replicator: Replicator, number: int, level: int
 ) -> None:
-    """Copies the local state of `replicator` from `snapshot` to `part`. In `snapshot` its keys have
-    the number `number`, in `part` the number `level`.
+    """Copies the local state of `replicator` from `snapshot` to `part`. The keys of this state
+    contain the number `number` in `snapshot`, and `level` in `part`.
     """
     before = f"replica.{number}."
     for key, tensor in snapshot.tensors.items():

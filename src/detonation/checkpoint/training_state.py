@@ -58,10 +58,10 @@ class TrainingState(Stateful):
         return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the result of `state_dict` of a run with as many replicas and shards as this run.
-        All ranks must call this function together.
+        """Loads what `state_dict` returned in a run with as many replicas and shards as this run
+        has. All ranks must call this function together.
 
-        The state of a replica that does not fit is refused before any state has changed.
+        Raises an error before any state has changed, if the state of this replica does not fit.
         """
         optimizer = self._optimizer
         coordinates = optimizer.coordinates

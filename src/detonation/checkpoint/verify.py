@@ -37,7 +37,7 @@ class VerifyReport:
     differences between replicas, as text. apart: for replicas that may differ by rounding, the
     largest distance between two tensors relative to their norm; None if replicas must be equal.
     compared: the number of tensors per shard that must be equal on all replicas. uncompared: the
-    reason if that number is 0. elsewhere: the files on other nodes, which this node cannot read;
+    reason if `compared` is 0. elsewhere: the files on other nodes, which this node cannot read;
     `faults` does not cover these files.
     """
 

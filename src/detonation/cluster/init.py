@@ -155,8 +155,8 @@ def join_world(asked: str | None = None) -> torch.device:
     already. Returns this rank's device.
 
     Without a launcher, this process is a world of one rank. The new group can send tensors of the
-    CPU and of a device of type `asked`; if `asked` is None, this function chooses the type. A
-    process that has a group keeps its current GPU. Raises `ValueError` like `meet`.
+    CPU and of a device of type `asked`; if `asked` is None, this function chooses the device type.
+    A process that has a group keeps its current GPU. Raises `ValueError` like `meet`.
     """
     position = launch_position(os.environ)
     if dist.is_initialized():
@@ -188,7 +188,8 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     If this rank waits for ranks that have left the run, the watch calls `end` with the reason.
 
     The watch also makes the kernel drop connections of foreign programs to this rank's ports. In a
-    world of one rank this function starts no watch, and only makes the kernel drop them.
+    world of one rank this function starts no watch, and only makes the kernel drop these
+    connections.
     """
     global _watch
     store = distributed_c10d._get_default_store()

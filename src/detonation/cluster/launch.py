@@ -345,8 +345,8 @@ def _require_start(
     check: Callable[[], object],
     interface: str,
 ) -> None:
-    """Checks what this rank can check alone. If a check fails, makes all ranks refuse the start,
-    and raises `WorldError`.
+    """Makes the checks that this rank can make alone. If one fails, makes all ranks refuse the
+    start, and raises `WorldError`.
     """
     try:
         allow_open_files(position.world_size)

@@ -234,9 +234,7 @@ def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | Non
 
 
 def _remedy(sizes: Sequence[int], world: int) -> str:
-    """Returns the advice for the user, as text, if the replicas' `sizes` do not add up to `world`
-    ranks.
-    """
+    """Returns advice for a user whose replicas' `sizes` do not add up to `world` ranks."""
     if world == 1 and launch_position(os.environ) is None and sum(sizes) > 1:
         script = "your_script.py"
         if sys.argv[0].endswith(".py"):

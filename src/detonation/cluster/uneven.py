@@ -125,8 +125,8 @@ class UnevenAxis(Communicator):
                     dist.broadcast(piece, first, group)
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """Returns the pieces of all ranks for `Clip`, which clips gradients, in the same order on
-        all ranks. The pieces that other ranks hold are empty here.
+        """Returns the pieces of all ranks, in the same order on all ranks, for `Clip`, which clips
+        gradients. The pieces that other ranks hold are empty here.
         """
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()

@@ -94,7 +94,7 @@ class Admission:
         self._next_look = 0.0
 
     def after_step(self) -> None:
-        """Opens a feed for a new replica that asks to join, and closes it after the replica has
+        """Opens a feed for a new replica that asks to join. Closes the feed after this replica has
         joined or is lost.
         """
         guest = self._axis.host.guest

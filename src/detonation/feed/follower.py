@@ -466,8 +466,8 @@ def follow(
 
 
 def _require_no_folder(address: str) -> None:
-    """Raises `ValueError` if `address` is the text of a folder, because only a `Path` or a
-    `RemoteFolder` is one.
+    """Raises `ValueError` if `address` is the text of a folder, because a folder must be given as a
+    `Path` or a `RemoteFolder`.
     """
     if "://" in address:
         raise ValueError(f"{address!r} must be HOST:PORT, or a folder as RemoteFolder({address!r})")

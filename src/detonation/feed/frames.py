@@ -43,7 +43,7 @@ class BadFrame(DetonationError, ConnectionError):
 class FrameSocket:
     """Sends and receives frames over a connection after its handshake.
 
-    A frame has a checksum under the `key` of the handshake, and the checksum also covers the number
+    A frame has a checksum under the `key` of the handshake, and the checksum also covers the index
     of the frame. So nobody on the network can change, insert, repeat or omit a frame without
     detection. Frames are not encrypted.
 

@@ -238,8 +238,8 @@ def joined_optimizer(
     axis: Axis,
     safety: Safety,
 ) -> Replicated:
-    """Creates an optimizer over the parameters of `model` along `axis`. It continues at the step
-    that `shards` have reached, and its memory of unsent values is empty.
+    """Creates an optimizer over the parameters of `model` along `axis`. The optimizer continues at
+    the step that `shards` have reached, and its memory of unsent values is empty.
 
     Collective over `axis`; see `Follower.join`.
     """
@@ -318,8 +318,8 @@ def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
 
 
 def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
-    """Joins the parts of a tensor from all shards in new memory. If a value is not cut into parts,
-    returns the value of the first shard.
+    """Joins the parts of a tensor from all shards in a new tensor. If a value is not cut into
+    parts, returns the value of the first shard.
     """
     first = parts[0]
     box = boxes[0]

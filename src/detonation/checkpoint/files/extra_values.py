@@ -1,5 +1,5 @@
-"""Encodes the values that a caller saves in a checkpoint as JSON. They are decoded to values that
-are equal in value and type.
+"""Encodes the values that a caller saves in a checkpoint as JSON. Decoding gives values that are
+equal in value and type.
 
 A value that would not decode to an equal value is refused, and the error names its key. Plain JSON
 values are written unchanged: text, booleans, integers, finite floats, None, lists, and dicts whose

@@ -40,8 +40,8 @@ class Box:
 
     @classmethod
     def of_shard(cls, tensor: Tensor, shard: int, shards: int) -> "Box":
-        """The part of `tensor` that rank `shard` holds, if FSDP2 splits its first dimension over
-        `shards` ranks.
+        """The part of `tensor` that rank `shard` holds, if FSDP2 splits the first dimension of the
+        tensor over `shards` ranks.
         """
         first, *rest = tensor.shape
         each = -(-first // shards)

@@ -178,9 +178,10 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Corrects the lines of operations that were measured only with small messages: at most a
-    quarter of the largest message that was measured at all. From their own sizes on, such lines
-    rise at about the rate of the operation that was measured with the largest message.
+    """Corrects the lines of operations that were measured only with small messages: of at most a
+    quarter of the bytes of the largest message that any operation was measured with. Beyond its own
+    messages, such a line then rises at about the rate of the operation that was measured with the
+    largest message.
     """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent
@@ -323,8 +324,8 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh, everyone: Everyone) -> float:
-    """Returns the seconds for sending `nbytes` bytes to `peer` while as many bytes arrive from it.
-    A rank without a peer only enters the barrier.
+    """Returns the seconds for sending `nbytes` bytes to `peer` while as many bytes arrive from
+    `peer`. A rank without a peer only enters the barrier.
     """
     device = torch.device(axis.device_type)
     if dist.get_backend(axis.get_group()) == "gloo":  # gloo sends from host memory only

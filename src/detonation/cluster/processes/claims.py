@@ -2,9 +2,9 @@
 numbers of replicas and shards.
 
 Replicas that are separate worlds get their numbers from users, who may give one number to two
-replicas, or different counts. While a rank waits in the store in which the replicas meet, it writes
-a claim of its number there again and again, each time with a higher count. So a claim that changes
-belongs to a live process, and keys of earlier starts do not matter.
+replicas, or different counts. While a rank waits in the store in which the replicas meet, the rank
+writes a claim of its number to this store again and again, each time with a higher count. So a
+claim that changes belongs to a live process, and keys of earlier starts do not matter.
 """
 
 import json
@@ -22,7 +22,7 @@ _SIZE = "detonation/counts"
 
 
 def this_process() -> str:
-    """Returns a name of this process that users on other machines can understand."""
+    """Returns a name of this process that users can understand on other machines, too."""
     return f"process {os.getpid()} on {platform.node()}"
 
 
@@ -30,8 +30,8 @@ class Claim:
     """The claim of a rank to its number. `rank` belongs to `replica` of `replicas` with `shards`
     ranks each.
 
-    If the claim conflicts with the claim of another process, a method writes the reason to the
-    store for the waiting ranks, and raises `RefusedStart`.
+    If the claim conflicts with the claim of another process, the methods write the reason to the
+    store for the waiting ranks, and raise `RefusedStart`.
     """
 
     def __init__(self, store: Store, replica: int, replicas: int, shards: int, rank: int) -> None:

@@ -36,7 +36,7 @@ def allow_open_files(ranks: int = 1) -> None:
     """Raises the soft limit of open files of this process to its hard limit, but to at most
     `_MOST_OPEN`.
 
-    gloo aborts the process if it accepts a connection when no file descriptor is free. It also
+    gloo aborts the process if it accepts a connection when no file descriptor is free. gloo also
     never closes connections of foreign programs. Raises `ValueError` if the hard limit is too low
     for a run of `ranks` ranks.
     """

@@ -4,8 +4,8 @@ for a lost rank.
 A process group cannot distinguish a slow peer from a dead peer, and gloo cannot be interrupted. A
 rank may wait for the whole timeout of a collective if its peer is stopped or cut off, or if a rank
 that is not its neighbour dies. So a thread of each rank increments a counter on a heartbeat board
-that all ranks share. A rank is lost if its counter does not change for longer than a limit. The
-rank that notices the loss posts a notice on the board, and all ranks end.
+that all ranks share. A rank counts as lost if its counter does not change for longer than a limit.
+The rank that notices the loss posts a notice on the board, and all ranks end.
 """
 
 import contextlib
@@ -158,8 +158,8 @@ class StoreBoard:
         return hmac.compare_digest(found.encode(), self._signed(notice).encode())
 
     def close(self, others: int) -> None:
-        """Closes the board. On the machine that hosts the store, waits until the other ranks,
-        `others` in number, have closed it, too.
+        """Closes the board. On the machine that hosts the store, waits until the other ranks
+        (`others` is their count) have closed the board, too.
         """
         deadline = time.monotonic() + _READING_S
         closed = self._store.add(_key("closed"), 1)

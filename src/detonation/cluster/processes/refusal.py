@@ -118,8 +118,8 @@ class Preparation:
         self._announces = True
 
     def prepared(self) -> None:
-        """Announces that this rank's set-up has ended. From now on the other replicas survive its
-        loss.
+        """Announces that this rank's set-up has ended. From now on the other replicas survive the
+        loss of this rank.
         """
         self._store.set(_prepared(self._rank), "1")
 
@@ -197,8 +197,8 @@ def _prepared(rank: int) -> str:
 
 
 def _said(store: Store) -> dict[str, Any]:
-    """Returns the newest refusal; an empty dictionary if there is none. Reads it in one request.
-    With a second request, another rank could remove the refusal in between.
+    """Returns the newest refusal; an empty dictionary if there is none. Reads the refusal in one
+    request: between two requests another rank could remove it.
     """
     said: dict[str, Any] = json.loads(store.compare_set(_KEY, "", "").decode() or "{}")
     return said

@@ -329,7 +329,8 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 
 def hosts_store(env: Mapping[str, str], rank: int) -> bool:
     """True if the end of `rank` may end the store before ranks on other machines have read from it.
-    If the agent of torchrun hosts the store, the agent ends once any rank on its machine failed.
+    If the agent of torchrun hosts the store, the agent ends once any rank on its machine has
+    failed.
     """
     if _agent_hosts_store(env):
         return env.get("GROUP_RANK") == "0" and env.get("GROUP_WORLD_SIZE") != "1"

@@ -78,8 +78,8 @@ _has_launcher = False
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Context manager that records a request to stop in the yielded `Stop`. A second request ends
-    the process with exit code 128 + the number of its signal.
+    """Context manager that yields a `Stop`, in which it records a request to stop. A second request
+    ends the process with exit code 128 + the number of its signal.
 
     Ctrl-C also ends the process, unless Ctrl-C was ignored before. Only the main thread may enter
     this context. A nested call yields the outer `Stop`.

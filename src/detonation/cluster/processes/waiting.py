@@ -1,9 +1,9 @@
-"""Logs which ranks a rank waits for, if it makes no progress in a step that other ranks have not
-begun.
+"""Logs for which ranks a rank waits, if this rank makes no progress in a step that other ranks have
+not begun.
 
 A collective cannot distinguish a slow network from a rank that never calls the collective. So each
 rank publishes its progress in the store of its process group. This costs a few bytes per change of
-progress, and no work in a step. If a rank waits for ranks that have left the run, it ends its
+progress, and no work in a step. A rank that waits for ranks that have left the run ends its
 process, because network libraries cannot stop waiting.
 """
 
@@ -237,7 +237,8 @@ def _named(ranks: Collection[int] | str) -> str:
 
 class Watch:
     """Publishes this rank's progress in `store`, and logs if this rank waits, until `stop` is
-    called. Meanwhile it makes the kernel drop foreign connections to the gloo groups of this rank.
+    called. Meanwhile this object makes the kernel drop foreign connections to the gloo groups of
+    this rank.
 
     The first line is logged after `line_s` seconds without progress. `end` ends this process for a
     given reason. Another thread calls `end`, because the main thread waits inside the network

@@ -159,7 +159,7 @@ class Stores:
         )
 
     def _is_over(self, call: Call, deadline: float) -> bool:
-        """Waits until `call` is decided, or beaten by another client. Returns True if it is
+        """Waits until `call` is decided, or beaten by another client. Returns True if `call` is
         decided.
         """
         with self._changed:

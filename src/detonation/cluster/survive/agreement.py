@@ -1,5 +1,5 @@
-"""Records with which ranks agree which replicas are members: reports of ranks, agreements, and the
-keys of the store that hold them.
+"""Records with which ranks agree which replicas are members: reports of ranks and agreements. The
+module also has the keys of the store that hold these records.
 """
 
 import json
@@ -43,8 +43,8 @@ def pace_of(beat: bytes) -> float:
 
 
 def progress_of(beat: bytes) -> tuple[int, Standing]:
-    """Returns the number of the last exchange that a rank has started, and its progress in its
-    training loop. Both are part of its heartbeat `beat`.
+    """Returns the number of the last exchange that a rank has started, and the rank's progress in
+    its training loop. Both are part of the rank's heartbeat `beat`.
 
     >>> progress_of(beat_of(12, 0.25, 40, Standing(21, "inside")).encode())
     (40, Standing(steps=21, where='inside'))
@@ -72,17 +72,17 @@ class RankReport:
     floor: the rank has finished all collectives up to this number. beyond: later collectives that
     the rank has finished. absent: for each finished collective that the rank still holds, the
     replicas that took no part in it. begun: number of steps that the rank has begun, used only in
-    log lines. guest: the joining replica for which the rank waits; -1 for none. A rank of the
+    texts for users. guest: the joining replica for which the rank waits; -1 for none. A rank of the
     joining replica reports its own replica here if it has the training state of the step. users:
-    for each optimizer on the axis, the number of turns (see `Turns`) that it has begun.
-    entered: for each optimizer, the number of turns for which the rank already knows which replicas
-    leave or join before them. leaves: True if the rank's replica was asked to leave. departing:
-    leaving replicas, each with the turns of all optimizers before which it leaves, and the
-    optimizers that a rank had dropped when all ranks agreed on the departure. coming: the turn
-    before which a replica joins, and the number of this replica. alive: numbers of the optimizers
-    that exist on the rank. apart: replicas that this rank cannot reach. late: replicas that have
-    not begun the exchange in which this rank waits. ahead: members of the process group that this
-    rank has formed in advance for a joining replica.
+    for each optimizer on the axis, the number of turns (see `Turns`) that it has begun. entered:
+    for each optimizer, the number of turns for which the rank already knows which replicas leave or
+    join before them. leaves: True if the rank's replica was asked to leave. departing: leaving
+    replicas, each with the turns of all optimizers before which it leaves, and the optimizers that
+    a rank had dropped when all ranks agreed on the departure. coming: the turn before which a
+    replica joins, and the number of this replica. alive: numbers of the optimizers that exist on
+    the rank. apart: replicas that this rank cannot reach. late: replicas that have not begun the
+    exchange in which this rank waits. ahead: members of the process group that this rank has formed
+    in advance for a joining replica.
     """
 
     floor: int
@@ -126,8 +126,8 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """First step that no rank has begun. Use it only in texts for users: training may return to
-        an earlier step.
+        """First step that no rank has begun. Use this number only in texts for users: training may
+        return to an earlier step.
         """
         return max((report.begun for report in self.reports.values()), default=0)
 
@@ -448,7 +448,7 @@ def latest_members(store: Store, replicas: int) -> list[int]:
 
 
 def note_gone(store: Store, rank: int) -> None:
-    """Writes to the store that `rank` has ended. The launcher of this rank calls it."""
+    """Writes to the store that `rank` has ended. The launcher of this rank calls this function."""
     store.set(axis_key("beat", rank), GONE.decode())
 
 

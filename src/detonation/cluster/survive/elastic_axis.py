@@ -68,7 +68,7 @@ class Survival:
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a replica in a run: the store in which all replicas meet, and its own number."""
+    """A replica's position in a run: the store where all replicas meet, and its replica number."""
 
     store: Store
     replica: int
@@ -220,8 +220,8 @@ def elastic(
     end: Callable[[str], object] | None = None,
     link: str = "",
 ) -> SurvivingCommunicator:
-    """Creates an axis between replicas for `replicate`, on which training continues after replicas
-    are lost. Collective.
+    """Creates an axis between replicas for `replicate`. Training on this axis continues after
+    replicas are lost. Collective.
 
     A replica is lost if one of its ranks is killed, stopped, or cut off from the store. The other
     replicas notice the loss, agree on who remains, complete the interrupted exchange and continue
@@ -343,13 +343,13 @@ _ALL = 2**62
 
 
 class Guest:
-    """A replica that joins a run while its other replicas train; see `admitted`. All ranks of the
-    replica construct it together.
+    """A replica that joins a run while the other replicas of the run train; see `admitted`. All
+    ranks of the replica construct it together.
 
     number: the number of the replica; numbers are never reused. hosts: the replicas that train.
-    members: the members in the last agreement that it has read. giver: the replica from which it
-    gets the training state; -1 for none. postponed: how often the members went on without it,
-    because it lacked the state.
+    members: the members in the last agreement that this replica has read. giver: the replica that
+    sends the training state; -1 for none. postponed: how often the members went on without this
+    replica, because it lacked the state.
 
     Args:
         store: Where the replicas meet; see `elastic`.
@@ -568,7 +568,7 @@ class Guest:
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
         """Reads the new agreements, and returns the agreement that makes this replica a member. If
-        there is none yet, writes `report` for the next epoch, and returns None.
+        no agreement does so yet, writes `report` for the next epoch, and returns None.
 
         Raises `ReplicaLost` if the members have agreed to continue without this replica.
         """

@@ -119,8 +119,8 @@ class Group:
 
         gloo's `abort` and `shutdown` do nothing, and its destructor waits for running collectives
         up to their timeout. So another thread keeps the group until these collectives have ended.
-        If no collective is running, the sockets close immediately. This wakes other members that
-        still wait for a message.
+        If no collective is running, the sockets close immediately. The closed sockets wake other
+        members that still wait for a message.
         """
         held = [(self._group, [work for work in self._works if not work.is_completed()])]
         self._group = None
@@ -230,9 +230,9 @@ class NumberedCollective:
     """A collective that this rank has started. The rank keeps its record until every replica has
     finished the collective.
 
-    layout: the replicas that counted as members at its start, by their numbers at the start of the
-    run. floor: when it started, all ranks had finished the collectives up to this number.
-    members: the replicas of `layout` that still take part.
+    layout: the replicas that counted as members when the collective started, by their numbers at
+    the start of the run. floor: when the collective started, all ranks had finished the collectives
+    up to this number. members: the replicas of `layout` that still take part.
     """
 
     number: int

@@ -72,9 +72,9 @@ class Membership:
     rank knows of a loss or another event, so that it must call `agree`. under_way: True if the
     first steps are over, so that a rank without heartbeats is lost sooner. guest: the next replica
     that may join. guest_asks: True if that replica has asked to join. guest_comes: True if all
-    ranks have agreed on the turn before which it joins. leaves: True if this replica was asked to
-    leave, and not all other ranks know this yet. waits_in: the number of the exchange for which the
-    main thread waits; 0 for none. started: the last exchange that this rank has started. apart,
+    ranks have agreed on the turn before which `guest` joins. leaves: True if this replica was asked
+    to leave, and not all other ranks know this yet. waits_in: the number of the exchange for which
+    the main thread waits; 0 for none. started: the last exchange that this rank has started. apart,
     late: replicas that this rank will report as unreachable or late; see `PartitionWatch`. failure:
     the error because of which this rank cannot continue. told: True if the main thread knows this
     error. start: the set-up of this rank.
@@ -174,8 +174,8 @@ class Membership:
             self._notice()
 
     def call_if_left(self) -> None:
-        """Makes all remaining ranks call `agree` if a rank has ended. Use it while no collective is
-        running: otherwise a failing collective shows the loss.
+        """Makes all remaining ranks call `agree` if a rank has ended. Use this method while no
+        collective is running: otherwise a failing collective shows the loss.
 
         Raises the error of this rank if this rank cannot continue.
         """
@@ -400,8 +400,8 @@ class Membership:
         return store.check(keys) and has_giver([store.get(key).decode() for key in keys], members)
 
     def _look_for_guest(self) -> None:
-        """Checks whether a replica asks to join. Once this replica has the training state, makes
-        all ranks agree on the step before which it joins.
+        """Checks whether a replica asks to join. Once that replica has the training state, makes
+        all ranks agree on the step before which that replica joins.
         """
         guest = self.guest
         ranks = ranks_of_replicas([guest], self.shards)
@@ -566,7 +566,7 @@ class Membership:
 
     def awaited(self) -> Awaited:
         """Returns an `Awaited` with which this rank waits during training for ranks that are alive,
-        at most `patience_s` seconds. It logs for which ranks it waits.
+        at most `patience_s` seconds. This object logs for which ranks this rank waits.
         """
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S, ends=False)
 

@@ -1,18 +1,18 @@
 """Detects network partitions in a thread that sends no requests to the store, so that it cannot
 block in a request.
 
-Each rank of a membership has a `PartitionWatch`. It watches three things that may stop answering,
-each with its own time limit:
+Each rank of a membership has a `PartitionWatch`, which watches three things that may stop
+answering. Each of them has its own time limit:
 
 1. *The store.* A request to the store may never return if packets are dropped. A rank ends if the
    store does not answer for as long as the other ranks wait for the heartbeats of this rank. So the
    rank ends at about the time when the other ranks continue without it.
 2. *The network between two replicas* that both send heartbeats. A rank that makes no progress in an
-   exchange asks the kernels of the other ranks. It reports each rank whose kernel does not answer
-   for `silence_s` as unreachable. All ranks apply the same rule to the reports
+   exchange asks the kernels of the other ranks. This rank reports each rank whose kernel does not
+   answer for `silence_s` as unreachable. All ranks apply one rule to the reports
    (`those_that_go_on`), which removes one replica of each pair without connection.
-3. *A replica that sends heartbeats, but does not begin an exchange*. It counts as late after
-   `patience_s`, and is removed.
+3. *A replica that sends heartbeats, but does not begin an exchange*. Such a replica counts as late
+   after `patience_s`, and is removed.
 
 The store keeps the first decision, so two groups of replicas never continue separately.
 """
@@ -177,7 +177,7 @@ class PartitionWatch:
     def _silences(self, now: float) -> dict[int, float]:
         """Returns, for each rank that has answered before, the seconds for which it has not
         answered. The seconds count from the rank's last answer, or from the time at which this wait
-        begins to ask the ranks, whichever is later. They are negative before that time.
+        begins to ask the ranks, whichever is later. The seconds are negative before that time.
         """
         asked = self._since + WAIT_LINE_S
         found = {}

@@ -99,8 +99,9 @@ def _address_towards(host: str) -> str:
 
 
 def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
-    """Tests whether the process at the port `name` exists. Returns True if it accepts a connection,
-    False if its host refuses the connection, None if no answer comes within `patience_s`.
+    """Tests whether the process at the port `name` exists. Returns True if the process accepts a
+    connection, False if its host refuses the connection, None if no answer comes within
+    `patience_s` seconds.
     """
     host, _, port = name.partition(" ")
     if not port:
@@ -115,8 +116,8 @@ def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
 
 
 def refuses(name: str) -> bool:
-    """True if the host refuses connections to the port `name`, which means that its process has
-    ended.
+    """True if the host refuses connections to the port `name`, which means that the process with
+    this port has ended.
     """
     return knock(name) is False
 

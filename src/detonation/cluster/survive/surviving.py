@@ -58,9 +58,10 @@ _log = logging.getLogger("detonation")
 
 class SurvivingCommunicator(AxisEnd):
     """The communicator of one rank on an elastic axis between replicas.
+
     losses: the losses, departures and joins after which this rank continued. host: lets new
-    replicas join. listening: a text about the interface on which this rank listens; "" if it is
-    loopback.
+    replicas join. listening: a text about the interface on which this rank listens; "" if this
+    interface is loopback.
 
     All ranks start the same collectives in the same order, so each collective has a number. After a
     loss the ranks compare which collectives they have finished. If only some ranks have finished a
@@ -177,8 +178,8 @@ class SurvivingCommunicator(AxisEnd):
         return self._membership.least
 
     def depart(self) -> None:
-        """Asks that this replica leave before one of the next steps, for example in a handler of
-        SIGTERM.
+        """Asks all replicas to let this replica leave before one of the next steps, for example in
+        a handler of SIGTERM.
 
         All replicas agree on the step. At that step open rounds end, and another replica receives
         this replica's unsent state of all optimizers on the axis. The step of this replica then
@@ -191,9 +192,9 @@ class SurvivingCommunicator(AxisEnd):
         """Returns this rank's part of the examples of a step, in micro-batches of at most
         `largest`.
 
-        The members together have each of the `examples` once, for any number of members. So a step
-        keeps its examples when replicas are lost or join. Call `optimizer.renumber()` first, so
-        that the axis has the members of this step.
+        The members together compute each of the `examples` once, for any number of members. So a
+        step keeps its examples when replicas are lost or join. Call `optimizer.renumber()` first,
+        so that the axis has the members of this step.
 
         Example:
             >>> import torch, torch.distributed as dist, detonation as dt
@@ -375,8 +376,8 @@ class SurvivingCommunicator(AxisEnd):
         return each.result
 
     def _take(self, each: NumberedCollective) -> bool:
-        """Records the result of the collective `each`, which has ended. Returns False if it
-        failed.
+        """Records the result of the collective `each`, which has ended. Returns False if the
+        collective failed.
         """
         if each.flight is None or not each.flight.good:
             return False
@@ -435,8 +436,8 @@ class SurvivingCommunicator(AxisEnd):
         self._log_change(before, agreements[-1], time.monotonic() - noticed)
 
     def _regroup(self) -> list[Agreement]:
-        """Agrees on the members with all ranks, and forms their process group. Repeats both if
-        another replica is lost meanwhile. Returns all agreements.
+        """Agrees on the members with all ranks, and forms their process group. Agrees and forms a
+        group again if another replica is lost meanwhile. Returns all agreements.
         """
         membership = self._membership
         why = ""

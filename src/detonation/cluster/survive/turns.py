@@ -26,8 +26,8 @@ class Turns:
 
     begun: number of turns that the optimizer has begun. entered: number of turns for which this
     rank already knows which replicas leave or join before them. first: the first turn of the
-    optimizer on this rank. steps: number of steps that the optimizer has begun, used only in
-    messages. ahead: the number of a turn minus the number of its step. over: True if a rank does
+    optimizer on this rank. steps: number of steps that the optimizer has begun, used only in texts
+    for users. ahead: the number of a turn minus the number of its step. over: True if a rank does
     not have the optimizer any more, or if another optimizer has begun to train one of its
     parameters; the next step of the optimizer sets `over` to False. trained: references to the
     parameters that the optimizer trains, by their id.
@@ -52,8 +52,8 @@ class Turns:
         self.ahead = self.begun - step
 
     def begin(self, step: int) -> None:
-        """Records that the optimizer begins the turn (see `Turns`) of `step`, also if it has begun
-        this turn before.
+        """Records that the optimizer begins the turn (see `Turns`) of `step`, also if the optimizer
+        has begun this turn before.
         """
         turn = self.of(step)
         self.begun = max(self.begun, turn + 1)
@@ -101,8 +101,8 @@ class AxisUsers:
     def add(self, user: "AxisUser", holds: bool) -> None:
         """Adds the optimizer `user` to the axis.
 
-        holds: True if the axis keeps its optimizers alive at present; it then keeps `user` alive,
-        too.
+        holds: True if the axis keeps its optimizers alive at present; the axis then keeps `user`
+        alive, too.
         """
         self._users[user.number] = weakref.ref(user)
         if holds:
@@ -211,8 +211,8 @@ def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[
     """Returns those of the successive `agreements` that change the members. At first the members
     are `members`.
 
-    A rank may agree several times in one recovery. It uses each of these agreements, because other
-    ranks may have begun a turn (a step of an optimizer) after an earlier agreement.
+    A rank may agree several times in one recovery. The rank uses each of these agreements, because
+    other ranks may have begun a turn (a step of an optimizer) after an earlier agreement.
     """
     found = []
     for each in agreements:
@@ -237,8 +237,8 @@ def new_departures(
     """Returns the departures of members that were asked to leave according to `agreement`. Returns
     none if fewer than `least` members would stay.
 
-    departing: departures on which all ranks agreed before. Their replicas leave as it was agreed
-    then.
+    departing: departures on which all ranks agreed before, and which this agreement does not
+    change.
     """
     stay = {*agreement.members} - departing.keys()
     leave = sorted(stay & agreement.asked(shards))

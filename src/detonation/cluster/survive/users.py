@@ -29,11 +29,12 @@ _LOST = b"-"
 
 
 class StoreTexts:
-    """Gathers texts from the ranks of all `members` through the store. Only one thread may use it
-    at a time.
+    """Gathers texts from the ranks of all `members` through the store. Only one thread may use this
+    object at a time.
 
     The store keeps the first value of a key. So if a rank is lost, either all remaining ranks get
-    its text, or none of them gets it. No other exchange of texts may have the same name `channel`.
+    the text of the lost rank, or none of them does. No other exchange of texts may have the same
+    name `channel`.
     """
 
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
@@ -137,7 +138,7 @@ class Host:
 
     def tell_entry(self, guest: int, entry: GuestEntry) -> None:
         """Tells the joining replica `guest` before which turn and step of which optimizer it joins,
-        because the members now begin to wait for it there.
+        because the members now begin to wait for this replica.
         """
         told = f"{entry.user} {entry.turn} {entry.step}"
         self.membership.store.set(axis_key("entry", guest), told)
@@ -199,6 +200,7 @@ class Host:
 
 class AxisEnd(ElasticCommunicator):
     """The communicator of one user of an elastic axis, such as an optimizer, on one rank.
+
     layout: the replicas that this user counts as members, by their numbers at the start of the run.
     adopted: the turn (step of the optimizer) from which the user uses this layout. pending:
     agreements on members that the user does not use yet. name: the first part of the names of its

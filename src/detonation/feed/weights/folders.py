@@ -23,7 +23,7 @@ class Folder(Protocol):
     """A folder whose files are found by name.
 
     Readers must see each file complete or not at all. All methods raise `OSError` on failure.
-    `names` raises `FileNotFoundError` if a trainer must make the folder and has not made it yet.
+    `names` raises `FileNotFoundError` if a trainer must make the folder, but has not done so yet.
     """
 
     def names(self) -> list[str]: ...

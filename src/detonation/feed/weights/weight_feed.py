@@ -1,5 +1,5 @@
-"""The weight feed: any training loop calls it after a step, and readers get the exact weights of
-that step.
+"""The weight feed: any training loop calls the feed after a step, and readers get the exact weights
+of that step.
 """
 
 import logging
@@ -216,7 +216,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
     def _remove_old(self, folder: Folder, run: int) -> None:
         """Removes the files before the second newest base of this run. The second newest base
-        stays, so that a reader that has begun to read it has time to finish.
+        stays, so that a reader that has begun to read this base has time to finish.
         """
         try:
             names = folder.names()
