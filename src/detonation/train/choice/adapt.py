@@ -80,8 +80,8 @@ class Followed:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
-        """Reads the state from the result of `table()`, for a run with these replicas and shards.
-        Raises `ValueError` if `table` is damaged.
+        """Reads the state of an adapter from the result of `table()`. `replicas` and `shards` are
+        the numbers of the run. Raises `ValueError` if `table` is damaged.
         """
         try:
             operations = {
@@ -104,11 +104,11 @@ class Followed:
 class Adapter:
     """Changes an argument of the run's scheme so that the waiting time stays within a budget.
 
-    It measures how long ranks wait in the exchanges of the run. In each step ranks also exchange
-    reports of their losses. These reports are tiny, so the wait for them shows the latency. The
-    planner predicts the wait for a message at any rate, so a measured wait shows the rate. The
-    adapter uses the shortest wait of all replicas, because the slowest replica waits only for the
-    link, and the other replicas also wait for that replica.
+    The adapter measures how long ranks wait in the exchanges of the run. In each step ranks also
+    exchange reports of their losses. These reports are tiny, so the wait for them shows the
+    latency. The planner predicts the wait for a message at any rate of the link, so a measured wait
+    shows this rate. The adapter uses the shortest wait of all replicas: the slowest replica waits
+    only for the link, while each other replica waits for the slowest replica, too.
     """
 
     def __init__(self, session: Session, followed: Followed) -> None:
@@ -166,8 +166,8 @@ class Adapter:
         network = followed.network.faster(followed.times, followed.later)
 
         def expected(times: float, later: float) -> tuple[float, float]:
-            """Returns the predicted seconds of waiting for a message, and for a report of a
-            loss.
+            """Returns two predictions: the seconds of waiting for a message, and the seconds of
+            waiting for the reports of losses.
             """
             link = network.faster(times, later)
             return cost(now, self._work, link).exposed_s, report_s(now, self._work, link)
@@ -176,9 +176,8 @@ class Adapter:
         later = 1 / followed.later
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
-        # If the measured waits fit the link at the start of the run better than the current link,
-        # the link has recovered. Without this check `_factors` may find a speed between the
-        # speed at the start and the current speed.
+        # The link has recovered if the waits fit its first speed better than its current speed.
+        # Without this check `_factors` may find a speed between the first and the current speed.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)
@@ -195,15 +194,15 @@ class Adapter:
         return times, later, dict(chosen.arguments)
 
     def _least(self, seconds: Sequence[float]) -> float:
-        """Returns the shortest wait of all replicas. The wait of a replica is the longest wait of
-        its shards.
+        """Finds, for each shard, the shortest wait of all replicas. Returns the longest of these
+        waits.
         """
         shards = self._session.config.mesh.shards
         return max(min(seconds[shard::shards]) for shard in range(shards))
 
     def _settings(self) -> list[Scheme]:
-        """Returns the schemes to which the run can change: the scheme at the start, the current
-        scheme, and the scheme at the start with other values of one argument.
+        """Returns the schemes to which the run can change: its first scheme, its current scheme,
+        and its first scheme with another value of one argument.
         """
         now = _present(self._session)
         found = {spelled(scheme): scheme for scheme in (self._first, now)}
@@ -219,7 +218,8 @@ class Adapter:
 
     def _collectives(self, scheme: Scheme) -> list[str]:
         """Returns the collective that each shard would use with `scheme`. A change of the
-        collective would lose the owners' residuals (the part of an aggregate that was not sent).
+        collective would lose the residuals of the owners (the parts of aggregates that the owners
+        have not sent).
         """
         replicas = self._session.config.mesh.replicas
         return [
@@ -258,8 +258,8 @@ def _factors(
     if shows_latency:
         later = 1 / _large(explained(reported, lambda x: expected(1.0, 1 / x)[1], certain))
     times = explained(waited, lambda x: expected(x, later)[0], certain)
-    # The time of backward may hide the wait for reports. So also test whether latency alone
-    # explains the wait for messages.
+    # Backward may hide the wait for reports, which shows the latency.
+    # So test whether a change of latency alone explains the wait for messages.
     if times == later == 1.0:
         later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
     return _large(times), _large(later)
@@ -274,8 +274,9 @@ def _large(factor: float) -> float:
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
     """Returns the factor by which the rate of the link must have changed to explain a measured
-    wait: the factor closest to 1. Returns 1 if even a link 64 times as fast would wait longer. The
-    smallest result is 1/64.
+    wait. If several factors explain the wait, returns the factor closest to 1. Returns 1 if the
+    predicted wait exceeds the measured wait even on a link 64 times as fast. The smallest result is
+    1/64.
 
     Args:
         waited_s: Measured wait.
@@ -312,8 +313,8 @@ def _typical(waits: Sequence[float], every: int) -> float:
 
 
 def set_message_timeouts(session: Session) -> None:
-    """Sets the timeouts of this rank so that its largest message can arrive at the rate
-    `peers.lowest_bits_per_s`, or at the rate of a slower emulated link.
+    """Sets the timeouts of this rank. Within them the rank's largest message can arrive at the rate
+    `peers.lowest_bits_per_s` or, if an emulated link is slower, at the rate of that link.
     """
     config = session.config
     _, scheme = session.optimizer.levels[0]

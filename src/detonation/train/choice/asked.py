@@ -69,8 +69,9 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """Returns one configuration of the recipe for each candidate scheme, by the text of the
-        scheme. There are several settings of each scheme, among them the settings in the recipe.
+        """Returns one configuration of the recipe for each candidate scheme. The keys are the
+        candidate schemes as text. Each registered scheme has several candidate settings, among them
+        the settings in the recipe.
 
         Omits the scheme `none` if the recipe requires equal replicas.
         """
@@ -85,7 +86,7 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # empty: the error is in the recipe itself
+                    if not arguments:  # without arguments the error is in the recipe
                         raise
         return found
 
@@ -95,7 +96,8 @@ class Asked:
         return check_config(self.layers.under(scheme["name"], arguments))
 
     def check(self) -> Config:
-        """Returns the recipe with full synchronisation.
+        """Checks the recipe with each candidate scheme. Returns the configuration of the recipe
+        with full synchronisation.
 
         Raises `ValueError` if the recipe would fail with any of the candidate schemes.
         """
@@ -129,16 +131,16 @@ def goal_of(config: Config, work: Work) -> Goal:
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
-    """Returns the arguments of `chosen` whose values differ from those that the recipe sets for
-    this scheme.
+    """Returns the arguments of `chosen` whose values differ from the values that the recipe sets
+    for the same scheme.
     """
     own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
     return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 
 
 def standing(layers: Layers) -> Config:
-    """Returns the configuration of the recipe. If its scheme is "auto" and no scheme has been
-    chosen yet, the result uses full synchronisation.
+    """Returns the configuration of the recipe. If the recipe's scheme is "auto" and no scheme has
+    been chosen yet, this configuration uses full synchronisation.
     """
     config = layers.config()
     if Auto.of(config) is None:

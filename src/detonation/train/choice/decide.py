@@ -52,7 +52,7 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
     candidates = asked.candidates()
     device = everyone.device
     config = asked.check()
-    # This session only measures, and the run later builds another session with its own weights.
+    # This session only measures: the run later builds a second session, with weights of its own.
     session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
     measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
     network = Network.of_axis(measured, session.config.mesh.shards)
@@ -85,13 +85,14 @@ def _search(
     network: Network,
     work: Work,
 ) -> tuple[Option, list[Option], Work]:
-    """Returns the chosen option, all options, and `work` with the measured times of optimizer
-    steps.
+    """Returns the chosen option, all options, and a copy of `work` with the measured times of
+    optimizer steps.
 
     The optimizer step of a scheme is measured only if the scheme would be chosen. After a
     measurement the choice is made again, because the time of the step changes the share of the time
     that ranks wait. A step without an exchange takes the same time under all settings of a scheme.
-    So all settings get the shortest measured time of such a step.
+    So all settings of a scheme get the shortest time that was measured for a step without an
+    exchange.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -118,8 +119,8 @@ def _search(
 def _share_local_time(
     steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
 ) -> None:
-    """Sets the time of a step without an exchange (in `steps`) to the shortest time that was
-    measured under any setting of the same scheme.
+    """Changes `steps`: under all settings of the scheme `measured`, a step without an exchange gets
+    the shortest time that was measured for such a step.
     """
 
     def kind(name: str) -> tuple[str, object]:
@@ -137,8 +138,8 @@ def adapter_of(
 ) -> tuple[Adapter | None, list[str]]:
     """Returns the adapter of a run with `scheme.adapt`, and the lines to print.
 
-    The adapter's state comes from the checkpoint, or in a new run from the measurements for the
-    choice of the scheme.
+    In a new run, the adapter's state comes from the measurements with which the scheme was chosen.
+    In a resumed run, it comes from the checkpoint.
     """
     if asked is None or not asked.auto.adapt:
         return None, []
@@ -158,8 +159,8 @@ def adapter_of(
 def chosen_config(
     asked: Asked, begun: Path | None, everyone: Everyone, axis: SurvivingCommunicator | None
 ) -> tuple[Config, Chosen | None]:
-    """Returns the configuration of the run. If the scheme is chosen now, also returns this choice.
-    Collective.
+    """Returns the configuration of the run. If this call chooses the scheme, it returns this
+    choice, too. Collective.
 
     begun: directory of a run that began earlier. Such a run keeps the scheme that its directory
     names.

@@ -25,8 +25,8 @@ _REPEATS = 5
 
 
 def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float]:
-    """Returns the median seconds of forward and backward of a step, and their spread (interquartile
-    range / median).
+    """Returns the median seconds that forward and backward of a step take, and the spread of these
+    seconds (interquartile range / median).
 
     Collective.
     """
@@ -50,8 +50,7 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     def of_others(record: logging.LogRecord) -> bool:
         return record.thread != mine
 
-    # Hide warnings that a setting raises the loss, because this optimizer only measures times and
-    # trains nothing.
+    # Hide warnings that a setting raises the loss, because this optimizer trains nothing.
     log.addFilter(of_others)
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
@@ -81,8 +80,8 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
 
 
 def _times(function: Callable[[], object], everyone: Everyone) -> list[float]:
-    """Returns the seconds of each of several calls of `function`. All ranks start a call together,
-    and the time of the slowest rank is used.
+    """Returns the seconds of each of several calls of `function`. All ranks start each call
+    together. The seconds of a call are those of the slowest rank.
     """
     times = []
     for _ in range(_REPEATS):

@@ -1,5 +1,5 @@
-"""Saves and loads the checkpoints of a run. They are checkpoints of the library that also contain
-the recipe and the counts of faults.
+"""Saves and loads the checkpoints of a run. Besides the state that `save_checkpoint` saves, such a
+checkpoint contains the recipe and the counts of faults.
 """
 
 import json
@@ -31,14 +31,14 @@ change; the others are read only by a new run.
 _MARKED = 3
 """Number of training examples whose hash a checkpoint contains."""
 
-# The run prints the messages of this logger itself.
+# Without this handler, Python would print the warnings of the logger a second time.
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
 def save_async(
     session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
 ) -> None:
-    """Starts to save a checkpoint, and returns before it is complete. Collective.
+    """Starts to save a checkpoint, and returns before the checkpoint is complete. Collective.
 
     Args:
         before: Faults counted before this start of the run; the checkpoint holds the counts of all
@@ -56,8 +56,8 @@ def save_async(
     divided = session.world_size == session.world.parts
     if divided and isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
-        # If a replica is lost here, the checkpoint has no positions. A resumed run then reads the
-        # stream again up to the step of the checkpoint.
+        # If a replica is lost here, the checkpoint lacks the positions in the stream.
+        # Without these positions, a resumed run reads the stream from its start.
         with suppress(PeerLost):
             positions = session.world.texts().gather(json.dumps(position))
             extra["positions"] = [json.loads(text) for text in positions]
@@ -180,8 +180,8 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
 
 
 def _other_batch(saved: Table, here: Table) -> list[str]:
-    """Returns a line if the number of examples in a step differs from the number at the checkpoint;
-    otherwise returns no line.
+    """Returns a line if the number of examples in a step differs from the number when the
+    checkpoint was saved; otherwise returns no line.
     """
     was, now = _examples_of_step(saved), _examples_of_step(here)
     if was is None or was == now:
@@ -202,15 +202,16 @@ def _examples_of_step(settings: Table) -> int | None:
 
 
 def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
-    """Raises `ValueError` if the options of the saved optimizer differ from those of this run,
-    except lr.
+    """Raises `ValueError` if an option of the saved optimizer differs from the same option in this
+    run. The option lr may differ.
 
-    A checkpoint restores the options, so a changed option would have no effect; only lr follows the
-    schedule of this run. If this run has another optimizer, its options are not compared.
+    A loaded checkpoint sets the options to the saved values, so a changed option would have no
+    effect; only lr follows the schedule of this run. If the optimizers of run and checkpoint have
+    different names, their options are not compared.
     """
     if was.get("name") != now["name"]:
         return
-    # a checkpoint of an older version may lack a setting, whose default then was in effect
+    # a checkpoint of an older version may lack this setting, which then had its default value
     was = {"embedding_lr_ratio": OptimizerConfig.embedding_lr_ratio, **was}
     for key in was.keys() | now.keys():
         if key != "lr" and was.get(key) != now.get(key):

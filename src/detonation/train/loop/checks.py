@@ -288,7 +288,7 @@ def scheme_of(level: LevelConfig) -> Scheme:
 
 def check_types(key: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Raises `ValueError` if an argument has a type that the annotation of `function` does not
-    allow. Checks only plain annotations.
+    allow. Ignores annotations that are not plain types or unions of plain types.
     """
     if inspect.isclass(function):
         function = function.__init__

@@ -15,21 +15,21 @@ from detonation.train.loop.session import Session
 
 @torch.no_grad()
 def validate(session: Session) -> dict[str, float]:
-    """Returns `val_loss`, the mean loss of all predictions, and for classes also `val_accuracy`.
+    """Returns `val_loss`, the mean loss of all predictions. If the data have classes, also returns
+    `val_accuracy`.
 
     Collective: ranks divide the batches among them.
     """
     train = session.config.train
     session.model.eval()
-    # sums over batches: loss, number of predictions, number of correct predictions (NaN without
-    # classes)
+    # sums over batches: losses, predictions, correct predictions (NaN if there are no classes)
     sums = torch.zeros(3, dtype=torch.float64, device=session.device)
     most = train.validation_batches * train.batch_size
     held_out = list(batches(session.data.validation, train.batch_size, most))
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
-        # FSDP gathers weights in each forward, so a rank without a batch must run forward, too. It
-        # repeats a batch whose result is not counted.
+        # FSDP gathers weights in each forward, so a rank without a batch must run forward, too.
+        # Such a rank repeats a batch, and does not count the loss.
         index = i * session.world_size + session.rank
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):
@@ -64,14 +64,12 @@ def translate(session: Session) -> dict[str, float]:
     bleu = BLEU()
     assert isinstance(pairs, TranslationPairs)
     session.model.eval()
-    # [10]: number of matching n-grams for n from 1 to 4, number of all n-grams for n from 1 to 4,
-    # length of the translations, length of the references
+    # [10]: 4 counts of matching n-grams, 4 of all n-grams, lengths of translations and references
     counts = torch.zeros(10, dtype=torch.int64, device=session.device)
     wanted = min(train.bleu_sentences, len(pairs))
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
-        # A rank without sentences must run forward, too. It translates a sentence whose result is
-        # not counted.
+        # A rank without sentences must run forward, too, so it translates one without counting it.
         indices = [*mine] or [0]
         batch = to(pairs[torch.tensor(indices)], session.device)
         ids = greedy(session, batch)
@@ -91,8 +89,8 @@ def translate(session: Session) -> dict[str, float]:
 
 
 def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
-    """Translates a batch by greedy decoding. Returns token ids `[B, target_length]`: as many per
-    sentence as the labels have.
+    """Translates a batch by greedy decoding. Returns token ids `[B, target_length]`: for each
+    sentence as many ids as the labels have.
     """
     model: Any = session.model
     ids = [torch.full_like(batch["labels"][:, 0], model.config.decoder_start_token_id)]
@@ -101,8 +99,7 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
         with autocast(session):
             output = model(**given, decoder_input_ids=ids[-1][:, None], use_cache=True)
         ids.append(output.logits[:, -1].argmax(-1))
-        # The next pass reads only the last token, and reuses the encoder's output and the cached
-        # keys and values.
+        # the next pass reuses the encoder's output and the cached keys, and reads only one token
         given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         cached = "past_key_values"
         if hasattr(output, "cache"):  # transformers 5.24 renamed `past_key_values` to `cache`

@@ -2,7 +2,7 @@
 
 A step consists of *parts*, one for each rank. Each part has `train.accumulate` batches of
 `train.batch_size` examples. With `train.constant_batch` an elastic run keeps its number of parts:
-after replicas were lost or joined, the current ranks divide the parts among them.
+after replicas were lost or joined, the current ranks divide the parts among themselves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ def draws(session: Session, step: int) -> Iterator[tuple[dict[str, Tensor], floa
     batch is the weighted sum of the mean losses of its micro-batches.
 
     A batch is always drawn whole, so that its augmentation does not depend on the ranks that divide
-    it. It is drawn only once, because a stream can only be read forwards.
+    it. A batch is drawn only once, because a stream can only be read forwards.
     """
     drawn = -1
     whole: dict[str, Tensor] = {}

@@ -77,7 +77,7 @@ def fit(
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # the current number of this rank selects its data
+        session.optimizer.renumber()  # this rank's data depend on its index
         meter.begin()
         with _safely():
             if rounds:
@@ -178,8 +178,8 @@ class _Meter:
 
 
 def _held_out(session: Session, steps: int) -> dict[str, Any]:
-    """Returns the metrics on held-out data after `steps` steps; empty if the recipe validates at
-    other steps only. Collective.
+    """Returns the metrics on held-out data after `steps` steps. Returns {} if the recipe does not
+    validate after this step. Collective.
     """
     train = session.config.train
     last = steps == train.steps
@@ -209,11 +209,11 @@ def _taking(session: Session) -> int | None:
 
 class UnevenRounds:
     """Computes the gradients of rounds in which slower replicas run fewer steps. All ranks exchange
-    their losses and signals once per round.
+    their losses and stop signals once per round.
 
     A replica whose loss is not finite skips the rest of the round. At the end of the round all
-    ranks learn of nonfinite losses and of stop signals. The loss that a step reports is the mean of
-    all ranks in the previous round. In the first round it is the latest loss of this rank.
+    ranks learn of nonfinite losses and of stop signals. A step reports the mean loss of all ranks
+    in the previous round. In the first round, a step reports the latest loss of this rank.
     """
 
     def __init__(self, session: Session, until: int) -> None:
@@ -223,14 +223,14 @@ class UnevenRounds:
         self._loss = math.nan
         self._known = False
         self._losses: list[float] = []  # losses of this rank in the current round
-        self._lost_at = 0  # number of the step in which the loss was not finite; 0 if there is none
+        self._lost_at = 0  # the step whose loss was not finite; 0 if there is none
 
     def ends(self, step: int) -> bool:
         """True if `step` is the last step of a round or of the run."""
         return (step + 1) % self._every == 0 or step + 1 == self._until
 
     def gradients(self, step: int) -> Outcome:
-        """Computes the gradients of one step, unless this replica skips it."""
+        """Computes the gradients of one step, unless this replica skips the step."""
         session = self._session
         if not session.optimizer.idle and not self._lost_at:
             total = 0.0
@@ -250,8 +250,8 @@ class UnevenRounds:
         return Outcome(self._loss, asked=0, agreeing_s=0.0)
 
     def agreed(self, stop: Stop) -> Outcome:
-        """Exchanges losses and signals with all ranks at the end of a round. Returns the outcome of
-        the round. Collective.
+        """Exchanges losses and stop signals with all ranks at the end of a round. Returns the
+        outcome of the round. Collective.
         """
         own = [
             sum(self._losses),
@@ -280,9 +280,10 @@ class UnevenRounds:
 
 
 def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
-    """Computes the gradients of one step, and exchanges its loss with all ranks. Collective.
+    """Computes the gradients of one step, and exchanges the loss of the step with all ranks.
+    Collective.
 
-    If a scheme sends gradients during backward, it cannot take sent gradients back. So ranks wait
+    If a scheme sends gradients during backward, sent gradients cannot be taken back. So ranks wait
     for the losses of all ranks before they send the first message. With other schemes, ranks wait
     for the losses after backward.
     """
@@ -293,8 +294,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
         if len(losses) < passes:
             loss.backward()  # type: ignore[no-untyped-call]
     total = torch.stack(losses).sum().float()
-    # `report` is [4] fp32: loss, signal, and the seconds of computing and of waiting in the last
-    # step
+    # shape [4] fp32: loss, signal, and the last step's seconds of computing and of waiting
     report = total.new_tensor([0.0, stop.number, *session.waits.own])
     report[0] = total
     agreement = _Agreement(session, step, stop, session.world.all_gather(report))
@@ -328,8 +328,7 @@ class _Agreement:
 
     def reports(self) -> list[list[Any]]:
         """Returns the reports of all ranks, in rank order. Waits until the reports have arrived."""
-        # This is no cached property, because its lock would block the threads of other simulated
-        # replicas.
+        # no cached property, whose lock would block the threads of other simulated replicas
         if self.arrived is None:
             began = time.perf_counter()
             self.arrived = self.arriving()
@@ -338,10 +337,10 @@ class _Agreement:
 
     @property
     def precedes_backward(self) -> bool:
-        """True if ranks must know the losses of all ranks before backward. There are three reasons:
-        backward changes the memory of compressed communication between shards (shard wire), an
-        elastic run finds lost replicas in this exchange, or `adapt` measures the latency of this
-        exchange.
+        """True if all ranks must exchange their losses before backward. There are three possible
+        reasons: backward changes the memory of the shard wire (compressed communication between
+        shards), an elastic run finds lost replicas in the exchange of losses, or `adapt` measures
+        the latency of this exchange.
         """
         session = self.session
         is_elastic = isinstance(session.world, ElasticRanks)
@@ -368,8 +367,8 @@ class _Agreement:
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """Yields the loss of each micro-batch of this rank.
 
-    Each loss is scaled: the sum over this rank's micro-batches, averaged over all ranks, is the
-    mean loss over all batches of the step.
+    Each loss is scaled: the sum of a rank's losses, averaged over all ranks, is the mean loss over
+    all batches of the step.
     """
     batches = session.config.train.accumulate * session.world.parts
     _seed_dropout(session, step)
@@ -389,7 +388,7 @@ def _seed_dropout(session: Session, step: int) -> None:
     """
     seed = (session.config.seed * 1_000_003 + step) * session.world_size + session.rank
     if session.device.type == "cpu":
-        # For each absent accelerator, `torch.manual_seed` would queue a call with a stack trace.
+        # `torch.manual_seed` would queue a call with a stack trace for each absent accelerator.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -425,8 +424,8 @@ def _mean_loss(session: Session, step: int, reports: list[list[float]]) -> float
 
 @contextmanager
 def _safely() -> Iterator[None]:
-    """Raises `Unsafe` if the optimizer refuses to continue in the `with` block, in backward or in
-    its step.
+    """Context manager for backward and the optimizer's step. Raises `Unsafe` if the optimizer
+    refuses to continue.
 
     All ranks raise the same error.
     """

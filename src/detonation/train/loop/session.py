@@ -58,8 +58,8 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
         axis: Replaces the outermost axis, such as `surviving_axis` in an elastic run.
     """
     replicas = config.mesh.replicas
-    # In an elastic run each replica of the outermost level has its own process group. `replicas`
-    # then counts only the replicas inside that group.
+    # An elastic run has one process group for each replica of the outermost level.
+    # In an elastic run `replicas` counts only the replicas inside that process group.
     if config.mesh.elastic:
         replicas = config.nodes_inside
     nodes = config.mesh.nodes or config.mesh.shards
@@ -119,8 +119,8 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
 
 
 def seeded_model(config: Config) -> nn.Module:
-    """Builds the model of `config` with its initial weights. The table [train] says how its layers
-    run (compiled, or with recomputed activations).
+    """Builds the model of `config` with its initial weights. The table [train] says whether the
+    layers of the model are compiled, and whether they recompute activations.
     """
     torch.manual_seed(config.seed)
     return _with_layers(build_model(config.model.name, config.model.arguments), config.train)

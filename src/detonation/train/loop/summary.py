@@ -24,7 +24,7 @@ _LATEST = 20
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of faults, by kind.
+    """Counts of faults, by kind.
 
     Args:
         skipped: For each parameter, how many contributions of replicas were left out because a
@@ -53,8 +53,8 @@ def saved_counts(extra: Mapping[str, Any]) -> Counts:
 
 
 def counted(session: Session, before: Counts) -> Counts:
-    """Returns the counts of faults since this start plus the counts `before` it. All ranks get the
-    same result. Collective.
+    """Returns the counts of faults since this start plus the counts `before` this start. All ranks
+    get the same counts. Collective.
     """
     names = [name for name, _ in session.model.named_parameters()]
     skipped = session.optimizer.stats.skipped_by_parameter
@@ -63,11 +63,10 @@ def counted(session: Session, before: Counts) -> Counts:
     mine = torch.tensor([*counts, refused], device=session.device)
     gathered = torch.tensor(session.world.all_gather(mine)())
     replicas = torch.split_with_sizes(gathered, session.world.sizes)
-    # replicas of different sizes shard the parameters differently, so compare sums over their ranks
+    # replicas of different sizes shard parameters differently, so first sum over their ranks
     if len({*session.world.sizes}) > 1:
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # Use the maximum over replicas, because only the owner of a row (the replica that aggregates
-    # it) sees these faults.
+    # The maximum over replicas: some faults are seen only by an owner (a replica that aggregates).
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     now = Counter(dict(zip(names, here, strict=True)))
     together = Counter(before.skipped) + now
@@ -150,7 +149,8 @@ def summarise(
 
 
 def _apart(session: Session) -> dict[str, float]:
-    """Returns the largest distance between replicas, relative to the norm of a tensor. Collective.
+    """Returns the largest distance between a tensor on two replicas, relative to the norm of the
+    tensor. Collective.
 
     The result is empty if replicas must be equal, or if the distance is not finite.
     """
@@ -206,13 +206,14 @@ def _examples(session: Session) -> int:
 class FullSync:
     """Bytes that one replica sends over an axis in a step of full synchronisation.
 
-    bytes: the bytes with the current number of replicas.
+    bytes: the bytes that a replica sends with the current number of replicas.
 
-    weights: bytes of one replica in fp32; None if the number of replicas is constant.
+    weights: the size of one replica's weights in fp32, in bytes; None if the number of replicas is
+    constant.
 
-    replicas: number of replicas in each step whose record does not name a number.
+    replicas: the number of replicas in a step whose record does not state this number.
 
-    members: number of these replicas that form one replica of the outermost axis.
+    members: how many of these replicas together form one replica of the outermost axis.
     """
 
     bytes: int
@@ -246,8 +247,7 @@ def full_sync_by_level(session: Session) -> list[FullSync]:
     """
     dense = [session.world.over_shards(each) for each in session.optimizer.dense_bytes_by_level]
     found = [FullSync(each) for each in dense]
-    # With `train.balance`, a record counts only the replicas that ran its step. All replicas
-    # exchange, so the record cannot be used.
+    # Under `train.balance` all replicas exchange, but a record counts only those that ran its step.
     if isinstance(session.world, ElasticRanks) and not session.config.train.balance:
         trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
         numel = sum(local(each).numel() for each in trained)

@@ -72,8 +72,8 @@ class Ranks(_Together):
         self._comm = CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
-            # Counts go over gloo, in host memory, because a device would first finish its queue.
-            # All ranks must create the groups of all replicas.
+            # Counts are summed by gloo in host memory: a device would first finish its queue.
+            # All ranks must create the process groups of all replicas.
             ends = [*accumulate(sizes)]
             for size, end in zip(sizes, ends, strict=True):
                 ranks = range(end - size, end)
@@ -89,8 +89,7 @@ class Ranks(_Together):
         with self._comm.active():
             everyone = values.new_empty(self.size, *values.shape)
             if self._is_gloo:
-                # gloo's all-gather waits once for each other rank, in a ring, but this collective
-                # waits only once
+                # all-to-all waits only once, but gloo's all-gather waits once for each other rank
                 copies = values.expand_as(everyone).contiguous()
                 work = dist.all_to_all_single(everyone, copies, async_op=True)
             else:
@@ -166,8 +165,8 @@ class ElasticRanks:
 
     def share_of(self, replica: int, members: Sequence[int], of_part: int) -> range:
         """Returns the positions of the examples that `replica` computes in a step of the replicas
-        `members`. The range is empty if `replica` is not one of these. Replicas have their numbers
-        from the start of the run.
+        `members`. The range is empty if `replica` is not among `members`. Both arguments use the
+        numbers that replicas had at the start of the run.
         """
         if replica not in members:
             return range(0)
@@ -217,8 +216,9 @@ class ElasticRanks:
         return self._axis.texts()
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """Returns the signal that ends the run, as `Ranks.stopped_by` does, with one exception. If
-        enough replicas remain, SIGTERM and SIGHUP end only the replicas that received them.
+        """Returns the number of the signal that ends the run after this step; 0 if there is none.
+        If enough replicas remain, SIGTERM and SIGHUP do not end the run: they end only the replicas
+        that received them.
         """
         of_replicas = torch.tensor(numbers).view(-1, self._ranks)
         terminated = (of_replicas == signal.SIGTERM) | (of_replicas == signal.SIGHUP)
@@ -226,8 +226,8 @@ class ElasticRanks:
         others = {*numbers} - {0, signal.SIGTERM, signal.SIGHUP}
         if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
-        # A signal to all replicas may reach some replicas one step earlier than others. So a
-        # replica leaves one step after it has seen its own signal, when every signal is known.
+        # A signal to all replicas may reach some replicas one step earlier than other replicas.
+        # So a replica leaves one step after its own signal, when the signals of all are known.
         if mine and self._asked:
             self._axis.depart()
         self._asked = mine > 0
@@ -310,7 +310,7 @@ def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str
     """Raises `ValueError` on all ranks if the settings or flags of a rank differ from those of rank
     0.
 
-    Collective. With other flags, a rank could skip a collective for which the other ranks wait.
+    Collective. With different flags, a rank could skip a collective for which other ranks wait.
     flags: flags of the command line, by name.
     """
     gathered = texts.gather(json.dumps({**_alike(config), **flags}))
@@ -360,8 +360,9 @@ class Waits:
 
     Each rank reports its busy and its waiting seconds in the message that carries its loss. Between
     two reports, the slowest replica is the replica that was busy longest. Each other replica waited
-    for the slowest replica for at most the difference of their busy seconds. All other waiting of a
-    replica is network time. The sums start again at 0 when the number of replicas changes.
+    for the slowest replica for at most the difference between the busy seconds of these two
+    replicas. All other waiting of a replica is network time. The sums start again at 0 when the
+    number of replicas changes.
 
     >>> waits = Waits()
     >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])
@@ -417,7 +418,7 @@ class Waits:
 
         - `seconds[i][j]`: seconds that replica i waited for replica j.
         - `network_s[i]`: seconds that replica i waited for the network.
-        - `slowest`: number of the replica for which other replicas waited longest.
+        - `slowest`: index of the replica for which other replicas waited longest.
         - `lasted_s`: duration of all steps in seconds, as a mean over replicas.
         """
         seconds = self._waited[:, :-1]

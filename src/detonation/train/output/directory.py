@@ -61,8 +61,8 @@ _SINGLY = " rounded singly"
 
 
 def bits_of_steps() -> dict[str, str]:
-    """Returns hashes of the weights after three steps of each optimizer on fixed numbers, by name
-    of the optimizer.
+    """Returns hashes of the weights after three steps of each optimizer, by name of the optimizer.
+    The steps start from fixed weights and use fixed gradients.
 
     If these hashes are equal on two machines, replicas on these machines stay bitwise equal.
     """
@@ -167,7 +167,8 @@ class InUse(ValueError):
 
 
 def log_starts(path: Path) -> list[int]:
-    """Returns the steps at which the files of the run's update log begin, read from their names.
+    """Returns the steps at which the files of the run's update log begin. The names of the files
+    contain these steps.
 
     A new file begins after each checkpoint.
     """
@@ -193,8 +194,7 @@ def check_free(
     entries = []
     if path.is_dir():
         entries = [entry.name for entry in path.iterdir()]
-    # Check the lock after listing the entries: a process locks the directory before it creates
-    # other entries.
+    # Check the lock after the list: a process locks the directory before it creates files there.
     _require_unlocked(path)
     held = [
         name
@@ -260,7 +260,7 @@ def _require_unfinished(path: Path, resume: bool, train: TrainConfig | None) -> 
 
 
 def _require_own_run(path: Path, resume: bool, saved: bool) -> None:
-    """Raises `ValueError` unless the files in `path` belong to a run, and `resume` asks to continue
+    """Raises `ValueError` unless the files in `path` belong to a run and `resume` asks to continue
     this run.
     """
     ours = saved or (path / CONFIG).exists()
@@ -446,7 +446,7 @@ def _take(file: IO[str], path: Path) -> None:
     except BlockingIOError as error:
         file.seek(0)
         who = "another process"
-        # the process that holds the lock may be writing this file now
+        # the file may be incomplete, because the process that holds the lock may be writing it
         with suppress(ValueError, LookupError, TypeError):
             owner = json.loads(file.read())
             who = f"process {owner['pid']} since {owner['since']}"

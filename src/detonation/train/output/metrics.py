@@ -227,8 +227,8 @@ class Portion:
 
 
 def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Portion) -> str:
-    """Returns a line about the steps in `records`, the steps since the last printed line: the last
-    loss and lr, the mean bytes and the mean time.
+    """Returns a line about `records`, the steps since the last printed line. The line holds the
+    last loss and lr, and the mean bytes and the mean time per step.
     """
     last = records[-1]
     count = len(records)

@@ -36,8 +36,8 @@ class Screen(AbstractContextManager["Screen"]):
         self._silent = False
 
     def start(self, done: int, total: int) -> None:
-        """Shows a progress bar of `total` steps. Earlier starts of the run have finished `done` of
-        them.
+        """Shows a progress bar of `total` steps, of which earlier starts of the run have finished
+        `done`.
         """
         if self._silent or not _can_live(self._console):
             return
@@ -48,8 +48,7 @@ class Screen(AbstractContextManager["Screen"]):
             TimeRemainingColumn(compact=True, table_column=cropped),
             TextColumn("left{task.fields[latest]}", style="cyan", table_column=cropped),
         )
-        # The bar does not refresh itself, because a forked process would lack rich's refresh
-        # thread. The speed is the mean over all steps.
+        # no automatic refresh: a forked process would lack the thread that refreshes the bar
         self._bar = Progress(
             *columns,
             console=self._console,
@@ -119,6 +118,5 @@ def _console(to_stderr: bool) -> PlainConsole:
 
 
 def _can_live(console: PlainConsole) -> bool:
-    # With FORCE_COLOR, which many CI systems set, rich treats a pipe as a terminal, so check the
-    # file, too.
+    # check the file, too, because rich treats a pipe as a terminal if FORCE_COLOR is set
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal

@@ -48,8 +48,8 @@ class TensorBoard:
     def __init__(self, path: Path, config: Config, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A step that a resumed run repeats replaces its earlier values. A killed run loses at most
-        # the values of the last ten seconds.
+        # If a resumed run repeats a step, the new values of the step replace its earlier values.
+        # A killed run loses at most the values of its last ten seconds.
         folder = str(path / "tensorboard")
         repeated = None
         if done:
@@ -110,13 +110,13 @@ class Trackio(WeightsAndBiases):
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            # `run.finish()` alone is not enough: trackio would finish again at exit, and print
+            # after `run.finish()` alone, trackio would finish again at exit, and print lines
             trackio.finish()
 
 
 class Web:
-    """Serves a page about the run in `path` at http://127.0.0.1:PORT. A process of its own reads
-    the files of the run.
+    """Serves a page about the run in `path` at http://127.0.0.1:PORT. A separate process reads the
+    files of the run.
     """
 
     def __init__(self, path: Path, config: Config, done: int, port: int = PORT) -> None:
@@ -263,8 +263,8 @@ def _opener(name: str) -> Opener:
 
 
 def values(record: Record) -> dict[str, float]:
-    """Returns the numbers of a step by name, for example `loss` and `bytes_sent`. With several
-    levels, each axis has a name such as `bytes_sent/rack`.
+    """Returns the measured values of a step by name, for example `loss` and `bytes_sent`. With
+    several levels, each axis has its own value, such as `bytes_sent/rack`.
     """
     found: dict[str, float] = {}
     for name, value in record.values().items():
@@ -273,6 +273,6 @@ def values(record: Record) -> dict[str, float]:
         elif name == "waits":
             for i, row in enumerate(value["seconds"]):
                 found |= {f"waited/{i} for {j}": seconds for j, seconds in enumerate(row) if i != j}
-        elif name not in ("step", "setting"):  # a setting is text, not a number
+        elif name not in ("step", "setting"):  # the value of `setting` is a text
             found[name] = value
     return found

@@ -65,7 +65,7 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
 
     The name is one of `optimizer_classes`, or "package.module:function" for a class or a function
     that takes parameter groups and `lr`. If parameter groups have different learning rates, the
-    schedule scales each of these rates. Raises `ValueError` for a wrong name or argument.
+    schedule scales each of these learning rates. Raises `ValueError` for a wrong name or argument.
     """
     arguments = dict(chosen.arguments)
     for key, value in arguments.items():
@@ -94,7 +94,8 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
 
 
 def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Returns the parameter groups of `model`: one, or two if parameters differ.
+    """Returns the parameter groups of `model`: one group, or two groups if the settings treat some
+    parameters differently.
 
     For Muon, the second group holds the embeddings and the output layer, because AdamW updates
     them. If embeddings and output layer have a learning rate of their own, the second group also

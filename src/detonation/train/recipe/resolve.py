@@ -59,7 +59,7 @@ class Layers:
 
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
         """Returns the configuration with another scheme, and with the settings that the recipe
-        tunes for this scheme.
+        tunes for that scheme.
         """
         return resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})
 
@@ -232,9 +232,9 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """Returns the configuration of `recipe` with `overrides`; both are nested tables.
 
     The name of the scheme is determined first. The table `[tuned.<scheme>]` of this scheme
-    overrides the rest of the recipe, and `overrides` override both. If an overriding table selects
-    another name, the arguments for the old name are dropped. Raises `ValueError` for an invalid key
-    or value, and for an invalid name in [tuned].
+    overrides the rest of the recipe, and `overrides` override the whole recipe. If an overriding
+    table selects another name, the arguments that belong to the old name are dropped. Raises
+    `ValueError` for an invalid key or value, and for an invalid name in [tuned].
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
@@ -271,8 +271,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
-    """Returns the tables `levels` with the tables of `over`, by axis. If `over` changes the scheme
-    of a level, only axis and replicas of this level remain.
+    """Returns the tables `levels`. The table of an axis in `over` overrides the table of this axis
+    in `levels`. If `over` changes the scheme of a level, the level keeps only its axis and its
+    replicas.
 
     >>> levels = [{"axis": "rack", "replicas": 2, "name": "full"}]
     >>> merge_levels(levels, {"rack": {"name": "demo", "topk": 1}})
@@ -408,8 +409,7 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
         "optimizer": [config.optimizer.name],
         "scheme": [level.scheme.name for level in config.levels],
     }
-    # A model "hf:NAME" runs no code from the hub. But in other sections "hf:NAME" names a module of
-    # that name.
+    # a model "hf:NAME" runs no code, but in other tables "hf:NAME" names a Python module `hf`
     if config.model.name.startswith(HUB_PREFIX):
         named["model"] = []
     code = [name for section in sections for name in named[section] if ":" in name]

@@ -103,8 +103,7 @@ class Losses:
             return []
         took_over = recorder.take_over()
         if took_over:
-            # A lost replica may hang and still hold the lock of the run directory, so continue
-            # without the lock.
+            # continue without the lock of the run directory, which a lost replica may still hold
             with contextlib.suppress(directory.InUse):
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
@@ -113,7 +112,7 @@ class Losses:
             self._note_joined(change, recorder)
         lines = [line for change in new for line in self._lines(change)]
         self._members = self._world.members
-        if took_over:  # this rank was silent when the first rank was lost: print its last report
+        if took_over:  # this rank did not print its last lines, because it was not rank 0
             lines = lines or self._latest
         self._latest = lines or self._latest
         return lines
@@ -166,7 +165,7 @@ class Losses:
         """Returns the positions of the examples that a lost replica computed in its last step."""
         assert self._world is not None
         members = self._world.members
-        if replica not in members:  # `members` no longer has the lost replica
+        if replica not in members:  # `members` lacks the lost replica, so use its earlier value
             members = self._members
         train = self._session.config.train
         return self._world.share_of(replica, members, train.batch_size * train.accumulate)
@@ -181,8 +180,8 @@ class Losses:
         }
 
     def close(self, has_left: bool) -> None:
-        """Leaves the run together with the remaining replicas. Does nothing on the axis if this
-        replica `has_left` earlier.
+        """Leaves the run together with the remaining replicas. If this replica `has_left` earlier,
+        it no longer uses the axis.
         """
         if self._world is not None and not has_left:
             self._world.close()

@@ -85,7 +85,8 @@ def train_in_directory(
 
 def _say_replica(session: Session, task: RunTask, path: Path, done: int) -> None:
     """Prints at which step this replica begins to train, if the replica has its own terminal. Only
-    replica 0 prints its steps, so this terminal would show nothing.
+    replica 0 prints its steps, so without this line the terminal of any other replica would show
+    nothing.
     """
     own = session.optimizer.coordinates
     if task.request.replica is None or own.replica == 0 or dist.get_rank() != 0:
@@ -109,7 +110,7 @@ def _name_of_run(session: Session) -> str:
     publishes weights.
 
     In an elastic run perhaps only one replica publishes weights, so all ranks take part in the
-    broadcast.
+    broadcast of the name.
     """
     if session.config.train.publish or session.config.mesh.elastic:
         return session.world.texts().broadcast(secrets.token_hex(8))

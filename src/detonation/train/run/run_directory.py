@@ -108,7 +108,7 @@ def kept_records(
     if reads:
         text = read_text(file, errors="replace", most=MOST_RECORDS)
     if volumes.shared:
-        # Wait here for all ranks: rank 0 may write the file only after all ranks have read it.
+        # wait for all ranks, because rank 0 may write `file` only after all ranks have read it
         session.world.texts().gather("")
     else:
         text = session.world.texts().broadcast(text)

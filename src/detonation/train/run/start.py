@@ -65,8 +65,8 @@ def _run(
         return run_task(task, set_up)
 
     def on_this_rank() -> Table:
-        # Rank 0 decides for all ranks whether the run resumes. Nodes may restart separately and
-        # without a shared file system, so their own findings may differ.
+        # Rank 0 decides for all ranks whether the run resumes.
+        # If each node decided itself, the decisions might differ without a shared file system.
         said: list[Any] = []
         if place.rank == 0:
             said = [
@@ -182,8 +182,8 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
     if not task.request.replica and not task.request.join:
         _check_directory(task)
     use_interface(os.environ, task.request.interface)
-    # All ranks of this process group are on this machine, so they need only the loopback interface.
-    # An elastic axis chooses its own interface.
+    # All ranks of this process group are on this machine, so the loopback interface is enough.
+    # An elastic axis chooses its own network interface.
     keep_to_loopback(os.environ)
     try:
         mesh = task.config.mesh

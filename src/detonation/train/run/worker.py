@@ -66,15 +66,13 @@ def train_on_rank(task: RunTask) -> Table:
             begin = load_weights(Path(config.train.init_from), session.model)
         # compare the schemes of the replicas and check sizes before any file is written
         session.optimizer.set_up()
-        # set a long timeout for collectives, because a node may load its checkpoint from a slow
-        # disk
+        # set a long timeout for collectives: a node may load its checkpoint from a slow disk
         set_group_timeouts(GROUP_TIMEOUT_S)
         result = None
         while result is None:
             try:
                 result = train_in_directory(session, task, chosen, begin, log, stop, losses)
-            # A replica was lost before the first step, so the remaining replicas read the directory
-            # and the checkpoint again.
+            # a replica was lost before the first step: its directory and checkpoint are read again
             except PeerLost:
                 session.optimizer.synchronize()
         losses.close("left" in result)

@@ -35,8 +35,8 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
     """Trains a recipe with each scheme and each combination of settings. Returns the summaries.
 
     Each run has its own directory in `request.out`, named after its scheme and settings. Finished
-    runs are kept, and stopped runs continue. A failed run has no summary. Its entry has
-    `directory`, `scheme`, `optimizer`, `error` and `diverged` instead.
+    runs are kept, and stopped runs continue. A failed run has no summary: in the result it has a
+    table with `directory`, `scheme`, `optimizer`, `error` and `diverged` instead.
 
     Args:
         request: The recipe and its overrides.
@@ -134,7 +134,7 @@ def _one_after_another(
 
 
 def _run(task: RunTask) -> Table:
-    """Trains one run. Returns its summary, or an entry with its error.
+    """Trains one run. Returns the summary of the run, or a table with the error of the run.
 
     Raises `StopRequested` if a signal ended the run, because the signal must stop all runs.
     """

@@ -29,11 +29,10 @@ _MODEL = "model."
 def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, Any]:
     """Writes the model of the newest complete checkpoint of a run, for `from_pretrained`.
 
-    It also writes the tokenizer. If the model is not from transformers, it writes a state dict for
-    `safetensors.torch.load_model` instead. It also writes a state dict for the model of a user's
-    own training loop, because the checkpoint of such a loop does not name its model. If the
-    checkpoint is from the middle of a round, it writes the mean of the replicas whose files are on
-    this node.
+    The tokenizer is written, too. If the model is not from transformers, a state dict for
+    `safetensors.torch.load_model` is written instead. The same holds for a user's own training
+    loop, because the checkpoint of such a loop does not name its model. If the checkpoint is from
+    the middle of a round, the weights are the mean of the replicas whose files are on this node.
 
     Args:
         directory: Directory of the run.
@@ -60,7 +59,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         numel, for_transformers = _write_model(config, source, out)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
-        # the library may have written a private temporary file, so set the usual permissions
+        # replace the permissions of files that only their owner can read by the usual ones
         file.chmod(0o666 & ~mask)
     mean = {}
     if not manifest.alike and len(here) != manifest.replicas:

@@ -137,7 +137,9 @@ def _awaited_about(address: str, token: bytes) -> Table:
 
 
 def _wait_after(error: OSError, awaited: Awaited, address: str) -> None:
-    """Waits before the next attempt to reach `address`. Raises `error` if the time is over."""
+    """Waits before the next attempt to reach `address`. Raises `error` if no time is left for
+    attempts.
+    """
     try:
         awaited.wait(lambda: f"{address}: {error.strerror or error}", _RETRY_S)
     except TimeoutError:

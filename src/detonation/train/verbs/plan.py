@@ -115,8 +115,9 @@ def _named_optimizer(best: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rates(best: Mapping[str, Any], of_recipe: OptimizerConfig | None) -> list[str]:
-    """Returns a line with the learning rates of the measurement, if a training run would have
-    others: without a recipe, or if embeddings have a rate of their own only in the measurement.
+    """Returns a line with the learning rates of the measurement, if those of the training run would
+    differ: without a recipe, or if embeddings have a learning rate of their own only in the
+    measurement.
     """
     measured = best["optimizer_settings"]
     ratio = measured.get(TWO_RATES, 1.0)
@@ -277,7 +278,7 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
 
 
 def _same_model(question: Question, measured: Compute, parameters: int) -> None:
-    """Raises `ValueError` if the profile measured the training step of another model."""
+    """Raises `ValueError` if the profile holds the step time of another model."""
     if question.recipe is None:
         same = math.isclose(parameters, measured.parameters, rel_tol=_ROUNDED)
     else:

@@ -73,8 +73,8 @@ class ProbeTask:
 
 
 def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | None:
-    """Measures in the processes of a launcher, or in processes that it starts. Returns the profile
-    on the first rank, and None on all other ranks.
+    """Measures in the processes of a launcher, or in processes that this function starts. Returns
+    the profile on the first rank, and None on all other ranks.
 
     See `train.run.start.run_training` for `fail` and errors.
     """
@@ -150,8 +150,7 @@ def probe_on_rank(task: ProbeTask) -> Table:
 def _compute(session: Session, name: str, layers: Layers) -> Compute:
     everyone = Everyone(session.device)
     median, spread = forward_backward(session, everyone)
-    # measure each scheme with the settings that the recipe has for it, without the changes of
-    # `--set`
+    # measure each scheme with the settings of the recipe, without the changes of `--set`
     plain = Layers(layers.tables, {**_OFF, "mesh": asdict(session.config.mesh)})
     steps = {}
     for scheme in dict.fromkeys([*known_schemes(), session.config.scheme.name]):

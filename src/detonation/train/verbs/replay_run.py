@@ -38,8 +38,9 @@ def replay_run(run: Path, out: Path | None, to: int | None, trust_code: bool) ->
     """Replays the update log of a run, in one process per shard. Returns the step, the fingerprint
     and, with `out`, the path of the saved checkpoint.
 
-    Replay begins with the newest checkpoint before step `to`, or with the initial weights. Raises
-    `ValueError` if the run has no log, and `DamagedLog` if the log ends before `to`.
+    Replay begins with the newest checkpoint before step `to` or, if there is none, with the initial
+    weights. Raises `ValueError` if the run has no log, and `DamagedLog` if the log ends before
+    `to`.
     """
     config = _config_of(run)
     require_trust(trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme")

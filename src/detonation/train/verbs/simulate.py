@@ -53,9 +53,9 @@ class Simulation:
 def simulate(request: Simulation) -> Table:
     """Trains in this process. Returns the summary and, as `directory`, the path of the run.
 
-    The result equals that of a real run with equally many replicas of one shard, bit for bit. An
-    exception: a network that adds more than two messages may add them in another order. Raises
-    `ValueError` for bad input before it writes any file.
+    The result equals, bit for bit, the result of a real run with equally many replicas of one
+    shard. There is one exception: a network that adds more than two messages may add them in
+    another order. Raises `ValueError` for bad input before it writes any file.
     """
     config = configured(request)
     trackers.check_trackers(config.train.loggers)
@@ -95,8 +95,8 @@ def simulate(request: Simulation) -> Table:
 
 
 def configured(request: Simulation) -> Config:
-    """Returns the checked configuration. Each replica has one shard, and its share of
-    `total_batch`.
+    """Returns the checked configuration. Each replica has one shard, and computes its share of the
+    `total_batch` examples.
     """
     shards = parse_sets(request.overrides).get("mesh", {}).get("shards", 1)
     require(shards == 1, "mesh.shards", shards, "1 in a simulation, where each replica is whole")
@@ -123,7 +123,7 @@ def batch_share(config: Config, total: int) -> Config:
     """Returns `config` with a `batch_size` for which all replicas together have `total` examples
     per step.
 
-    Validation uses at least as many examples as it did before.
+    Validation uses at least as many examples as with `config`.
     """
     train = config.train
     parts = config.mesh.replicas * config.train.accumulate
@@ -165,8 +165,7 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
     records: list[metrics.Record] = []
 
     def report(record: metrics.Record) -> None:
-        # These waiting times have no meaning, because other replicas compute in this process while
-        # one replica waits.
+        # Waiting times have no meaning here: other replicas compute while one replica waits.
         record = replace(record, waited_s=0.0, step_s=0.0)
         if recorder is None:
             records.append(record)
@@ -185,9 +184,9 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
 def _share_steps(session: Session) -> None:
     """Shares the first replica's weights with all replicas, if the scheme exchanges at each step.
 
-    After this, the first replica decodes and steps for all replicas. Each replica would compute the
-    same results, because all replicas start with equal weights and receive equal messages, as their
-    digests prove. Collective.
+    From then on, the first replica decodes messages and steps for all replicas. Each replica would
+    compute the same weights, because all replicas start with equal weights and receive equal
+    messages, as digests of these messages prove. Collective.
     """
     replicators = session.optimizer.set_up()
     ((axis, scheme),) = session.optimizer.levels
