@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def shown(metavar: str | None = None) -> Any:
-    """Returns the options of tyro for an argument whose help text already names its default."""
+    """Returns the options of tyro for a flag whose help text already names the flag's default."""
     return arg(metavar=metavar, help_behavior_hint="")
 
 

@@ -81,8 +81,7 @@ def _command(arguments: list[str]) -> int:
     if verb.debug:
         level = "WARNING"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", level)
-    # "package.module:function" may be in the current directory, so add this directory to the end of
-    # the search path
+    # search the current directory last: it may hold the module of "package.module:function"
     if "" not in sys.path:
         sys.path.append("")
     code = _run(verb)
@@ -151,8 +150,7 @@ def _run(verb: Any) -> int:
     except KeyboardInterrupt:
         line = ended_by(signal.SIGINT) + _how_to_continue(verb)
         return fail(line, 128 + signal.SIGINT, verb.json)
-    # After a stop request, a verb exits here, as soon as its child processes and folders are
-    # removed.
+    # after a stop request, a verb exits here when its child processes and folders are removed
     except SystemExit as ended:
         if not isinstance(ended.code, int) or ended.code - 128 not in REQUESTS:
             raise
@@ -188,7 +186,7 @@ def _is_of_stdout(error: OSError) -> bool:
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
     try:
-        print(end="", flush=True)  # print raises an error again if the buffer still holds text
+        print(end="", flush=True)  # print raises a second error if the buffer of stdout holds text
     except OSError:
         return True
     return False

@@ -78,7 +78,9 @@ def explain(verb: of.Common, error: Exception) -> int:
 
 
 def _is_part(path: Path, out: Path) -> bool:
-    """True if `path` is a file in `out`, a directory above `out`, or its temporary file."""
+    """True if `path` is a file in `out`, a directory above `out`, or the temporary file for
+    `out`.
+    """
     return path.is_relative_to(out) or out.is_relative_to(path) or str(path) == f"{out}.part"
 
 
@@ -93,8 +95,8 @@ def fail(line: str, code: int, as_json: bool) -> int:
 
 
 def _to_stderr(line: str) -> None:
-    """Prints a line to stderr. Ignores errors, because stdout must still receive its JSON
-    object.
+    """Prints a line to stderr. Ignores errors of stderr, so that the command can still print to
+    stdout.
     """
     try:
         print(line, file=sys.stderr)
@@ -128,8 +130,8 @@ SETTING_FLAGS = {
 
 
 def requested(kind: type[_R], verb: of.Common) -> _R:
-    """Builds the request of this `kind` from the flags of `verb` that have the same names as its
-    fields.
+    """Builds a request of the class `kind`. Each field of the request gets the value of the flag of
+    `verb` that has the name of the field.
     """
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
@@ -175,8 +177,7 @@ def _page_of(directory: Path) -> list[str]:
     """Writes the page of a finished run; returns a line with the path of the page."""
     from detonation.report.page import try_write
 
-    # Without a summary there is no page. An earlier start may have left only metrics in this run
-    # directory.
+    # no page without a summary: an earlier start may have left only metrics in this directory
     if not (directory / "summary.json").is_file():
         return [
             f"{directory} holds no summary, because another replica writes it: run detonation"
@@ -263,7 +264,7 @@ def _probe(verb: of.Probe) -> dict[str, Any] | None:
 
 
 class _LazyTorch(ModuleType):
-    """Stands for torch during imports, and loads torch when code reads one of its attributes.
+    """Stands for torch during imports, and loads torch when code reads an attribute of torch.
 
     `importlib.util.LazyLoader` would load torch already at the second `import`, because that import
     reads `__spec__`.

@@ -32,8 +32,8 @@ TASKS: Mapping[str, Callable[..., Data]] = {
 
 
 def dataset_function(task: str) -> Callable[..., Data]:
-    """Returns the function that loads the data of a task: a task of `TASKS`, or
-    "package.module:function".
+    """Returns the function that loads the data of a task. The name of the task is one of `TASKS`,
+    or "package.module:function".
 
     Raises `ValueError` for an unknown name.
     """

@@ -21,7 +21,8 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
-        """Returns a batch of the examples at `indices`. The tensors of the batch own their memory.
+        """Returns a batch of the examples at `indices`. The tensors of the batch share no storage
+        with the examples.
 
         Shapes: `[B]` int64 -> tensors of `[B, ...]`.
         """
@@ -44,8 +45,8 @@ class Streamed(Protocol):
     """
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """Returns the batch of one part at a step. The result depends only on the arguments. It is
-        fast if the steps are drawn in order.
+        """Returns the batch of one part at a step. The batch depends only on the arguments. The
+        call is fast if steps are drawn in order.
         """
         ...
 
@@ -81,7 +82,7 @@ def batch(
 ) -> dict[str, Tensor]:
     """Draws `size` examples: the batch of one of the `parts` of a step.
 
-    Each epoch is a permutation of all examples, which depends only on `seed` and the number of the
+    Each epoch is a permutation of all examples, which depends only on `seed` and the index of the
     epoch. The parts of a step use consecutive sections of this permutation, so no two parts see the
     same example in one epoch. A batch may span two epochs. Augmentation depends only on `seed`,
     `step` and `part`. A stream ignores the seed and keeps its own order.
@@ -105,8 +106,9 @@ def batch(
 def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator[dict[str, Tensor]]:
     """Yields batches of examples for validation, in a fixed order.
 
-    The last batch may be shorter, and batches may have different numbers of predictions. To average
-    over batches, weight the loss of each batch by its `predictions`.
+    The last batch may have fewer examples than the other batches, and batches may have different
+    numbers of predictions. To average over batches, weight the loss of each batch by its
+    `predictions`.
 
     Args:
         limit: Number of examples, spread evenly; None for all.
@@ -168,8 +170,8 @@ def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
-    # The cache holds four permutations: of two epochs of the training set and of the validation
-    # set. Callers must not change the result.
+    # The cache holds permutations of two epochs of the training set and of the validation set.
+    # Callers must not change the permutation, because the cache holds the same tensor.
     generator = torch.Generator().manual_seed(_mix("epoch", seed, epoch))
     return torch.randperm(count, generator=generator)
 

@@ -118,15 +118,16 @@ class Images:
 
 
 def _over_pixels(images: Any) -> Tensor:
-    """Returns the sum of each channel over int32 images. Sums first over the images, and after that
-    over their pixels.
+    """Returns the sum of each channel over int32 images. Sums over the images first, and then over
+    the pixels.
     """
     over_images = images.sum(0, dtype="int32")
     return torch.from_numpy(over_images).double().sum((0, 1))
 
 
 def statistics(split: "Split") -> tuple[Tensor, Tensor]:
-    """Returns the mean and standard deviation of each channel, in units of bytes.
+    """Returns the mean and standard deviation of each channel. A channel of an image has values
+    from 0 to 255.
 
     Uses all images if they are in memory, or 1000 of the images if they are on disk.
 
@@ -142,8 +143,7 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     pixels = len(images) * images.shape[1] * images.shape[2]
     total = torch.zeros(images.shape[3], dtype=torch.float64)
     squares = torch.zeros_like(total)
-    # Convert 1000 images at a time: all images as int32 would not fit in memory, and the sum of
-    # 1000 squared bytes is below 2**31.
+    # 1000 images at a time: more int32 images need too much RAM, and more squares may pass 2**31
     for start in range(0, len(images), 1000):
         part = images[start : start + 1000].astype("int32")
         total += _over_pixels(part)
@@ -413,8 +413,8 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
 
 
 def _agreed(files: Sequence[Path], form: Form) -> Form:
-    """Returns the format of all `files`, read from their headers. It has colour if any of the files
-    has colour.
+    """Returns the format of all `files`, read from their headers. The format has colour if any of
+    the files has colour.
 
     Raises `ValueError` if a file is no image, or if `form` has no size and images differ in size.
     """

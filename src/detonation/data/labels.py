@@ -62,7 +62,7 @@ def labelled(
 
 @final
 class LabelledTexts:
-    """Texts as token ids, each with the number of its label in `names`."""
+    """Texts as token ids, each with the index of its label in `names`."""
 
     def __init__(
         self, pairs: Sequence[LabelledText], names: Sequence[str], tokenizer: Any, context: int

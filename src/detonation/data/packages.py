@@ -150,8 +150,8 @@ def _require_tools(what: str, *tools: str) -> None:
 
 
 def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
-    """Runs `command`. If the command fails, raises `ValueError` with its error line and `hint`.
-    Also raises `ValueError` after `TIMEOUT_S` seconds.
+    """Runs `command`. If the command fails, raises `ValueError` with the command's error line and
+    `hint`. Also raises `ValueError` if the command runs longer than `TIMEOUT_S` seconds.
     """
     tool = Path(command[0]).name
     try:
@@ -173,7 +173,7 @@ def fetch(name: str) -> Path:
     """Fetches a data set into the cache, unless it is already there. Returns the directory of the
     data set.
 
-    It works in a temporary directory, and renames this directory at the end. So an interrupted
+    The files are made in a temporary directory, which is renamed at the end. So an interrupted
     fetch leaves no incomplete data set, and several processes may fetch the same data set at the
     same time.
 
@@ -265,7 +265,7 @@ def _bible(raw: Path, ready: Path) -> None:
     english = modules.get_bible_from_module(bibles["en"])
     spanish = modules.get_bible_from_module(bibles["es"])
     for bible in (english, spanish):
-        # Without a cache, each verse would decompress its whole book, which takes minutes.
+        # without a cache, reading each verse would decompress a whole book, which takes minutes
         bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
 
     def verse(bible: Any, book: str, chapter: int, number: int) -> str:

@@ -1,4 +1,4 @@
-"""Text in blocks of ids (bytes or tokens). It is loaded at once, or read as a stream."""
+"""Text in blocks of ids (bytes or tokens). The text is loaded at once, or read as a stream."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -214,8 +214,8 @@ class TextStream:
         """
         cursors = self._of(part, parts)
         start = step * size
-        # Keep two cursors, the most recently used one last. So reading the first step again, for
-        # example for a measurement, does not lose the position of training.
+        # Keep two cursors, so that reading the first step again does not lose training's position.
+        # The cursor that was used last is the last of the two.
         behind = [cursor for cursor in cursors if cursor.at <= start]
         if not behind:
             behind = [self._fresh(part, parts)]
@@ -261,10 +261,10 @@ class TextStream:
 
 
 class _Cursor:
-    """Reads the blocks of one part; `at` is the number of blocks that it has returned.
+    """Reads the blocks of one part; `at` is the number of blocks that were read.
 
-    Its position consists of the state of the rows before the current document, and of the number of
-    ids that it has already returned from this document.
+    A position consists of the state of the rows before the current document, and of the number of
+    ids that were already read from this document.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class _Cursor:
         before = position["before"]
         whole = all(type(number) is int and number >= 0 for number in (self.at, self._epoch, given))
         if not whole or not isinstance(before, dict | None):
-            raise TypeError("a value of the position has another type")
+            raise TypeError("a value of the position has the wrong type")
         self._open(before)
         while given and not self._document:
             self._read()

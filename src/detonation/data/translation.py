@@ -94,8 +94,8 @@ class TranslationPairs:
         return len(self._sides[0])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Returns the sentence of the target `ids`, up to its end. Ignores ids that stand for no
-        text.
+        """Decodes the target `ids` to text, up to the end of the sentence. Ignores ids that stand
+        for no text.
         """
         if self._made is not None:
             ids = _up_to(self._made.eos_token_id, ids)

@@ -21,11 +21,11 @@ class Balance(StepGate):
     number of local steps that each replica takes per round.
 
     A local step lasts from the end of one `step()` call to the end of the base optimizer's step in
-    the next call: it includes loading, forward and backward. The gate averages the local steps of a
-    round, without steps longer than `_ODD` times their median, such as a step with an evaluation or
-    a checkpoint. The slowest of the `shards` determines the time of a replica. At the end of a
-    round, each replica sends 8 bytes to the other replicas and waits for theirs. The host of an
-    accelerator waits, too.
+    the next call: it includes loading, forward and backward. The gate averages the durations of the
+    local steps of a round. It leaves out durations above `_ODD` times the median, such as those of
+    a step with an evaluation or a checkpoint. The slowest of the `shards` determines the time of a
+    replica. At the end of a round, each replica sends 8 bytes to the other replicas, and waits for
+    8 bytes from each of them. The host of an accelerator waits, too.
     """
 
     def __init__(
@@ -57,8 +57,7 @@ class Balance(StepGate):
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
             for link in self._shards:
-                # Exchange among the shards last: a lost replica may have sent its durations to only
-                # some of them.
+                # Exchange between shards last: some shards may lack the duration of a lost replica.
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()
@@ -66,8 +65,8 @@ class Balance(StepGate):
 
 
 def typical(durations: Sequence[int]) -> int:
-    """Returns the mean of `durations`, without those longer than `_ODD` times the median; 0 if
-    there are no durations.
+    """Returns the mean of `durations`, leaving out durations above `_ODD` times the median. Returns
+    0 if there are no durations.
 
     >>> typical([2, 4, 3, 90]), typical([])
     (3, 0)

@@ -2,8 +2,8 @@
 
 Such replicas receive the same messages, so their states differ only by the rounding errors that
 accumulate after the states were equal. So in each step all replicas copy a part of replica 0's
-agreed state (the state that must be equal on all replicas), another part each time. `verify`
-compares the replicas by distance instead of bit for bit.
+agreed state (the state that must be equal on all replicas). Each step copies the next part.
+`verify` compares the replicas by distance instead of bit for bit.
 """
 
 import math
@@ -33,7 +33,7 @@ class Closeness(StepGate):
     """Copies a part of replica 0's agreed state to all replicas in each step. Compares the whole
     agreed state of the replicas by distance.
 
-    A part is 1 / `PERIOD` of the numbers in each replicator's `replicated` tensors. In a round of n
+    A part is 1 / `PERIOD` of the values in the tensors of `Replicator.replicated`. In a round of n
     steps, n such parts are sent before the message of the round. The step number selects the part,
     so the gate saves no state. Replica 0 sends the part, and the link counts its bytes. If an
     elastic axis has lost replica 0, nothing is copied.
@@ -83,8 +83,8 @@ class Closeness(StepGate):
                     self._align(replicator, link, turn)
 
     def _links_of(self, replicator: Replicator) -> Iterable[Link]:
-        """Returns the links over which the state of `replicator` is equal. An anchor is equal along
-        the axis of its replicator, and along the axes of inner levels.
+        """Returns the links whose replicas must hold equal state of `replicator`. An anchor must be
+        equal along the axis of its replicator, and along the axes of inner levels.
         """
         links = [replicator.link]
         if not replicator.stepped:
@@ -96,12 +96,13 @@ class Closeness(StepGate):
         return dict.fromkeys(links)
 
     def _align(self, replicator: Replicator, link: Link, turn: int) -> None:
-        """Copies part number `turn` of replica 0's state to all replicas of `link`. Collective."""
+        """Copies the part with index `turn` of replica 0's state to all replicas of `link`.
+        Collective.
+        """
         tensors = _floats(replicator.replicated())
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # If an outer level has an anchor, leave the weights out here, because they must move
-            # together with the anchor. Otherwise the outer momentum would multiply the change of
-            # the weights.
+            # If an outer level has an anchor, weights must move with it, so leave them out here.
+            # If only the weights changed, the outer momentum would multiply this change.
             for name in replicator.parameters:
                 tensors.pop(name, None)
         cut = _cut(tensors, turn, max(1, PERIOD // replicator.round.every))
@@ -111,7 +112,7 @@ class Closeness(StepGate):
         device = replicator.channel.runtime.device
         mark = torch.ones(1, dtype=torch.uint8, device=device)
         sent = torch.cat([*(each.to(device).view(torch.uint8) for each in mine), mark])
-        # Replica 0 sends its bytes and other replicas send zeros, so the sum has replica 0's bits.
+        # The sum has the bits of replica 0, because all other replicas send zeros.
         # The last byte of the sum is 0 if replica 0 was absent.
         if link.replica != 0:
             sent.zero_()
@@ -169,7 +170,7 @@ class Closeness(StepGate):
 
     def _movement(self, link: Link, name: str, now: list[float]) -> float:
         """Returns the distance that a tensor moved in the last `PERIOD` steps, or since this gate
-        first saw the tensor. For a new tensor, this is its distance from zero.
+        first saw the tensor. For a new tensor, returns the distance of the tensor from zero.
         """
         seen = self._seen.setdefault((link, name), [(self._step, [0.0] * _SIGNS)])
         while len(seen) > 1 and seen[1][0] <= self._step - PERIOD:
@@ -193,8 +194,8 @@ class Closeness(StepGate):
         return found
 
     def measure(self) -> float:
-        """Returns the largest distance between a tensor on two replicas, relative to its norm;
-        infinity if the replicas are not close. Collective.
+        """Returns the largest distance between a tensor on two replicas, relative to the norm of
+        the tensor; infinity if the replicas are not close. Collective.
         """
         self._apart = 0.0
         found = []
@@ -211,8 +212,8 @@ def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cut(tensors: Mapping[str, Tensor], turn: int, turns: int) -> dict[str, slice]:
-    """Returns part number `turn` of `turns` equal parts of all numbers in `tensors`, as a slice of
-    each tensor that the part overlaps.
+    """Cuts all values of `tensors` into `turns` equal parts. Returns the part with index `turn`, as
+    one slice of each tensor that this part overlaps.
     """
     ends = list(accumulate((each.numel() for each in tensors.values()), initial=0))
     size = -(-ends[-1] // turns)
@@ -226,8 +227,9 @@ def _cut(tensors: Mapping[str, Tensor], turn: int, turns: int) -> dict[str, slic
 
 
 def projections(tensor: Tensor) -> Tensor:
-    """Returns sums of the numbers of `tensor` with fixed random signs. The mean square of these
-    sums estimates the squared norm of `tensor` to within about a half.
+    """Returns sums of the values of `tensor`, each multiplied by a fixed random sign. The mean
+    square of these sums estimates the squared norm of `tensor`, with a relative error of about one
+    half.
 
     Shapes: any -> `[8]` fp64 on the CPU.
     """
@@ -279,10 +281,11 @@ def tolerance(norm: float, movement: float, eps: float) -> float:
     """Returns the distance that a tensor may have between two replicas: the rounding that can add
     up in `PERIOD` steps.
 
-    A number that was once equal is rounded once per step in fp32, and stored in its dtype. So the
-    bound for rounding is the norm, times one fp32 epsilon per step plus one epsilon of the dtype.
-    Updates follow from the same messages, so they differ by less than `MOST_MOVED` times the
-    movement of the tensor, even if the last bit of a value decides the sign of an update.
+    A value that was once equal on both replicas is rounded once per step in fp32, and once to the
+    dtype of the tensor. So the bound for rounding is the norm of the tensor, multiplied by the sum
+    of one fp32 epsilon per step and one epsilon of the dtype. Both replicas compute updates from
+    the same messages. So these updates differ by less than `MOST_MOVED` times the movement of the
+    tensor, even if the last bit of a value decides the sign of an update.
     """
     return (PERIOD * _FP32 + eps) * norm + MOST_MOVED * movement
 

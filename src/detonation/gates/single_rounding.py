@@ -20,10 +20,10 @@ class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     rounded separately.
 
     torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, depending on the
-    processor's instructions, and torch's fp32 roots depend on a library. IEEE 754
-    defines the rounding of each single operation. Matrix products and norms have no fixed order of
-    summation. In this context, they are exact sums of integers, with at least 19 bits below the
-    largest element. So torch's optimizers and Muon compute the same bits on all kinds of
+    processor's instructions, and torch's fp32 roots depend on a library. IEEE 754 defines the
+    rounding of each single operation. Matrix products and norms have no fixed order of summation.
+    This context manager computes them as exact sums of integers, in which the largest element has
+    at least 19 bits. So torch's optimizers and Muon compute the same bits on all kinds of
     processors, unless the optimizers are `fused`.
 
     Example:

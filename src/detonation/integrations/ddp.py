@@ -182,7 +182,7 @@ class CommHook:
         buckets.
 
         DistributedDataParallel calls this method. DistributedDataParallel reorders its buckets
-        after the first step, but the order within the message stays the same.
+        after the first step, but the order of gradients in a message does not change.
         """
         self._arrived.append(_Bucket(bucket, self._node))
         future = self._arrived[-1].future
@@ -214,8 +214,8 @@ class CommHook:
             bucket.future.set_result(bucket.buffer)
 
     def _used_in_node(self, here: list[bool]) -> list[bool]:
-        """Returns for each parameter whether any rank of this node used it. `here` says which
-        parameters this rank used.
+        """Returns, for each parameter, whether any rank of this node used the parameter. `here`
+        says which parameters this rank used.
         """
         if self._node is None or self._node.size() == 1 or not self._may_miss:
             return here
@@ -245,7 +245,7 @@ class CommHook:
 
 
 class _Bucket:
-    """A bucket of gradients. The ranks of a node average it during backward."""
+    """A bucket of gradients. The ranks of a node average each bucket during backward."""
 
     def __init__(self, bucket: Any, node: DeviceMesh | None) -> None:
         self.buffer = bucket.buffer()
@@ -262,15 +262,14 @@ class _Bucket:
             self._work = dist.all_reduce(self.buffer, group=node.get_group(), async_op=True)
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
-        """Waits for the average of the node. Returns each parameter with its gradient, which is a
-        view of the buffer.
+        """Waits until the bucket holds the average of the node. Returns each parameter with its
+        gradient, which is a view of the buffer of the bucket.
         """
         if self._work is not None:
             self._work.wait()
         found = []
         for parameter, gradient in self.pieces:
-            # gradients in a bucket have the memory format of a dense parameter, such as channels
-            # last
+            # a gradient in a bucket has the strides of its parameter if that parameter is dense
             if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
                 gradient = gradient.as_strided(parameter.size(), parameter.stride())
             found.append((parameter, gradient))

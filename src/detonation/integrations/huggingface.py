@@ -2,8 +2,8 @@
 scheme connects the replicas.
 
 Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. Then
-this module replicates the optimizer inside the wrapper. A directory `detonation` beside the files
-of these libraries contains the state that differs between replicas.
+this module replicates the optimizer inside the wrapper. In a checkpoint, a directory `detonation`
+beside the files of these libraries contains the state that differs between replicas.
 """
 
 import math
@@ -50,7 +50,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
     """A `ParallelismConfig` of Accelerate with which FSDP2 shards only inside each replica.
 
     A scheme connects the replicas. Consecutive ranks are the shards of one replica. Each rank reads
-    different data, as with the class of Accelerate.
+    different data, as with Accelerate's own `ParallelismConfig`.
 
     Args:
         dp_replicate_size: Replicas, usually the number of nodes.
@@ -141,8 +141,8 @@ def prepare(
 
 
 def replicated(optimizer: Optimizer) -> Replicated:
-    """Returns the replicated optimizer inside an optimizer that `prepare` returned, for its `stats`
-    and `synchronize`.
+    """Returns the replicated optimizer inside an optimizer that `prepare` returned. The replicated
+    optimizer has `stats` and `synchronize`.
 
     Raises:
         TypeError: `prepare` did not return `optimizer`.
@@ -194,7 +194,7 @@ class Replicate(TrainerCallback):
         self._scheme = scheme
         self._settings = settings
         self._folder = Path()  # the folder that holds the checkpoints
-        self._sent_before = 0  # bytes that earlier runs sent, before this run resumed them
+        self._sent_before = 0  # bytes that the resumed run had sent
         self._elsewhere: CheckpointsElsewhere | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -231,8 +231,8 @@ class Replicate(TrainerCallback):
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
         callbacks = trainer.callback_handler.callbacks
         rest = [each for each in callbacks if each is not self and not isinstance(each, _LastRound)]
-        # This callback must be first, so that trackers get `bytes_sent`. `_LastRound` must be last,
-        # because any other callback may stop training.
+        # This callback must be first, so that trackers get `bytes_sent`.
+        # `_LastRound` must be last, because any other callback may stop training.
         callbacks[:] = [self, *rest, _LastRound(self.optimizer)]
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -243,8 +243,8 @@ class Replicate(TrainerCallback):
         self._remove_elsewhere(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Removes checkpoints from the disks of other nodes, because the Trainer removes them only
-        on rank 0.
+        """Removes old checkpoints from the disks of all other nodes, because the Trainer removes
+        checkpoints only on rank 0.
         """
         self._remove_elsewhere(args)
 
@@ -356,9 +356,9 @@ def _training() -> tuple[Any, str | None]:
 class _ReplicatedStep(OptimizerWrapper):
     """The base optimizer, with a `step` that exchanges updates between replicas.
 
-    Libraries that save this object save only the state of the base optimizer. If they called
-    `Replicated.state_dict`, they would copy the memory of unsent values, and then lose it or mix up
-    the memories of replicas.
+    A library that saves this object saves only the state of the base optimizer. If the library
+    called `Replicated.state_dict`, it would copy the memory of unsent values. It would then lose
+    this memory, or mix up the memories of several replicas.
     """
 
     def __init__(self, inside: Replicated) -> None:
@@ -454,8 +454,8 @@ def _save_part(
 ) -> None:
     """Saves the exact state of every rank in the directory `part`. Collective."""
     state = AcceleratorState()
-    # An earlier run may have left a later step in this directory. The first rank of each node
-    # removes the directory, because nodes need not share a file system.
+    # An earlier run may have left a later step in this directory, so remove the directory.
+    # One rank of each node removes it, because nodes need not share a file system.
     if state.is_local_main_process:
         shutil.rmtree(part, ignore_errors=True)
     state.wait_for_everyone()

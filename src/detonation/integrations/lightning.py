@@ -47,12 +47,13 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class ReplicaStrategy(ModelParallelStrategy):
     """Trains a LightningModule with FSDP2 inside each replica, and with `scheme` between replicas.
 
-    The module needs no change. The strategy shards the whole module. If the module has a
+    The LightningModule needs no change. The strategy shards the whole module. If the module has a
     `configure_model`, that method must shard the module over `self.device_mesh["shard"]` instead.
     Optimizers, schedulers, accumulation and bf16 work as before, and each rank gets different
     batches. `gradient_clip_val` clips by the global norm of the gradients on which replicas agree.
-    The logs contain this rank's `bytes_sent`, including the runs that it resumes, and its
-    `waited_s` since the process started. At the end of `fit` all replicas hold the same weights.
+    The logs contain the `bytes_sent` of this rank, including bytes of the runs that this run
+    resumes. They also contain the rank's `waited_s` since the process started. At the end of `fit`
+    all replicas hold the same weights.
 
     A checkpoint is a Lightning directory. It contains the weights of replica 0, for evaluation and
     for other strategies, and the exact state of every rank. From a checkpoint of `fit`,
@@ -131,7 +132,9 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other replicas, including the runs that it resumes."""
+        """Bytes that this rank has sent to other replicas, including bytes of the runs that this
+        run resumes.
+        """
         return self.sent_before + sum(optimizer.stats.bytes_sent for optimizer in self.replicated)
 
     @property
@@ -241,7 +244,7 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the weights on the ranks of replica 0, and {} on all other ranks. If several
-        replicas saved weights, torch would mix up their equal names.
+        replicas saved weights, torch would mix up tensors of equal names.
         """
         if self.device_mesh["replicate"].get_local_rank():
             return {}
@@ -266,8 +269,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(filepath))
         trains = bool(checkpoint.pop("optimizer_states", None))
         assert self.model is not None
-        # Lightning writes its metadata last. Remove old metadata first, so that an interrupted save
-        # has none.
+        # remove old metadata first: without metadata, an interrupted save is seen to be incomplete
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
         if self.local_rank == 0:  # another run may have left the state of a later step
@@ -307,16 +309,15 @@ class ReplicaStrategy(ModelParallelStrategy):
         if fits and self.replicated and self.broadcast((path / PART).is_dir()):
             return self._load_exactly(path, weights_only)
         try:
-            # An evaluation loads no optimizer state. In `fit`, a checkpoint of another strategy has
-            # only the state of the base optimizers.
+            # An evaluation loads no optimizer state.
+            # In `fit`, a checkpoint of another strategy has only states of base optimizers.
             self._optimizers = []
             if fits:
                 self._optimizers = [each.base for each in self.replicated]
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        # without the part "replication", a state dict empties the memories of unsent values, and
-        # the next step logs a warning
+        # a state dict without "replication" empties all memories, and the next step logs a warning
         if fits:
             for optimizer in self.replicated:
                 state = optimizer.state_dict()

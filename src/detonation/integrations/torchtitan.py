@@ -119,8 +119,7 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        # keep the first value: a second trainer with this configuration reads infinity, which is
-        # set below
+        # keep the first limit: a second trainer with this configuration reads an infinite limit
         if self._clip is None:
             self._clip = training.max_norm
         # with an infinite limit, torchtitan measures the norm before the exchange but does not clip
@@ -132,11 +131,10 @@ class _Sharding:
         )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # torchtitan divides each loss by the tokens of all R replicas, so multiply
-                # gradients by R
+                # torchtitan divides losses by the tokens of all R replicas: multiply gradients by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
-                # On CPUs, FSDP2 must multiply apart from the sum, because gloo cannot multiply
-                # while it sums. With a single shard this would multiply the gradient twice.
+                # gloo cannot multiply while it sums, so on CPUs FSDP2 must multiply separately
+                # (with a single shard, this setting would multiply the gradient twice).
                 if parallel_dims.world_mesh.device_type == "cpu":
                     several = parallel_dims.get_mesh("fsdp").size() > 1
                     module.set_force_sum_reduction_for_comms(several)
@@ -225,8 +223,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other replicas since the run began, including the runs
-        that it resumes.
+        """Bytes that this rank has sent to other replicas since the run began, including bytes of
+        the runs that this run resumes.
         """
         return self.sent_before + self.replicated.stats.bytes_sent
 
@@ -285,7 +283,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
     ) -> Any:
-        """Saves the state of the replicas, and after it torchtitan's state. Collective.
+        """Saves the state of the replicas first, and then torchtitan's state. Collective.
 
         torchtitan writes its metadata last. A checkpoint without metadata is not valid.
         """
@@ -303,7 +301,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
     ) -> None:
-        """Loads torchtitan's state, and after it the state of the replicas. Collective.
+        """Loads torchtitan's state first, and then the state of the replicas. Collective.
 
         Raises `ValueError` if the state of the replicas is missing, or if it belongs to another
         model, optimizer or scheme.

@@ -1,5 +1,5 @@
-"""Finds steps that a run has measured but that its update log lacks. It ignores the last steps, at
-most `LATE_STEPS`, which a killed process may lose.
+"""Finds steps that a run has measured but that its update log lacks. Ignores the last steps (at
+most `LATE_STEPS`), which a killed process may lose.
 """
 
 from collections.abc import Sequence

@@ -31,8 +31,7 @@ from detonation.whole_files import reading
 
 LOG_VERSION = 1
 _MAGIC = b"DTLG"
-# The header of a record: magic, kind, shard, step, number of bytes, and a checksum of these fields
-# and of the content.
+# The header of a record: magic, kind, place, step, count of bytes, checksum of header and content.
 _HEADER = struct.Struct("<4sB3xIQQI")
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
@@ -55,8 +54,8 @@ class DamagedLog(DetonationError, ValueError):
 class LogRecord:
     """One record of an update log.
 
-    place: for messages the number of the channel and bucket, for weights the number of the
-    parameter in the model. step: for messages the step that sent them, for other records the number
+    place: for messages the code of their channel and bucket, for weights the index of the parameter
+    in the model. step: for messages the step that sent these messages, for other records the number
     of steps before the record. content: messages, the local shard of the parameter, or JSON.
     """
 
@@ -129,7 +128,7 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
     record = None
     if len(head) == _HEADER.size:
         count = _HEADER.unpack(head)[4]
-        # a damaged record may claim more bytes than fit into memory
+        # a damaged record may claim more bytes than fit into RAM
         if count <= size - at - len(head):
             record = _found(memoryview(head + file.read(count)))
     if record is None:
@@ -138,8 +137,8 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
 
 
 def last_step(path: Path) -> int:
-    """Returns the number of the last step in a file; 0 if there is none. Reads only the headers of
-    the records, so a file of any size takes little time.
+    """Returns the last step in a file; 0 if there is no step. Reads only the headers of the
+    records, so a file of any size takes little time.
     """
     last = 0
     with reading(path) as file:
@@ -167,7 +166,7 @@ Copies = list[Copy]
 
 
 class StepRecorder(StepObserver, ABC):
-    """Copies the messages of each step, and passes them to `hand_on` as records.
+    """Copies the messages of each step, and passes the copies to `hand_on` as records.
 
     If an accelerator trains, the recorder passes the records one step later, so that the host does
     not wait for the accelerator.
@@ -180,11 +179,9 @@ class StepRecorder(StepObserver, ABC):
         self.records = True  # False if nobody reads the records
         # messages of the current step, each with the optimizer's step count when it arrived
         self._messages: list[tuple[int, Copy]] = []
-        # Queue of steps: copied messages and the record that ends their step, or copied weights and
-        # None.
+        # queue of steps: messages and the record that ends their step, or written weights and None
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
-        # number of steps that stay in the queue: 1 if an accelerator copies messages to the host,
-        # because the copy ends only in the next step
+        # steps that stay in the queue: 1 if copies from an accelerator end only in the next step
         self._late = 0
         self._options: list[dict[str, Any]] = []  # the last recorded options of each group
         self._members: list[tuple[int, ...]] = []  # ids of each group's parameters
@@ -194,16 +191,15 @@ class StepRecorder(StepObserver, ABC):
         self._last = -1  # number of steps at the last record that ends a step
         self._weights = WrittenWeights()
         self._watched: object = None  # the optimizer's levels when the watched weights were chosen
-        self._numbers: dict[str, int] = {}  # numbers of the model's parameters, by name
+        self._numbers: dict[str, int] = {}  # indices of the model's parameters, by name
         self._written: Copies = []  # weights that other code wrote before the current step
         self._warned = False
         self._hooks: list[str] = []  # the last recorded hooks before steps of the base optimizer
         self._warned_of: list[str] = []  # the hooks that the last warning named
-        # True if stamps of the weights were taken in this step before the hooks after the base
-        # optimizer. A stamp changes if its tensor is written.
+        # True if this step took stamps of weights before the hooks that follow the base optimizer.
+        # A stamp changes if its tensor is written.
         self._moved = False
-        # Stamps of the base optimizer's state, taken at the last record that ends a step; None if
-        # none were taken. A stamp changes if its tensor is written.
+        # stamps of the base optimizer's state at the last record that ends a step; None at first
         self._state: dict[Any, Any] | None = None
         self._left = False  # True if training has left the state after the last recorded step
         # digest of the state from which training continues after a load or a reset
@@ -211,8 +207,8 @@ class StepRecorder(StepObserver, ABC):
 
     @abstractmethod
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Receives the records of one step or of one `synchronize` call: first its messages, then
-        the record that ends it.
+        """Receives the records of one step or of one `synchronize` call: first the messages, and
+        then the record that ends the step or the call.
         """
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
@@ -222,7 +218,7 @@ class StepRecorder(StepObserver, ABC):
         return local_parameters(optimizer.model).keys()
 
     def note(self, optimizer: Replicated) -> None:
-        """Marks the current weights as recorded, so that only later writes to them are found."""
+        """Marks the current weights as recorded, so that only later writes to weights are found."""
         if self._watched is not (levels := optimizer.build()):
             self._watched = levels
             places = weight_places(optimizer.model)
@@ -234,8 +230,8 @@ class StepRecorder(StepObserver, ABC):
         self._moved = False
 
     def moved(self, optimizer: Replicated) -> None:
-        """Marks the weights before the hooks after the base optimizer run, so that writes of these
-        hooks to weights are found and recorded.
+        """Marks the current weights as recorded, before the hooks that follow the base optimizer
+        run. So weights that these hooks write are found and recorded.
         """
         if self.records and self._watched is not None and hooks_after(optimizer.base):
             self._take_stamps(optimizer)
@@ -312,7 +308,7 @@ class StepRecorder(StepObserver, ABC):
 
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
         """Returns the messages of the step or `synchronize` call that ends now. Also returns True
-        if this call or step directly follows the last recorded one.
+        if no step is missing between the last record and this step or call.
 
         If training returned to an earlier state, this method drops messages that were in flight,
         because the repeated steps send other messages.
@@ -349,7 +345,9 @@ class StepRecorder(StepObserver, ABC):
         return len(self._waiting)
 
     def flush(self, late: int = 0) -> None:
-        """Passes the records of all queued steps on, except those of the last `late` steps."""
+        """Passes the records of queued steps to `hand_on`, except the records of the last `late`
+        steps.
+        """
         while len(self._waiting) > late:
             copies, end = self._waiting.pop(0)
             kind = WRITTEN
@@ -376,7 +374,7 @@ class StepRecorder(StepObserver, ABC):
 
     def _warn_of_hooks(self, hooks: list[str]) -> None:
         """Warns once about each new list of hooks that run before steps of the base optimizer,
-        because they may change gradients, and these changes are not recorded.
+        because such hooks may change gradients, and these changes are not recorded.
         """
         if hooks and hooks != self._warned_of:
             self._warned_of = hooks
@@ -389,7 +387,7 @@ class StepRecorder(StepObserver, ABC):
             )
 
     def _changed(self, optimizer: Replicated) -> list[dict[str, Any]]:
-        """Returns the options of each parameter group that have changed since they were last
+        """Returns, for each parameter group, the options that have changed since the group was last
         recorded.
         """
         before = self._options

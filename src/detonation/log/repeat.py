@@ -78,8 +78,9 @@ class Player(PlayedMessages, ABC):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Returns the next recorded messages of `place` (channel and bucket) in step `step`, whose
-        end has already been read; None if the step has no messages.
+        """Returns the next recorded messages of `place` (channel and bucket) in step `step`; None
+        if the step has no messages. The record that ends the step must have been read before this
+        call.
         """
         # -> [bytes] uint8
         if (place, step) in self._messages:
@@ -210,8 +211,8 @@ class Playback(Player):
             if record.step > following + self._delay:
                 return
             if record.step > following:
-                # Training returned to an earlier step: the next file has this step again. From this
-                # file, use only messages that were in flight at that step.
+                # Training returned to an earlier step, so the next file has this step again.
+                # Of this file, keep only messages that were in flight when the next file began.
                 waiting = [each for each in waiting if each.step < following]
             if not self._is_before_first(record, begun):
                 yield from waiting
@@ -233,8 +234,7 @@ class Playback(Player):
         """True if the state after `first` steps already includes the step that `record` ends, so
         that the replay must skip this step.
         """
-        # Do not skip weights that were written at step `first`: this may have happened after the
-        # checkpoint was saved.
+        # keep weights that were written at step `first`, perhaps after the checkpoint was saved
         if record.kind == WRITTEN:
             return record.step < self.first
         return (record.kind == STEP or begun < self.first) and record.step <= self.first
@@ -272,7 +272,7 @@ class Playback(Player):
 
     def _check_run(self, path: Path, step: int, about: dict[str, Any]) -> None:
         """Raises `ValueError` if the first file of the replay is of another run than the loaded
-        checkpoint, unless this file begins with exactly the current state.
+        checkpoint, unless this file begins with exactly the current state of the optimizer.
 
         Logs of older versions hold no id of a run, and a state before the first step belongs to no
         run: in both cases nothing is checked.
@@ -295,7 +295,8 @@ class Playback(Player):
         """Raises `ValueError` if training continued after step `step` from a state that differs
         from the current state of this process.
 
-        If a file continues the file before it without a gap, its START record has no `state`.
+        The START record of a file has no `state` if the file continues the previous file without a
+        gap.
         """
         optimizer = self._optimizer
         if state and optimizer.step_count == step and state != agreed_digest(optimizer):

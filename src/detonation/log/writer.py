@@ -57,9 +57,9 @@ class UpdateLog(StepRecorder):
     computes. So a killed process may also lose the step before the current step, and the messages
     of two steps are in host memory. `close` waits for the thread.
 
-    If writing fails, for example on a full disk, the log ends after its last complete step. It
-    gives one warning, and training continues. If training returns to an earlier state, a new file
-    begins at that state. The steps in this file replace the steps that were recorded before.
+    If writing fails, for example on a full disk, the log ends after its last complete step. A
+    warning says so once, and training continues. If training returns to an earlier state, a new
+    file begins at that state. The steps in this file replace the steps that were recorded before.
 
     Args:
         directory: For the files of this run alone; made if it is missing. If it holds the log of an
@@ -128,8 +128,7 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            # a new file begins at the first step, and after a change of settings or of trained
-            # parameters
+            # a new file begins at the first step, and if training does not go on from the last step
             another = not goes_on or optimizer.build() is not self._levels
             if not first:
                 self._keep(messages, what, optimizer, another)
@@ -152,8 +151,8 @@ class UpdateLog(StepRecorder):
                 os.fsync(self._file)
 
     def _keep(self, messages: Copies, what: str, optimizer: Replicated, another: bool) -> None:
-        """Keeps the last steps in memory, because the first replica may be lost before it has
-        written them.
+        """Keeps the last steps in RAM. If the first replica is lost before it has written these
+        steps, this replica can write them.
         """
         if another:
             self.flush()
@@ -247,8 +246,7 @@ class UpdateLog(StepRecorder):
             self._warn_of_earlier(rank.name, about.get("run", ""))
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
-            # Training returned to an earlier step and will repeat the steps of these files, so
-            # remove them.
+            # remove files whose steps training will repeat, because it returned to an earlier step
             if begun > first:
                 later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
@@ -273,7 +271,7 @@ class UpdateLog(StepRecorder):
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
         """Writes the records to the end of the file. If another replica writes the log, keeps the
-        records in memory instead.
+        records in RAM instead.
 
         A thread writes a large step while the next step computes.
         """
@@ -289,8 +287,8 @@ class UpdateLog(StepRecorder):
         self._writing = self._thread.submit(self._append, records)
 
     def _finish(self) -> None:
-        """Waits until the thread has written the last step; raises the thread's `OSError` if it
-        could not write.
+        """Waits until the thread has written the last step. Raises the `OSError` of the thread if
+        the write failed.
         """
         if self._writing is not None:
             writing = self._writing

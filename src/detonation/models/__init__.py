@@ -56,8 +56,8 @@ def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Builds a model by name, in training mode and with random weights.
 
-    The `arguments` belong to the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or the function
-    in `transformers_model`.
+    The `arguments` are those of the function of this model: `olmo2`, `olmoe`, `t5`, `vit`, or the
+    function that `transformers_model` returns.
 
     Raises:
         ValueError: Unknown name or argument, sizes that do not fit together, or a function that

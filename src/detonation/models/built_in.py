@@ -94,8 +94,7 @@ def _causal(
         "num_key_value_heads": heads,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "attention_dropout": dropout,
-        # No padding token: every byte is text, and the embedding of a padding token would be zero
-        # and get no gradient.
+        # no padding token: its embedding would get no gradient, but all bytes occur in texts
         "pad_token_id": None,
         "eos_token_id": None,
         "use_cache": False,
@@ -222,8 +221,8 @@ def t5(
 
 
 def _copied_output(block: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies the tensors that a block returns. One of them, its position bias, is a view, and FSDP2
-    warns about views.
+    """Copies the tensors that a block returns. One of these tensors, the position bias, is a view,
+    and FSDP2 warns about views.
     """
     copied = []
     for output in outputs:
@@ -247,7 +246,8 @@ def vit(
     """Builds an image classifier.
 
     The loss is the mean over B images. The compute grows with the square of `image_size /
-    patch_size`. The defaults are made for Fashion-MNIST; for images of 32 pixels use patch_size 4.
+    patch_size`. The defaults are made for Fashion-MNIST; for images of 32 x 32 pixels use
+    patch_size 4.
 
     Args:
         image_size: Height and width of an image, in pixels.
@@ -298,8 +298,7 @@ def vit(
         intermediate_size=feed_forward,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        # Name the problem, because transformers would infer it from the labels, and take one class
-        # for regression.
+        # without `problem_type`, transformers would treat labels of a single class as a regression
         problem_type="single_label_classification",
         attn_implementation="sdpa",
     )

@@ -161,8 +161,8 @@ class _Meter:
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # Record the wait for the losses of other ranks only on CPUs: an accelerator computes
-            # while its host waits. Simulated replicas share one process.
+            # Record the wait for losses on CPUs only: an accelerator computes while its host waits.
+            # Do not record the waits of simulated replicas, because these share one process.
             record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
             record = replace(record, shard_bytes_sent=self._shard_bytes())

@@ -72,7 +72,7 @@ def train_on_rank(task: RunTask) -> Table:
         while result is None:
             try:
                 result = train_in_directory(session, task, chosen, begin, log, stop, losses)
-            # a replica was lost before the first step: its directory and checkpoint are read again
+            # a replica was lost before the first step: read the run directory and checkpoint again
             except PeerLost:
                 session.optimizer.synchronize()
         losses.close("left" in result)
