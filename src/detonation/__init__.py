@@ -5,8 +5,7 @@ between nodes.
 --help` does not wait for torch. No module of the package imports this module.
 """
 
-# Import no module of the package here: until `__main__` has called `interrupts.end_at_once`, Ctrl-C
-# ends a command with a traceback.
+# Import no module of the package here: before `interrupts.end_at_once` Ctrl-C prints a traceback.
 with open(f"{__file__.removesuffix('.py')}.pyi") as _stub:  # noqa: PTH123
     _WORDS = [line.split() for line in _stub if line.startswith("from ")]
 _MODULE_OF = {words[3]: words[1] for words in _WORDS}

@@ -24,8 +24,7 @@ def main() -> int:
     finally:
         let_kernel_end()
     if code > ENDED_BY_SIGNAL:
-        # Skip the shutdown of the interpreter: it takes a second, and may hang while libraries
-        # compute.
+        # skip the shutdown of the interpreter, which takes a second and may hang
         print(end="", flush=True)
         os._exit(code)
     return code

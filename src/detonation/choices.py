@@ -48,7 +48,8 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """Returns a question that suggests the nearest of `names`; "" if no name is near.
+    """Returns a question that suggests the name in `names` that is most like `name`; "" if no name
+    is similar.
 
     >>> did_you_mean("quik-lm", ["quick-lm", "moe-lm"]), did_you_mean("x", ["quick-lm"])
     (", did you mean 'quick-lm'?", '')
@@ -120,8 +121,7 @@ def make(
     arguments: Mapping[str, Any],
     also: Sequence[str] = (),
 ) -> _T:
-    """Calls `table[name](**arguments)`, after it has checked the name and the names of the
-    arguments.
+    """Checks `name` and the names of the arguments, and then calls `table[name](**arguments)`.
 
     Args:
         also: Names that the caller accepts itself; an error about an unknown name lists them too.

@@ -87,7 +87,7 @@ def let_kernel_end() -> None:
 
 def begin_end() -> None:
     """Makes the calling thread the only thread that may end this process. Any other thread that
-    calls this blocks forever.
+    calls this function blocks forever.
     """
     _ending.acquire()
 
@@ -219,8 +219,8 @@ class _Watch:
         os.close(self._receiver)
 
     def forget(self) -> None:
-        """Removes this watch in a forked child process. The child does not have the thread, and
-        shares the pipe with its parent.
+        """Removes this watch in a forked child process. The child process lacks the thread that
+        reads the pipe, and shares the pipe with its parent.
         """
         self.undo()
         os.close(self._receiver)
@@ -236,8 +236,7 @@ def _forget() -> None:
         _watch.forget()
 
 
-# A signal to a forked child, for example at the end of a worker pool, must not stop the parent
-# process.
+# A signal to a forked child, such as a worker of a pool, must not stop the parent process.
 os.register_at_fork(after_in_child=_forget)
 
 

@@ -39,7 +39,7 @@ def check_scheme(
     replicas.
 
     It checks laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns
-    its memory and its size is known), 5 (never larger than dense), 9 (private state is saved and
+    its storage and its size is known), 5 (never larger than dense), 9 (private state is saved and
     resumes exactly), 10 (absent is zero) and 11 (zero is zero: a precision decodes negated values
     to the negated result). It also checks that the name and the arguments of the scheme make an
     equal scheme.
@@ -162,8 +162,7 @@ def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) 
             done.put((number, None, error))
 
     for number in range(len(ends)):
-        # Use daemon threads: if one thread fails, other threads may wait for it forever, and they
-        # must not keep the process alive.
+        # daemon threads: if one thread fails, other threads may wait forever, even at exit
         threading.Thread(target=run, args=(number,), daemon=True).start()
     found: dict[int, T] = {}
     for _ in ends:
@@ -350,8 +349,8 @@ def _replicas_agree(
         sends = scheme.aligned()
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
     if scheme.signal == "gradients":
-        # One parameter never has a gradient. So with the first messages, replicas also exchange
-        # which parameters have gradients.
+        # One parameter never has a gradient.
+        # So with the first messages, replicas also exchange which parameters have gradients.
         bits = ring_bytes("all-gather", -(-len(shapes) // 8), replicas)
         delay = scheme.round.delay
         known = [n + bits * (delay <= step <= 2 * delay) for step, n in enumerate(known)]

@@ -38,12 +38,12 @@ def auto(
     """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
 
     Collective: call it on every rank, after sharding and before `replicate`. It measures the links
-    for a few seconds. Rank 0 chooses the scheme, and all ranks return this scheme. It is the first
-    choice of `detonation plan --optimizer`. Full synchronisation is the choice if it waits for the
-    network for at most `budget` of a step, and if no other scheme is faster by more than `budget`.
-    Otherwise the choice is the scheme that is expected to reach a loss first. This expectation
-    comes from losses that were measured with the same kind of optimizer, or else with AdamW. The
-    logger "detonation" gets the reason for the choice at level INFO.
+    for a few seconds. Rank 0 chooses the scheme, and all ranks return this scheme. This scheme is
+    the first choice of `detonation plan --optimizer`. Full synchronisation is the choice if it
+    waits for the network for at most `budget` of a step, and if no other scheme is faster by more
+    than `budget`. Otherwise the choice is the scheme that is expected to reach a loss first. This
+    expectation comes from losses that were measured with the same kind of optimizer, or else with
+    AdamW. The logger "detonation" gets the reason for the choice at level INFO.
 
     Args:
         optimizer: Optimizer for `replicate`. An optimizer with momentum needs schemes of dense
@@ -135,7 +135,7 @@ def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Sh
     else:
         replica = axis.replica
     gathered = everyone.send_to_all([replica, shapes])
-    lowest = gathered[0][0]  # replica 0 has the lowest number, unless it is lost
+    lowest = gathered[0][0]  # the first of the replicas that are not lost
     first = [shapes for number, shapes in gathered if number == lowest]
     ranks = everyone.size // axis.size()
     return [{name: tuple(shape) for name, shape in each.items()} for each in first[:ranks]]

@@ -73,7 +73,7 @@ class Network:
 
     @property
     def rate_bits_per_s(self) -> float:
-        """Bits per second of a node in the slower collective of all-reduce and all-gather."""
+        """Bits per second of a node in the slower of two collectives: all-reduce or all-gather."""
         rates = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
         return self.shards * min(rates, default=float("inf"))
 
@@ -103,8 +103,8 @@ class Network:
         return restart_s + self.latency_s(kind, nbytes) + self.transfer_s(kind, nbytes)
 
     def latency_s(self, kind: str, nbytes: float) -> float:
-        """Returns the latency of an exchange of `nbytes` per rank: its seconds without the transfer
-        of the bytes.
+        """Returns the latency of an exchange of `nbytes` per rank: the seconds of the exchange
+        without the transfer of the bytes.
         """
         one = self.operations["all-to-all"].latency_s
         latency = self.operations[kind].latency_s
@@ -115,7 +115,7 @@ class Network:
         return latency
 
     def transfer_s(self, kind: str, nbytes: float) -> float:
-        """Returns the seconds in which a rank sends `nbytes`."""
+        """Returns the seconds in which a rank sends `nbytes`, without latency."""
         if kind == "owner":
             return self.transfer_s("all-to-all", nbytes / 2) + self.transfer_s(
                 "all-gather", nbytes / 2
@@ -127,8 +127,8 @@ class Network:
         of `silent_s` seconds.
 
         Without data, TCP halves its window in each period of its timer, down to `_WINDOW`. After
-        the pause it doubles the window in each round trip. It stops when the window holds the whole
-        message, or all data in flight at the full rate.
+        the pause TCP doubles the window in each round trip. The doubling stops when the window
+        holds the whole message, or all data in flight at the full rate.
         """
         one = self.operations["all-to-all"]
         # gloo asks the receiver before it sends, which takes a round trip
@@ -242,7 +242,7 @@ need 8 bytes.
 
 def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) -> float:
     """Returns the bytes per step that a node sends to keep replicas close to each other. On average
-    this is a thousandth of the state on which replicas agree.
+    a step all-reduces a thousandth of the state on which replicas agree.
     """
     if scheme.signal == "nothing":
         return 0.0
@@ -315,8 +315,7 @@ def _exposed_s(
             # Buckets are sent in the order in which backward computes them: the last layers first.
             buckets = reversed(traffic.buckets_of(scheme, fragment, network.replicas))
             rows = [bucket.layout.rows for bucket in buckets]
-            # Owners (the replicas that aggregate) answer after the last message, when no
-            # computation is left that could hide this wait.
+            # Owners (replicas that aggregate) answer after backward, which cannot hide this wait.
             if kind == "owner":
                 answer = scheme.reply_codec(network.replicas)
                 size = traffic.stage_bytes(answer, sum(rows), network.replicas)

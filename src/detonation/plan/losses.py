@@ -104,7 +104,7 @@ class Loss:
 
     @property
     def is_full(self) -> bool:
-        """True if this is full synchronisation of fp32 gradients, which is a baseline."""
+        """True if full synchronisation of fp32 gradients was measured, which is a baseline."""
         return self.scheme == "full" and self.arguments["precision"] == "fp32"
 
     @property
@@ -140,7 +140,7 @@ class Loss:
         return math.log2(replicas / self.replicas)
 
     def fits(self, scheme: Scheme) -> bool:
-        """True if this is a measurement of `scheme` with the same arguments."""
+        """True if `scheme` was measured, with the same arguments."""
         same = all(scheme.arguments.get(name) == value for name, value in self.arguments.items())
         return scheme.name == self.scheme and same
 
@@ -168,8 +168,8 @@ class Goal:
 
     @property
     def baseline(self) -> str:
-        """The optimizer of the baseline. It is `optimizer` if full synchronisation was measured
-        with it, and otherwise AdamW.
+        """The optimizer of the baseline. This is `optimizer` if full synchronisation was measured
+        with `optimizer`, and otherwise AdamW.
         """
         known = any(loss.is_full and loss.optimizer == self.optimizer for loss in loss_table())
         if known and self.optimizer:
@@ -208,14 +208,14 @@ class Estimate:
     def steps_factor(self) -> float:
         """Number of steps to the baseline's loss, divided by the steps of the baseline.
 
-        It uses the upper end of the interval. So measurements with few seeds, or of runs that
-        differ much, give a more cautious result.
+        It uses the upper end of `interval`. So measurements with few seeds, or of runs that differ
+        much, give a more cautious factor.
         """
         return float((1 + self.interval[1]) ** (1 / self.exponent))
 
     @property
     def verdict(self) -> str:
-        """The difference of the loss to the baseline and its interval, in percent."""
+        """The loss relative to the loss of the baseline, with a 95 % interval, in percent."""
         if self.interval == (0.0, 0.0):
             return "the baseline"
         low, high = (f"{100 * end:+.1f}" for end in self.interval)
@@ -248,9 +248,10 @@ class Estimate:
 def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
     """Returns the estimate for `scheme` with `optimizer`; None if no comparable run was measured.
 
-    It uses the nearest measurement of the goal's recipe, not the best one. Nearest means: nearest
-    in the number of replicas; if equal, with two learning rates; if equal, nearest in steps; if
-    equal, with the most seeds; if equal, nearest in size, because size has the smallest effect.
+    It uses the nearest measurement of the goal's recipe, not the best one. The nearest measurement
+    has the nearest number of replicas. Ties are broken by these properties, in this order: two
+    learning rates, the nearest number of steps, the most seeds, the nearest size. Size comes last,
+    because it has the smallest effect.
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
     found = [loss for loss in found if loss.recipe == goal.recipe]
@@ -264,8 +265,8 @@ def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
 
 
 def task_of(model: str) -> str:
-    """Returns the recipe whose losses are used for a model, by the name of the model; the recipe
-    for text by default.
+    """Returns the recipe whose losses are used for the model with this name. This is the recipe for
+    text, unless the name contains a key of `_TASKS`.
 
     >>> task_of("hf:google-t5/t5-base"), task_of("vit"), task_of("olmo2")
     ('t5-translation', 'vit-fashion', 'quick-lm')
@@ -311,7 +312,7 @@ def loss_table() -> tuple[Loss, ...]:
 def relative(
     losses: Mapping[int, float], base: Mapping[int, float]
 ) -> tuple[float, tuple[float, float] | None, int]:
-    """Compares `losses` with `base` on seeds that both have.
+    """Compares `losses` with `base` on the seeds that occur in both of them.
 
     Returns the mean difference divided by the mean of `base`, the 95 % interval of this value, and
     the number of pairs. Learning rates were chosen with seed 0, so seed 0 is used only if there is
@@ -329,7 +330,7 @@ def relative(
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of `values`, and half the width of its 95 % interval."""
+    """Returns the mean of `values`, and half the width of the 95 % interval of this mean."""
     count = len(values)
     half = STUDENT[count - 2] * statistics.stdev(values) / math.sqrt(count)
     return statistics.fmean(values), half
@@ -356,13 +357,13 @@ def _comparable(loss: Loss, base: Loss) -> bool:
 
 def _second_rate(loss: Loss, base: Loss) -> float:
     """Returns the part by which a second learning rate would lower the loss of `base`. Returns 0 if
-    `base` already has two learning rates, if a second one would change `loss` as much, or if the
-    recipe is not on text.
+    `base` already has two learning rates, if a second learning rate would lower `loss` as much, or
+    if the recipe does not train on text.
 
     If a baseline has one learning rate, the lead of another optimizer over this baseline is partly
-    due to the missing second rate. When AdamW got a second rate, the leads of Muon, SignSGD and
-    votes shrank by 7 to 11 percentage points (docs/findings.md). A scheme with the baseline's own
-    optimizer gains as much from a second rate as the baseline.
+    due to the missing second learning rate. When AdamW got a second one, the leads of Muon, SignSGD
+    and votes shrank by 7 to 11 percentage points (docs/findings.md). A scheme with the baseline's
+    own optimizer gains as much from a second learning rate as the baseline.
     """
     if base.has_two_rates or loss.optimizer == base.optimizer or loss.recipe != TEXT:
         return 0.0
@@ -448,8 +449,8 @@ def _wider(loss: Loss, length: float) -> float:
 
 
 def _kept_lead(length: float) -> float:
-    """Returns the part of a lead over the baseline that is left in a run `length` times as long; at
-    most 1.
+    """Returns the part of a lead over the baseline that remains in a run `length` times as long as
+    the measured run; at most 1.
     """
     return float(0.5 ** (max(0.0, math.log10(length)) / HALVING))
 

@@ -68,8 +68,8 @@ class Option:
 
 
 def settings(name: str) -> list[dict[str, Any]]:
-    """Returns the arguments of a scheme to try: its defaults, `SETTINGS`, and all measured
-    settings.
+    """Returns the arguments with which a scheme is tried: its defaults, `SETTINGS`, and all
+    measured settings.
 
     Measured settings contain all arguments of the scheme, so that they override arguments of a
     recipe.
@@ -132,8 +132,8 @@ def options(
 
 
 def _has_rounds(scheme: Scheme, steps: int) -> bool:
-    """True if a run of `steps` steps has more than `FEWEST_ROUNDS` rounds, because no loss was
-    measured with fewer rounds.
+    """True if a scheme exchanges in every step, or if a run of `steps` steps has more than
+    `FEWEST_ROUNDS` rounds. No loss was measured with fewer rounds.
     """
     return scheme.round.every == 1 or FEWEST_ROUNDS * scheme.round.every < steps
 
@@ -142,8 +142,8 @@ def one_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[str, Estimate, float] | None:
     """Returns the optimizer with which a single machine, which processes all examples of each step,
-    reaches the loss of the baseline first. Also returns the estimate of its loss, and the seconds
-    to the loss of the baseline.
+    reaches the loss of the baseline first. Also returns the estimate of the machine's loss, and the
+    seconds to the loss of the baseline.
 
     The single machine has no network, but forward and backward take `replicas` times longer. The
     optimizer is one of the optimizers in the options. Returns None if no loss is known.
@@ -232,8 +232,7 @@ def advise(
     pays, machines = _second_machine(ranked, network, goal)
     reason = why(ranked, network, goal, budget)
     notes = []
-    # if several machines are not faster than one, begin with this fact, because it is the most
-    # important
+    # if several machines are not faster than one machine, this important fact comes first
     if pays is False:
         reason = f"{machines}. With them {reason}"
     elif machines:
@@ -316,7 +315,7 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
 
 
 def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = BUDGET) -> str:
-    """Names the first choice and its time to the loss, in one or two sentences of text."""
+    """Returns text that names the first choice, and its time to the loss of the baseline."""
     best = ranked[0]
     link = "with one node"
     if network.replicas > 1:
@@ -345,7 +344,8 @@ def _second_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[bool | None, str]:
     """Compares the first choice with a single machine that processes the same examples per step.
-    Returns True if several machines are faster, and a sentence that says so.
+    Returns whether several machines are faster (None if this is not known), and a sentence about
+    this.
     """
     alone = one_machine(ranked, network, goal)
     seconds = ranked[0].seconds(goal)

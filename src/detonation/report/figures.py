@@ -40,7 +40,7 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "text.parse_math": False,  # a name may contain dollar signs
+    "text.parse_math": False,  # otherwise dollar signs in a name start a formula
 }
 _WIDTH = 4.0
 _HEIGHT = 2.9
@@ -123,8 +123,7 @@ class Chart:
             self.draw(axes)
             if axes.get_ylabel():
                 figure.subplots_adjust(left=_left(axes))
-            # Use fixed margins in inches, because an automatic layout takes longer than the
-            # drawing.
+            # fixed margins in inches, because an automatic layout takes longer than the drawing
             bottom = legend + 0.32
             if axes.get_xlabel():
                 bottom = legend + 0.5
@@ -257,7 +256,7 @@ def breakdown(runs: Sequence[Run]) -> Chart:
             " exchange counts as waiting for the network."
         )
     else:
-        # remove this entry, because the wait for the slowest replica was not measured
+        # remove this entry of the legend: the wait for the slowest replica was not measured
         del legend[2]
     return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
 
@@ -265,8 +264,8 @@ def breakdown(runs: Sequence[Run]) -> Chart:
 def _curves(
     name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}"
 ) -> Chart:
-    """Returns a figure of the training and validation losses of runs. The x values of each run are
-    the numbers in its curve.
+    """Returns a figure of the training and validation losses of runs. Each curve holds the x values
+    of one run.
     """
     ends = [across[-1] for _, _, across in curves]
 

@@ -1,8 +1,8 @@
 """The page of a run in training, for `train --web`. A separate process serves the page on
 127.0.0.1.
 
-This process draws the page on request, at most every two seconds, and ends when its parent process
-ends.
+The separate process draws the page on request, at most every two seconds, and ends when its parent
+process ends.
 """
 
 import os
@@ -36,8 +36,7 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
             host = self.headers.get("Host", "").partition(":")[0]
             content = b""
             code = 404
-            # refuse other host names, because another website may let its name resolve to this
-            # address
+            # refuse other host names: another website may let its name resolve to this address
             if host not in _HOSTS:
                 code = 403
             elif self.path == "/":

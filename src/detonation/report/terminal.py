@@ -59,8 +59,8 @@ _WIDE = 180
 
 
 class PlainConsole(Console):
-    """Prints text without markup and without line breaks of its own. Escapes characters that the
-    encoding of the stream lacks.
+    """Prints text without markup, and adds no line breaks. Escapes characters that the encoding of
+    the stream lacks.
 
     If the reader of stdout has closed the pipe, it raises `BrokenPipeError`. If the reader of
     another stream has closed the pipe, it drops the lines. rich alone would end the process in the
@@ -138,7 +138,7 @@ def _listed(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def discard(stream: IO[str]) -> None:
-    """Redirects `stream` to /dev/null, together with the text that waits in its buffer."""
+    """Redirects `stream` to /dev/null, together with the text in the buffer of `stream`."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -65,8 +65,8 @@ def equality(summary: Mapping[str, Any], yes: str = "yes") -> str:
 
 
 def world_text(summary: Mapping[str, Any]) -> str:
-    """Describes the replicas and shards of a run. Of an elastic run whose replicas have changed, it
-    also says how many replicas were lost, left as asked, and joined.
+    """Describes the replicas and shards of a run. For an elastic run whose replicas have changed,
+    also says how many replicas were lost, left on request, and joined.
 
     >>> run = {"replicas": 2, "shards": 1, "replicas_left": 2, "losses": []}
     >>> world_text(run)
@@ -86,8 +86,8 @@ def world_text(summary: Mapping[str, Any]) -> str:
 
 
 def membership_changes(summary: Mapping[str, Any]) -> dict[str, int]:
-    """Returns how many replicas of an elastic run were lost, left as asked, and joined. Leaves out
-    numbers that are 0.
+    """Returns how many replicas of an elastic run were lost, left on request, and joined. Omits
+    counts that are 0.
 
     >>> losses = [{"replicas": [0, 1]}, {"replicas": [2], "left": True}]
     >>> membership_changes({"losses": losses})

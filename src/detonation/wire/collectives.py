@@ -50,8 +50,8 @@ class BlockIntegers:
     def encode(
         self, values: Tensor, places: Tensor | None = None, marked: Tensor | None = None
     ) -> Tensor:
-        """Quantizes each line of `values`. `places` are positions in a line: if `marked` is True
-        for a position, its number is encoded as not sent.
+        """Quantizes each line of `values`. `places` are positions in a line. If `marked` is True
+        for a position, the number at this position is encoded as not sent.
         """
         # shapes: values [..., n] fp32, places, marked [marks] -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
@@ -62,9 +62,8 @@ class BlockIntegers:
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # shape [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # shape [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # A scale of 0 becomes the smallest normal number. A nonfinite scale makes quotients NaN,
-        # and torch does not define the code of NaN: the bit mask below keeps this code within its
-        # own bits.
+        # A scale of 0 becomes the smallest normal number.
+        # The code of a NaN is undefined, so the bit mask below keeps this code within its own bits.
         normal = scales.float().clamp_(min=torch.finfo(torch.float32).tiny)
         per_step = normal.reciprocal_().unsqueeze(-1)
         codes = (blocks * per_step).round_().clamp_(-self.largest, self.largest)
@@ -99,8 +98,8 @@ class BlockIntegers:
         )
 
     def marked(self, encoded: Tensor, count: int, places: Tensor) -> Tensor:
-        """Returns which numbers at `places` are marked as not sent, in messages of `count`
-        numbers.
+        """Returns, for messages of `count` numbers, which numbers at `places` are marked as not
+        sent.
         """
         # shapes: encoded [..., bytes] uint8, places [marks] int64 -> [..., marks] bool
         return self._codes(encoded, count)[..., places] == 0
@@ -131,15 +130,16 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     quantized sum to the rank with the same local rank on each other node. The sum for its own node
     is not quantized. Rounding errors are added to the next sums.
 
-    A message marks each parameter that no rank of its node used: the parameter's first number gets
-    the code for a number that was not sent. If no rank of the replica used a parameter, its
-    residual stays unchanged.
+    A message marks each parameter that no rank of the sending node used: the parameter's first
+    number gets the code for a number that was not sent. If no rank of the replica used a parameter,
+    the parameter's residual stays unchanged.
 
-    lacks: the parameters without a gradient on this rank; FSDP2 passes zeros as their gradients to
-    the next call. unused: the parameters in `lacks` that no rank of the replica used, set by a
-    call. residual: `[nodes - 1, n]` fp32, the rounding errors for each other node, in node order;
-    None before the first use. local: the process group of this node; None if the node has one rank.
-    sizes: the number of elements of each trained parameter in a shard, in the order of messages.
+    lacks: the parameters without a gradient on this rank; FSDP2 passes zeros as gradients of these
+    parameters to the next call of this object. unused: the parameters in `lacks` that no rank of
+    the replica used, set by each call. residual: `[nodes - 1, n]` fp32, the rounding errors for
+    each other node, in node order; None before the first use. local: the process group of this
+    node; None if the node has one rank. sizes: the number of elements of each trained parameter in
+    a shard, in the order of messages.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         self.unused: set[str] = set()
         self.residual: Tensor | None = None
         self._places: tuple[dict[str, int], Tensor | None] = ({}, None)
-        self._laid_out: dict[str, int] = {}  # number of elements of each parameter in the residual
+        self._laid_out: dict[str, int] = {}  # count of elements of each parameter in the residual
 
     def __call__(
         self,
@@ -220,8 +220,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
                 total[end - size : end] = 0.0
 
     def _first_numbers(self, parts: Tensor) -> Tensor | None:
-        """Returns the position at which each parameter begins in a shard; None if torch leaves some
-        parameters out of the message.
+        """Returns the position at which each parameter begins in a shard; None if torch omits some
+        parameters from the message.
         """
         # shapes: parts [nodes, local * n] -> [parameters] int64
         sizes = dict(self._sizes())
@@ -340,7 +340,7 @@ def watch_optimizers() -> None:
     """From now on, counts each optimizer step on sharded weights as a change of the weights.
 
     Steps on an unsharded model are not counted, because a single rank may train such a model, and
-    the other ranks would not know of its steps.
+    the other ranks would not know of such steps.
     """
     register_optimizer_step_post_hook(_announce)
 
@@ -447,8 +447,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self.reference = None
 
     def counts(self) -> Tensor:
-        """Returns the number of exchanges since the last exact exchange, and 1 if a step followed
-        the last gather, else 0.
+        """Returns two counts: the exchanges since the last exact exchange, and 1 if the weights
+        changed after the last gather, else 0.
         """
         # shape of the result: [2] int64
         return torch.tensor(
@@ -492,7 +492,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])
         for row, message in zip(reference, arrived, strict=True):
-            # one node at a time, so that only one decoded shard is in memory
+            # one node at a time, so that only one decoded shard exists
             row.copy_(row.float().add_(self._codec.decode(message, len(own))))
         self._link.recycle(arrived)
 
@@ -502,8 +502,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         (arrived,), _ = self._link.wait(
             [self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))]
         )
-        # switch inference mode off, because training after an evaluation changes this tensor in
-        # place
+        # no inference mode: training after an evaluation changes this tensor in place
         with torch.inference_mode(False):
             exact = (
                 arrived[:, : own.nbytes]

@@ -102,7 +102,7 @@ class ShardUnit:
         """
 
         def loaded(*_: object) -> None:
-            # reshard the unit: while it is gathered, its next forward pass would exchange nothing
+            # reshard: a unit that is still gathered would exchange nothing in its next forward pass
             reshard(unit)
             # loading with `assign=True` replaces parameters
             for name, (parameters, own_name) in places.items():
@@ -122,8 +122,8 @@ class ShardUnit:
             each.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
 
     def state(self) -> dict[str, Tensor]:
-        """Returns this rank's part of the unit's state, by `<kind>.<parameter>`: the reference of
-        its shard, and its residual.
+        """Returns this rank's part of the unit's state, by `<kind>.<parameter>`. For each parameter
+        it holds the reference of this rank's shard, and the residual.
 
         The counters of exchanges are stored under the name of the first parameter.
 
@@ -146,8 +146,8 @@ class ShardUnit:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores the result of `state`. If it does not fit, the unit continues from exact weights
-        and without a residual.
+        """Restores the result of `state`. If the saved reference does not fit, the unit continues
+        from exact weights. A saved residual that does not fit becomes zero.
 
         Collective.
         """
@@ -177,7 +177,7 @@ class ShardUnit:
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
     def sizes(self) -> dict[str, int]:
-        """Returns the number of elements of a rank's shard of each parameter, padded as in
+        """Returns, for each parameter, the number of elements of a rank's shard, padded as in
         FSDP2.
         """
         return {name: padded_numel(parameter) for name, parameter in self.parameters.items()}
@@ -252,12 +252,12 @@ def resync_weights(model: nn.Module) -> None:
 
     All ranks must call it. `load_checkpoint` calls it, and so does `load_state_dict` of the model
     or of a module in it. A model without compressed communication between shards (a shard wire)
-    does not need it.
+    does not need this call.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
     """
-    # reshard all units: while a unit is gathered, its next forward pass would exchange nothing
+    # reshard: a unit that is still gathered would exchange nothing in its next forward pass
     reshard(model)
     for unit in shard_units(model):
         unit.gather.forget()
@@ -289,8 +289,8 @@ def shard_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restores the result of `shard_state`. A unit whose state does not fit continues from exact
-    weights. Collective.
+    """Restores the result of `shard_state`. A unit whose saved reference does not fit continues
+    from exact weights. Collective.
     """
     for unit in shard_units(model):
         unit.load(
@@ -304,13 +304,13 @@ def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def mend_references(model: nn.Module) -> None:
-    """Compares the references (the common copies of gathered weights) of all nodes. If they differ,
-    makes the next exchange of these weights exact. Collective.
+    """Compares the references (the common copies of gathered weights) of all nodes. If the
+    references of some weights differ, makes the next exchange of these weights exact. Collective.
 
-    The shards store the weights. So a reference that is damaged in memory or on the network costs
-    only one exact exchange. A write to frozen weights on any rank costs an exact exchange, too. The
-    call counts as a change of the weights, because its caller may have completed a round or
-    repaired weights before.
+    The shards store the weights. So a reference that is damaged in RAM or on the network costs only
+    one exact exchange. A write to frozen weights on any rank costs an exact exchange, too. After
+    this call the next gather exchanges the weights, because the caller may have completed a round
+    or repaired weights before.
 
     The call sends 16 bytes per unit, which are not counted as sent.
     """
