@@ -40,9 +40,9 @@ def check_scheme(
 
     It checks laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns
     its storage and its size is known), 5 (never larger than dense), 9 (private state is saved and
-    resumes exactly), 10 (absent is zero) and 11 (zero is zero: a precision decodes negated values
-    to the negated result). It also checks that the name and the arguments of the scheme make an
-    equal scheme.
+    resumes exactly) and 11 (zero is zero: a precision decodes negated values to the negated
+    result). One parameter of the simulated model gets no gradient, as in law 10. It also checks
+    that the name and the arguments of the scheme make an equal scheme.
 
     Args:
         scheme: Made by a registered function.
@@ -162,7 +162,7 @@ def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) 
             done.put((number, None, error))
 
     for number in range(len(ends)):
-        # daemon threads: if one thread fails, other threads may wait forever, even at exit
+        # daemon threads, because after a failed thread other threads may wait forever
         threading.Thread(target=run, args=(number,), daemon=True).start()
     found: dict[int, T] = {}
     for _ in ends:

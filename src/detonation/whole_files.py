@@ -1,8 +1,9 @@
-"""Opens files safely: follows no links, waits for no pipes, and reads no devices.
+"""Opens files safely: follows no symbolic links, waits for no pipes, and reads no devices.
 
-A run directory may come from another user, and an entry in it may be a link to a private file, a
-pipe or a device. If the caller allows it, files that the user names may be links. Files are written
-atomically. Uses only the standard library, and imports no other module of the package.
+A run directory may come from another user. An entry in such a directory may be a pipe, a device, or
+a symbolic link to a private file. If the caller allows this, files that the user names may be
+links. Files are written atomically. Uses only the standard library, and imports no other module of
+the package.
 """
 
 import errno

@@ -243,7 +243,7 @@ def test_a_launcher_decides_on_the_world_unless_flags_do():
     ):
         mesh(replicas=2, shards=2)
     for name in ("replicas", "shards"):
-        with pytest.raises(ValueError, match=f"9 {name} need as many processes, but"):
+        with pytest.raises(ValueError, match=f"9 {name} need one process each, but"):
             mesh(**{name: 9})
 
 

@@ -23,7 +23,7 @@ def test_a_link_is_the_directory_it_leads_to_and_one_to_nowhere_is_refused(tmp_p
     link.symlink_to(tmp_path / "disk")
     with pytest.raises(
         ValueError,
-        match=r"link' is a link without a target: create the target, or choose another --out",
+        match=r"link' is a symbolic link without a target: create the target, or choose another --out",
     ):
         check_free(link, resume=False)
     (tmp_path / "disk").mkdir()

@@ -90,7 +90,7 @@ class Experiment(Overrides):
 
 @dataclass(frozen=True, kw_only=True)
 class Shortcuts(Experiment):
-    """Flags for the settings that change most; --set has all of them."""
+    """Flags for the settings that change most often; --set changes any setting."""
 
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """A TOML file, or a name that detonation train alone lists."""
@@ -144,7 +144,7 @@ class Train(Shortcuts, Processes):
 class Simulate(Shortcuts):
     """Train many virtual replicas in this one process, to try a scheme with 64 of them.
 
-    Loss and bytes equal a real run with one shard per replica; the seconds do not.
+    Loss and bytes equal those of a real run with one shard per replica; the seconds do not.
 
     Example: detonation simulate quick-lm --replicas 64
     """

@@ -51,7 +51,7 @@ def run_command(arguments: list[str] | None = None) -> int:
     try:
         try:
             return _command(arguments)
-        finally:  # runs after --help, too, which raises SystemExit
+        finally:  # `finally` also runs after --help, which raises SystemExit
             print(end="", flush=True)
     except OSError as error:
         if not _is_of_stdout(error):

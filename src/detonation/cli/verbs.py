@@ -24,7 +24,7 @@ from detonation.report.words import printable
 
 
 def say(verb: of.Common, line: str) -> None:
-    """Prints lines for people; with --json it prints them to stderr."""
+    """Prints lines for people: to stdout, or with --json to stderr."""
     line = "\n".join(map(printable, line.splitlines()))
     if verb.json:
         _to_stderr(line)
@@ -278,8 +278,8 @@ class _LazyTorch(ModuleType):
 
 @contextmanager
 def _lazy_torch() -> Iterator[None]:
-    """Context manager that delays the import of torch. Inside it, no module may import a submodule
-    of torch.
+    """Context manager that delays the import of torch. In its `with` block, no module may import a
+    submodule of torch.
     """
     module = sys.modules.setdefault("torch", _LazyTorch("torch"))
     if isinstance(module, _LazyTorch):

@@ -1,6 +1,6 @@
 """The interface of data sets, and the drawing of batches. Seed and step determine a batch, so a
 resumed run draws the same batches. A stream also saves its position, so that a resumed run need not
-read the data before it.
+read the data before this position.
 """
 
 import hashlib
@@ -129,7 +129,7 @@ def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
     """Returns the number of predictions over which the loss of `batch` is a mean: images, or token
     ids of text.
 
-    If a batch has no `labels`, returns its number of rows.
+    If a batch has no `labels`, returns the number of rows of the batch.
 
     Shapes: `labels` `[B]` or `[B, T]` int64.
     """

@@ -84,8 +84,8 @@ def images(
 @final
 @dataclass(frozen=True)
 class Images:
-    """Images as bytes, in memory or on disk. Each batch is converted to normalised floats when it
-    is drawn.
+    """Images as bytes, in RAM or on disk. Each batch is converted to normalised floats when it is
+    drawn.
 
     Args:
         mean: [C], mean of the bytes of each channel.
@@ -102,7 +102,7 @@ class Images:
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
         chosen = indices.numpy()
-        pixels = torch.from_numpy(self.split.images[chosen])  # uint8 [B, H, W, C], a copy
+        pixels = torch.from_numpy(self.split.images[chosen])  # a copy, [B, H, W, C] uint8
         values = ((pixels - self.mean) / self.std).permute(0, 3, 1, 2).contiguous()
         return {"pixel_values": values, "labels": torch.from_numpy(self.split.labels[chosen])}
 
@@ -129,7 +129,7 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     """Returns the mean and standard deviation of each channel. A channel of an image has values
     from 0 to 255.
 
-    Uses all images if they are in memory, or 1000 of the images if they are on disk.
+    Uses all images if they are in RAM, or 1000 of the images if they are on disk.
 
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
@@ -143,7 +143,7 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     pixels = len(images) * images.shape[1] * images.shape[2]
     total = torch.zeros(images.shape[3], dtype=torch.float64)
     squares = torch.zeros_like(total)
-    # 1000 images at a time: more int32 images need too much RAM, and more squares may pass 2**31
+    # 1000 images at a time: the sum of 1000 squared bytes is below 2**31 and fits in int32
     for start in range(0, len(images), 1000):
         part = images[start : start + 1000].astype("int32")
         total += _over_pixels(part)
@@ -413,8 +413,8 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
 
 
 def _agreed(files: Sequence[Path], form: Form) -> Form:
-    """Returns the format of all `files`, read from their headers. The format has colour if any of
-    the files has colour.
+    """Reads the headers of `files`, and returns the format that all files must have. The format has
+    colour if any of the files has colour.
 
     Raises `ValueError` if a file is no image, or if `form` has no size and images differ in size.
     """

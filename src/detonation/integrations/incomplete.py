@@ -1,7 +1,7 @@
 """Makes Trainer and Accelerate resume from the newest complete checkpoint.
 
-Without this module they would load the checkpoint with the highest number, even if saving this
-checkpoint was interrupted.
+Without this module these libraries would load the checkpoint with the highest number, even if
+saving this checkpoint was interrupted.
 """
 
 import json

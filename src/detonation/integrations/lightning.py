@@ -335,7 +335,7 @@ class ReplicaStrategy(ModelParallelStrategy):
             if loaded is None:
                 raise ValueError(
                     f"{path} was written with {number} optimizers, but this run has"
-                    f" {len(self.replicated)}: resume with as many"
+                    f" {len(self.replicated)}: resume with as many optimizers"
                 )
             self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent
         rest = dict[str, Any]()

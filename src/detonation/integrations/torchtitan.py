@@ -133,8 +133,8 @@ class _Sharding:
             if isinstance(module, FSDPModule):
                 # torchtitan divides losses by the tokens of all R replicas: multiply gradients by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
-                # gloo cannot multiply while it sums, so on CPUs FSDP2 must multiply separately
-                # (with a single shard, this setting would multiply the gradient twice).
+                # gloo cannot multiply while it sums, so on CPUs FSDP2 must multiply separately.
+                # With a single shard, this setting would multiply the gradient twice.
                 if parallel_dims.world_mesh.device_type == "cpu":
                     several = parallel_dims.get_mesh("fsdp").size() > 1
                     module.set_force_sum_reduction_for_comms(several)
@@ -367,11 +367,12 @@ def parsed_scheme(text: str) -> Scheme:
     return scheme_named(name, found)
 
 
-if not TYPE_CHECKING:  # hidden from type checkers, so that they still report undefined names
+# `__getattr__` is hidden from type checkers, so that these still report undefined names
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Callable[[], Trainer.Config]:
         """Finds the function that `--config MODULE.FUNCTION` names, in torchtitan or in your own
-        module. Adds replicas to its configuration.
+        module. Adds replicas to the configuration that this function returns.
         """
         module, dot, function = name.rpartition(".")
         if not dot:

@@ -128,7 +128,7 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            # a new file begins at the first step, and if training does not go on from the last step
+            # a new file: at the first step, after a return, after a change of scheme or parameters
             another = not goes_on or optimizer.build() is not self._levels
             if not first:
                 self._keep(messages, what, optimizer, another)

@@ -35,15 +35,16 @@ def auto(
     steps: int = GOAL_STEPS,
     recipe: str = TEXT,
 ) -> Scheme:
-    """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
+    """Measures the links of `axis`. Chooses the scheme that is expected to be the first to reach
+    the loss of full synchronisation.
 
     Collective: call it on every rank, after sharding and before `replicate`. It measures the links
     for a few seconds. Rank 0 chooses the scheme, and all ranks return this scheme. This scheme is
     the first choice of `detonation plan --optimizer`. Full synchronisation is the choice if it
     waits for the network for at most `budget` of a step, and if no other scheme is faster by more
-    than `budget`. Otherwise the choice is the scheme that is expected to reach a loss first. This
-    expectation comes from losses that were measured with the same kind of optimizer, or else with
-    AdamW. The logger "detonation" gets the reason for the choice at level INFO.
+    than `budget`. Otherwise the choice is the scheme that is expected to reach this loss first.
+    This expectation comes from losses that were measured with the same kind of optimizer, or else
+    with AdamW. The logger "detonation" gets the reason for the choice at level INFO.
 
     Args:
         optimizer: Optimizer for `replicate`. An optimizer with momentum needs schemes of dense

@@ -1,5 +1,5 @@
-"""Measured losses, and estimates from them for another run: its loss relative to a baseline, and
-its steps to a given loss.
+"""Measured losses, and estimates for other runs from these losses: the loss of a run relative to a
+baseline, and the steps to a given loss.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Two collectives between the nodes of a replica: an all-gather of quantized differences between
-the weights and a common reference, and one all-to-all of quantized gradients with error feedback.
+"""Two collectives between the nodes of a replica. One is an all-gather of quantized differences
+between weights and a common copy of these weights, the reference. The other is an all-to-all of
+quantized gradients with error feedback.
 """
 
 import logging
@@ -361,10 +362,11 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class DifferenceGather(DefaultAllocMixin, AllGather):
     """The all-gather of the weights of one FSDP unit whose shards are on several nodes.
 
-    After an optimizer step, each rank sends the difference between its shard and the reference to
-    the other nodes, once. All ranks add the same bytes to the same reference, so their copies of
-    the reference stay bitwise equal. The output is the reference, gathered inside the node. Without
-    a step since the last gather, no message leaves the node.
+    All nodes hold equal copies of a reference: the weights as they were last gathered. After an
+    optimizer step, each rank sends the difference between its shard and the reference to the other
+    nodes, once. All ranks add the same differences to the reference, so the copies stay bitwise
+    equal. The output is the reference, gathered inside the node. Without a step since the last
+    gather, no message leaves the node.
 
     reference: `[nodes, n]`, the shards of all ranks with the same local rank, equal on all nodes;
     None until the first gather, which is exact.
@@ -502,7 +504,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         (arrived,), _ = self._link.wait(
             [self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))]
         )
-        # no inference mode: training after an evaluation changes this tensor in place
+        # switch inference mode off: training after an evaluation changes this tensor in place
         with torch.inference_mode(False):
             exact = (
                 arrived[:, : own.nbytes]

@@ -65,7 +65,7 @@ class ShardUnit:
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
-                # from torch 2.13 on, this makes the messages of all steps equal in size
+                # from torch 2.13 on, this setting makes the messages of all steps equal in size
                 module.set_reduce_scatter_unused_params(True, recurse=False)
             self._watch_backward(module, self.reduce)
         setattr(module, _UNIT, self)

@@ -201,8 +201,8 @@ class Adapter:
         return max(min(seconds[shard::shards]) for shard in range(shards))
 
     def _settings(self) -> list[Scheme]:
-        """Returns the schemes to which the run can change: its first scheme, its current scheme,
-        and its first scheme with another value of one argument.
+        """Returns the schemes to which the run can change: the first scheme of the run, the current
+        scheme, and the first scheme with another value of one argument.
         """
         now = _present(self._session)
         found = {spelled(scheme): scheme for scheme in (self._first, now)}
@@ -258,7 +258,7 @@ def _factors(
     if shows_latency:
         later = 1 / _large(explained(reported, lambda x: expected(1.0, 1 / x)[1], certain))
     times = explained(waited, lambda x: expected(x, later)[0], certain)
-    # Backward may hide the wait for reports, which shows the latency.
+    # The wait for reports shows the latency, but backward may hide this wait.
     # So test whether a change of latency alone explains the wait for messages.
     if times == later == 1.0:
         later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
@@ -313,8 +313,9 @@ def _typical(waits: Sequence[float], every: int) -> float:
 
 
 def set_message_timeouts(session: Session) -> None:
-    """Sets the timeouts of this rank. Within them the rank's largest message can arrive at the rate
-    `peers.lowest_bits_per_s` or, if an emulated link is slower, at the rate of that link.
+    """Sets the timeouts of this rank. The timeouts are long enough for the rank's largest message
+    at the rate `peers.lowest_bits_per_s` or, if an emulated link is slower, at the rate of that
+    link.
     """
     config = session.config
     _, scheme = session.optimizer.levels[0]

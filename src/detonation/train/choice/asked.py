@@ -86,7 +86,7 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # without arguments the error is in the recipe
+                    if not arguments:  # the planner set no arguments, so the recipe is wrong
                         raise
         return found
 

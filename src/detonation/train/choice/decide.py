@@ -41,7 +41,7 @@ class Chosen:
 
 
 def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None = None) -> Chosen:
-    """Measures the link and the compute of a step, and chooses one scheme for all ranks.
+    """Measures the link and the time of forward and backward, and chooses one scheme for all ranks.
     Collective.
 
     Args:
@@ -162,8 +162,8 @@ def chosen_config(
     """Returns the configuration of the run. If this call chooses the scheme, it returns this
     choice, too. Collective.
 
-    begun: directory of a run that began earlier. Such a run keeps the scheme that its directory
-    names.
+    begun: directory of a run that began earlier. Such a run keeps the scheme that the configuration
+    in its directory names.
     """
     if begun is not None:
         before = again(asked, begun, everyone)

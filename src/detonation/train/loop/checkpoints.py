@@ -31,7 +31,7 @@ change; the others are read only by a new run.
 _MARKED = 3
 """Number of training examples whose hash a checkpoint contains."""
 
-# Without this handler, Python would print the warnings of the logger a second time.
+# Without a handler, warnings of this logger would be printed twice: by Python and by the run.
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
@@ -211,7 +211,7 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
     """
     if was.get("name") != now["name"]:
         return
-    # a checkpoint of an older version may lack this setting, which then had its default value
+    # checkpoints of older versions may lack `embedding_lr_ratio`, which then had its default
     was = {"embedding_lr_ratio": OptimizerConfig.embedding_lr_ratio, **was}
     for key in was.keys() | now.keys():
         if key != "lr" and was.get(key) != now.get(key):

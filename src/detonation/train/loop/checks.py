@@ -133,7 +133,7 @@ def check_translates(model: Any, data: Data) -> None:
 
 def _with_steps(config: Config, loaded: Data) -> TrainConfig:
     """Returns the table [train] with its epochs converted to steps. If the table sets steps,
-    returns it unchanged.
+    returns the table unchanged.
     """
     train = config.train
     if train.steps:
@@ -228,9 +228,9 @@ def checkpoint_activations(model: nn.Module) -> None:
     """Makes each layer keep only its inputs for backward. Backward computes all other values of the
     layer again.
 
-    Changes the model in place, and keeps all names. Call it after `compile_layers` and before
-    `shard`, because the hooks of `shard` must gather a layer's weights for both computations.
-    Raises `ValueError` if the model has no layers.
+    Changes the model in place, and keeps all names. Call this function after `compile_layers` and
+    before `shard`, because the hooks of `shard` must gather a layer's weights for both computations
+    of the layer. Raises `ValueError` if the model has no layers.
     """
     for layer in _some_layers(model, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

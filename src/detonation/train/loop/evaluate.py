@@ -18,7 +18,7 @@ def validate(session: Session) -> dict[str, float]:
     """Returns `val_loss`, the mean loss of all predictions. If the data have classes, also returns
     `val_accuracy`.
 
-    Collective: ranks divide the batches among them.
+    Collective: ranks divide the batches among themselves.
     """
     train = session.config.train
     session.model.eval()
@@ -54,8 +54,8 @@ def validate(session: Session) -> dict[str, float]:
 def translate(session: Session) -> dict[str, float]:
     """Returns `val_bleu` of greedy translations of held-out sentences, from 0 to 100.
 
-    Collective: ranks divide the sentences among them. Each generated token needs a forward pass.
-    All ranks run the same number of passes, because FSDP gathers weights in each pass.
+    Collective: ranks divide the sentences among themselves. Each generated token needs a forward
+    pass. All ranks run the same number of passes, because FSDP gathers weights in each pass.
     """
     from sacrebleu.metrics.bleu import BLEU
 
@@ -64,12 +64,12 @@ def translate(session: Session) -> dict[str, float]:
     bleu = BLEU()
     assert isinstance(pairs, TranslationPairs)
     session.model.eval()
-    # [10]: 4 counts of matching n-grams, 4 of all n-grams, lengths of translations and references
+    # shape [10]: matching n-grams (4), all n-grams (4), lengths of translations and references
     counts = torch.zeros(10, dtype=torch.int64, device=session.device)
     wanted = min(train.bleu_sentences, len(pairs))
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
-        # A rank without sentences must run forward, too, so it translates one without counting it.
+        # A rank without sentences must run forward, too: it translates an uncounted sentence.
         indices = [*mine] or [0]
         batch = to(pairs[torch.tensor(indices)], session.device)
         ids = greedy(session, batch)
@@ -109,8 +109,8 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
 
 
 def autocast(session: Session) -> AbstractContextManager[object]:
-    """Returns a context with bf16 autocast if the recipe sets it. On a CPU the context does
-    nothing, because most CPUs are far slower in bf16.
+    """Returns a context manager with bf16 autocast if the recipe asks for bf16. On a CPU the
+    context manager does nothing, because most CPUs are far slower in bf16.
     """
     if session.config.train.autocast != "bf16" or session.device.type == "cpu":
         return nullcontext()

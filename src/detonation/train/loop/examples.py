@@ -24,8 +24,9 @@ def draws(session: Session, step: int) -> Iterator[tuple[dict[str, Tensor], floa
     """Yields the examples of each micro-batch of this rank, with a weight. The mean loss of a whole
     batch is the weighted sum of the mean losses of its micro-batches.
 
-    A batch is always drawn whole, so that its augmentation does not depend on the ranks that divide
-    it. A batch is drawn only once, because a stream can only be read forwards.
+    A batch is always drawn whole, so that the augmentation of the batch does not depend on the
+    ranks that divide the batch. A batch is drawn only once, because a stream can only be read
+    forwards.
     """
     drawn = -1
     whole: dict[str, Tensor] = {}

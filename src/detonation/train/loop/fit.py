@@ -77,7 +77,7 @@ def fit(
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # this rank's data depend on its index
+        session.optimizer.renumber()  # the index of this rank selects the data of this rank
         meter.begin()
         with _safely():
             if rounds:
@@ -328,7 +328,7 @@ class _Agreement:
 
     def reports(self) -> list[list[Any]]:
         """Returns the reports of all ranks, in rank order. Waits until the reports have arrived."""
-        # no cached property, whose lock would block the threads of other simulated replicas
+        # A cached property has a lock, which would block the threads of other simulated replicas.
         if self.arrived is None:
             began = time.perf_counter()
             self.arrived = self.arriving()
@@ -388,7 +388,7 @@ def _seed_dropout(session: Session, step: int) -> None:
     """
     seed = (session.config.seed * 1_000_003 + step) * session.world_size + session.rank
     if session.device.type == "cpu":
-        # `torch.manual_seed` would queue a call with a stack trace for each absent accelerator.
+        # For absent accelerators, `torch.manual_seed` would store a stack trace at each call.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)

@@ -120,7 +120,7 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
 
 def seeded_model(config: Config) -> nn.Module:
     """Builds the model of `config` with its initial weights. The table [train] says whether the
-    layers of the model are compiled, and whether they recompute activations.
+    layers of the model are compiled, and whether layers recompute activations.
     """
     torch.manual_seed(config.seed)
     return _with_layers(build_model(config.model.name, config.model.arguments), config.train)

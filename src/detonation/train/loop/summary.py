@@ -66,7 +66,7 @@ def counted(session: Session, before: Counts) -> Counts:
     # replicas of different sizes shard parameters differently, so first sum over their ranks
     if len({*session.world.sizes}) > 1:
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # The maximum over replicas: some faults are seen only by an owner (a replica that aggregates).
+    # Use the maximum over replicas: only owners (replicas that aggregate) see some faults.
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     now = Counter(dict(zip(names, here, strict=True)))
     together = Counter(before.skipped) + now
@@ -84,7 +84,7 @@ def summarise(
     - `bytes_sent_per_step`: bytes that one replica sends, summed over its shards, as a mean over
     steps.
     - `shard_bytes_per_step`: bytes that one replica sends between its nodes.
-    - `peak_memory`: the largest memory that any rank used.
+    - `peak_memory`: bytes of the rank that used most: of device memory, or of RAM on CPUs.
     - `waits`: waiting times of replicas in the steps since the last start, see `Waits.table`.
     - `local_steps`: number of local steps of each replica in a round, as last agreed.
     - `adapted_to`: the last scheme of a run that adapts to its link.
@@ -223,7 +223,7 @@ class FullSync:
 
     def per_step(self, records: Sequence[Record]) -> int:
         """Returns the mean bytes per step over the steps in `records`. For each step, uses the
-        number of replicas that ran it.
+        number of replicas that ran the step.
 
         >>> steps = [Record(1, 2.0, 0.1, 0.5, 0, taking=taking) for taking in (2, 2, 2, 1)]
         >>> FullSync(0).per_step(steps), FullSync(0, weights=4000).per_step(steps)
@@ -247,7 +247,7 @@ def full_sync_by_level(session: Session) -> list[FullSync]:
     """
     dense = [session.world.over_shards(each) for each in session.optimizer.dense_bytes_by_level]
     found = [FullSync(each) for each in dense]
-    # Under `train.balance` all replicas exchange, but a record counts only those that ran its step.
+    # With `train.balance` all replicas exchange, but a record counts only those that ran the step.
     if isinstance(session.world, ElasticRanks) and not session.config.train.balance:
         trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
         numel = sum(local(each).numel() for each in trained)

@@ -57,7 +57,7 @@ class _Together:
 
 
 class Ranks(_Together):
-    """The processes of a mesh with the axes "replicate" and "shard". Its methods are collective.
+    """The processes of a mesh with the axes "replicate" and "shard". All methods are collective.
 
     Args:
         sizes: Number of ranks of each replica.
@@ -72,7 +72,7 @@ class Ranks(_Together):
         self._comm = CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
-            # Counts are summed by gloo in host memory: a device would first finish its queue.
+            # Sum counts by gloo in host memory, because a device would first finish its queue.
             # All ranks must create the process groups of all replicas.
             ends = [*accumulate(sizes)]
             for size, end in zip(sizes, ends, strict=True):
@@ -135,7 +135,7 @@ class ElasticRanks:
             self._parts = axis.ranks_at_start
         self._hosts = mesh.get_group("shard")
         self._shards = mesh["shard"].size()
-        self._ranks = mesh.size()  # number of ranks of one replica
+        self._ranks = mesh.size()  # count of ranks in one replica
         self.losses = axis.losses  # the axis records lost and joining replicas in this list
 
     @property
@@ -148,7 +148,7 @@ class ElasticRanks:
 
     @property
     def members(self) -> Sequence[int]:
-        """The replicas that take part in this step, by their numbers at the start of the run."""
+        """The replicas that take part in this step, as indices at the start of the run."""
         return self._axis.layout
 
     @property
@@ -166,7 +166,7 @@ class ElasticRanks:
     def share_of(self, replica: int, members: Sequence[int], of_part: int) -> range:
         """Returns the positions of the examples that `replica` computes in a step of the replicas
         `members`. The range is empty if `replica` is not among `members`. Both arguments use the
-        numbers that replicas had at the start of the run.
+        indices of replicas at the start of the run.
         """
         if replica not in members:
             return range(0)
@@ -379,7 +379,7 @@ class Waits:
     def __init__(self) -> None:
         self.own = (0.0, 0.0)
         self._lasted = 0.0
-        # [replicas, replicas + 1]; the last column is network time
+        # shape [replicas, replicas + 1]; the last column is network time
         self._waited = torch.zeros(0, 1, dtype=torch.float64)
 
     def add(self, seconds: float, waited: float) -> None:

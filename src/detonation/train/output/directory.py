@@ -180,8 +180,8 @@ def log_starts(path: Path) -> list[int]:
 def check_free(
     path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None
 ) -> None:
-    """Raises `ValueError` if no run can start in `path`. With `resume`, raises it if the run in
-    `path` cannot continue.
+    """Raises `ValueError` if no run can start in `path`. With `resume`, raises `ValueError` if the
+    run in `path` cannot continue.
 
     Changes nothing.
 
@@ -194,7 +194,7 @@ def check_free(
     entries = []
     if path.is_dir():
         entries = [entry.name for entry in path.iterdir()]
-    # Check the lock after the list: a process locks the directory before it creates files there.
+    # Check the lock after listing files: a process locks a directory before it creates files.
     _require_unlocked(path)
     held = [
         name
@@ -216,7 +216,9 @@ def check_free(
 
 
 def _require_directory(path: Path) -> None:
-    """Raises `ValueError` if `path` is a file, a link without a target, or an impossible name."""
+    """Raises `ValueError` if `path` is a file, a symbolic link without a target, or an impossible
+    name.
+    """
     try:
         path.exists()
     except OSError as error:
@@ -228,7 +230,7 @@ def _require_directory(path: Path) -> None:
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
     if path.is_symlink() and not path.exists():
         raise ValueError(
-            f"the run directory {str(path)!r} is a link without a target: create the target, or"
+            f"the run directory {str(path)!r} is a symbolic link without a target: create the target, or"
             " choose another --out"
         )
 
@@ -245,8 +247,8 @@ def _require_unlocked(path: Path) -> None:
 
 
 def _require_unfinished(path: Path, resume: bool, train: TrainConfig | None) -> None:
-    """Raises `ValueError` if the run in `path` is finished, unless it resumes and `train` asks for
-    more steps.
+    """Raises `ValueError` if the run in `path` is finished, unless the run resumes and `train` asks
+    for more steps.
     """
     finished = steps_finished(path)
     if not (path / SUMMARY).exists() or (resume and train and train.steps > finished):
@@ -359,7 +361,7 @@ class RunDirectory:
 
 def _refuse_links(path: Path) -> None:
     """Raises `ValueError` if one of the folders in which a run writes and removes files is a
-    link.
+    symbolic link.
     """
     for folder in (path / CHECKPOINTS, path / UPDATES):
         if folder.is_symlink():
@@ -446,7 +448,7 @@ def _take(file: IO[str], path: Path) -> None:
     except BlockingIOError as error:
         file.seek(0)
         who = "another process"
-        # the file may be incomplete, because the process that holds the lock may be writing it
+        # `file` may be incomplete, because the process that holds the lock may be writing `file`
         with suppress(ValueError, LookupError, TypeError):
             owner = json.loads(file.read())
             who = f"process {owner['pid']} since {owner['since']}"

@@ -20,8 +20,8 @@ _ERASE = b"\r\x1b[J"
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Prints lines to stdout, or to stderr with `to_stderr`. On all ranks except rank 0 it is
-    `silent`.
+    """Prints lines to stdout, or to stderr with `to_stderr`. On all ranks except rank 0 the screen
+    is `silent`.
     """
 
     def __init__(self, silent: bool, to_stderr: bool) -> None:
@@ -118,5 +118,5 @@ def _console(to_stderr: bool) -> PlainConsole:
 
 
 def _can_live(console: PlainConsole) -> bool:
-    # check the file, too, because rich treats a pipe as a terminal if FORCE_COLOR is set
+    # FORCE_COLOR makes rich treat a pipe as a terminal, so ask `file`, too
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal

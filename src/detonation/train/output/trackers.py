@@ -75,7 +75,7 @@ class WeightsAndBiases:
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         os.environ.setdefault("WANDB_MODE", "offline")
-        # without this setting, wandb contacts a host even offline
+        # without this setting, wandb connects to a host even in offline mode
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -273,6 +273,6 @@ def values(record: Record) -> dict[str, float]:
         elif name == "waits":
             for i, row in enumerate(value["seconds"]):
                 found |= {f"waited/{i} for {j}": seconds for j, seconds in enumerate(row) if i != j}
-        elif name not in ("step", "setting"):  # the value of `setting` is a text
+        elif name not in ("step", "setting"):  # skip `setting`, whose value is a text
             found[name] = value
     return found

@@ -204,7 +204,7 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
     for name, count in (("replicas", replicas), ("shards", shards)):
         if count > place.world_size:
             raise ValueError(
-                f"{count} {name} need as many processes, but the launcher started"
+                f"{count} {name} need one process each, but the launcher started"
                 f" {place.world_size}: start more processes, or ask for fewer {name}"
             )
     if replicas * shards != place.world_size:
@@ -318,7 +318,7 @@ def read_recipe(path: Path) -> Table:
         shipped = shipped_recipes()
     source = shipped.get(path.name, path)
     try:
-        # Windows may write a byte order mark
+        # the encoding utf-8-sig skips a byte order mark, which Windows may write
         return tomllib.loads(source.read_text(encoding="utf-8-sig"))
     except OSError as error:
         names = ""

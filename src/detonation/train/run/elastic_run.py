@@ -165,7 +165,7 @@ class Losses:
         """Returns the positions of the examples that a lost replica computed in its last step."""
         assert self._world is not None
         members = self._world.members
-        if replica not in members:  # `members` lacks the lost replica, so use its earlier value
+        if replica not in members:  # `members` lacks the lost replica: use the earlier list
             members = self._members
         train = self._session.config.train
         return self._world.share_of(replica, members, train.batch_size * train.accumulate)

@@ -159,8 +159,7 @@ _WAIT_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class RunTask:
-    """A run whose recipe and flags are read and checked. Forked ranks inherit this object in
-    memory.
+    """A run whose recipe and flags are read and checked. Forked ranks inherit this object.
 
     Args:
         request: Command of the user; without `out` the run creates a new directory in `runs`.

@@ -224,7 +224,7 @@ class Recording:
             return []
         try:
             self._publish()
-        # the lost replica may still hold the port, or its machine may own the address
+        # the lost replica may still hold the port, or its machine may have the address
         except OSError as error:
             if str(error) == self._trouble:
                 return []

@@ -139,7 +139,7 @@ def _with_steps(request: Request, steps: int) -> Request:
 
 def compute_with_one_thread() -> None:
     """Limits this process to one thread before it forks. A child process has no copies of other
-    threads, and would wait for them forever.
+    threads, and would wait for these threads forever.
     """
     torch.set_num_threads(1)
 
@@ -202,8 +202,8 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
 
 
 def train_afresh(request: Table, may_start: bool) -> Table:
-    """Trains in a spawned rank. Such a rank shares no memory with its parent, so it reads the
-    recipe again.
+    """Trains in a spawned rank. Such a rank inherits no objects from its parent process, so the
+    recipe is read again.
     """
     task = make_task(from_plain(Request, request), None)
     return train_on_rank(replace(task, may_start=may_start))

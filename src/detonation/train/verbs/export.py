@@ -59,7 +59,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         numel, for_transformers = _write_model(config, source, out)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
-        # replace the permissions of files that only their owner can read by the usual ones
+        # give the usual permissions to files that only their owner could read
         file.chmod(0o666 & ~mask)
     mean = {}
     if not manifest.alike and len(here) != manifest.replicas:
@@ -133,7 +133,7 @@ def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path)
             whole = Box(shape, (0,) * len(shape), shape)
             found[name] = source.agreed(key, whole).contiguous()
             numel += found[name].numel()
-        else:  # a buffer, which is not sharded
+        else:  # a buffer is not sharded
             found[name] = source.agreed(key, None).contiguous()
     out.mkdir(parents=True, exist_ok=True)
     save_file(found, out / EXPORTED)

@@ -121,7 +121,7 @@ def _about(address: str) -> Table:
 
 
 def _awaited_about(address: str, token: bytes) -> Table:
-    """Waits until a trainer listens at `address`, and returns the description of its run.
+    """Waits until a trainer listens at `address`, and returns the description of the trainer's run.
 
     Raises the last `OSError` after `START_S` seconds, but at once if the feed refuses this process
     or if the host is unknown.

@@ -99,7 +99,7 @@ def _check(question: Question) -> None:
 
 
 def _network(question: Question, profile: Profile | None, training: "_Training") -> Network:
-    """Returns the network between replicas, from the profile or from `question.link`."""
+    """Returns the network between replicas, from a profile or from `question.link`."""
     if profile is not None:
         return Network.of_axis(profile.axes["replicate"], profile.shards)
     link = LinkSpeed.parse(question.link or "")

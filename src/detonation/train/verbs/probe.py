@@ -63,7 +63,7 @@ class ProbeRequest:
 @dataclass(frozen=True)
 class ProbeTask:
     """The mesh to measure, and the recipe after it was read and checked. Forked ranks inherit this
-    object in memory.
+    object.
     """
 
     mesh: MeshConfig
@@ -120,8 +120,8 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
 
 
 def probe_afresh(request: Table) -> Table:
-    """Measures in a spawned rank. Such a rank shares no memory with its parent, so it reads the
-    recipe again.
+    """Measures in a spawned rank. Such a rank inherits no objects from its parent process, so the
+    recipe is read again.
     """
     return probe_on_rank(_prepare(from_plain(ProbeRequest, request), None))
 

@@ -139,7 +139,8 @@ def virtual(
     communicator: SimulatedCommunicator,
     show: Callable[[str], object] | None = None,
 ) -> Session:
-    """Builds the session of one simulated replica, with its own model, memory and data.
+    """Builds the session of one simulated replica. Each replica has its own model, memory of unsent
+    values, and data.
 
     Args:
         show: Called with a line about the initial weights.
