@@ -320,7 +320,7 @@ MISTAKES = {
     "a recipe with an error of syntax": Mistake(
         run("train", "open.toml"),
         "is not TOML",
-        ("'open.toml'", "line 1, column 7", "correct it there"),
+        ("'open.toml'", "line 1, column 7", "correct the file there"),
     ),
     "a recipe that lacks a table": Mistake(
         run("train", "bare.toml"),

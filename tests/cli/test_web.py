@@ -61,7 +61,7 @@ def test_a_port_that_is_taken_is_said_before_training(tmp_path, monkeypatch, cap
         flags = [flag.replace("8000", str(port)) for flag in flags]
         recipe = write_recipe(tmp_path / "tiny.toml")
         assert run_command(["train", str(recipe), *flags, "--out", str(tmp_path / "run")]) == 2
-    said = f"port {port} of 127.0.0.1 is in use: give another one, --logger web:{port + 1}"
+    said = f"port {port} of 127.0.0.1 is in use: give another port, --logger web:{port + 1}"
     assert capsys.readouterr().err == f"error: {said}\n" and not (tmp_path / "run").exists()
 
 

@@ -76,7 +76,7 @@ def test_grey_folders_have_one_channel(tmp_path):
 def test_folders_that_do_not_fit_are_refused(folder):
     source = {"source": str(folder)}
     picture(folder / "validation" / "cow" / "0.png", 0)
-    with pytest.raises(ValueError, match="classes that train has not: cow"):
+    with pytest.raises(ValueError, match="classes that are missing in train: cow"):
         load_dataset("images", source)
     (folder / "validation" / "cow" / "0.png").unlink()
     picture(folder / "train" / "dog" / "9.png", 0, size=(8, 8))
@@ -196,5 +196,7 @@ def test_pixels_of_16_bits_are_refused(folder):
     values = np.arange(24, dtype=np.uint16).reshape(4, 6) * 2700
     for path in folder.rglob("*.png"):
         Image.fromarray(values).save(path)
-    with pytest.raises(ValueError, match=r"\.png has pixels of more than 8 bits: save it with 8"):
+    with pytest.raises(
+        ValueError, match=r"\.png has pixels of more than 8 bits: save the image with 8"
+    ):
         load_dataset("images", {"source": str(folder)})

@@ -754,7 +754,7 @@ def test_a_set_up_that_cannot_be_replicated_is_refused_in_one_line(message):
 
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
 def test_a_wrapped_model_is_refused(wrapper):
-    with pytest.raises(ValueError, match=f"wrapped in {wrapper.__name__}: pass it bare"):
+    with pytest.raises(ValueError, match=f"wrapped in {wrapper.__name__}: pass the bare model"):
         check_setup(State(), wrapper.__new__(wrapper))
     check_setup(State(), torch.nn.Linear(1, 1))
 

@@ -75,11 +75,11 @@ LOG = ["updates/", "updates/replica0-shard0-0.updates"]
             "its summary.json is damaged, and --resume writes it anew",
         ),
         (["config.toml"], False, "is not empty: remove it, or choose another --out"),
-        (["config.toml"], True, "it has no checkpoints; remove it, or choose another --out"),
+        (["config.toml"], True, "which has no checkpoints; remove it, or choose another --out"),
         (
             ["config.toml", *LOG],
             True,
-            "it has no checkpoints; add --log, to go on from its log of updates",
+            "which has no checkpoints; add --log, to go on from its log of updates",
         ),
         (
             ["config.toml", *LOG],
@@ -92,7 +92,7 @@ LOG = ["updates/", "updates/replica0-shard0-0.updates"]
             "is not empty: continue it with --resume, or choose another --out",
         ),
         (["thesis.tex"], False, "is not empty: choose another --out"),
-        ([], True, "it has no checkpoints; leave --resume out to start"),
+        ([], True, "which has no checkpoints; leave --resume out to start"),
     ],
 )
 def test_what_is_there_is_not_overwritten(tmp_path, files, resume, message):

@@ -412,7 +412,7 @@ def test_mistakes_name_the_remedy():
         ({"weights": "3bit"}, "4bit, 8bit, fp32"),
         ({"nodes": 1}, "at least 2"),
         ({"resync_every": -1}, "at least 0"),
-        ({"weights": "fp32", "resync_every": 5}, "leave it out"),
+        ({"weights": "fp32", "resync_every": 5}, "leave resync_every out"),
     ):
         with pytest.raises(ValueError, match=word):
             dt.shard_wire(**arguments)

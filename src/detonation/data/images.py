@@ -226,7 +226,7 @@ class Pictures:
         # refuse images with more than 8 bits per channel, because pillow would clip their values
         if picture.mode.startswith(("F", "I")):
             raise ValueError(
-                f"{self._name(number)} has pixels of more than 8 bits: save it with 8 bits"
+                f"{self._name(number)} has pixels of more than 8 bits: save the image with 8 bits"
             )
         mode = "RGB"
         if channels == 1:
@@ -319,13 +319,14 @@ def from_folder(path: Path, form: Form) -> Decoded:
         parts = (_files(path / "train"), _files(path / "validation"))
     else:
         raise ValueError(
-            f"{path} has train/CLASS but no validation/CLASS: add it, or use CLASS without train"
+            f"{path} has train/CLASS but no validation/CLASS: add validation/CLASS, or use"
+            " CLASS without train"
         )
     classes = sorted({file.parent.name for file in parts[0]})
     other = sorted({file.parent.name for file in parts[1]} - {*classes})
     if other:
         raise ValueError(
-            f"{path / 'validation'} has classes that train has not: {', '.join(other)}; add"
+            f"{path / 'validation'} has classes that are missing in train: {', '.join(other)}; add"
             " them to train, or remove them"
         )
     form = _agreed([*parts[0], *parts[1]], form)

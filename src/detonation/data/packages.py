@@ -260,7 +260,7 @@ def _bible(raw: Path, ready: Path) -> None:
     if not {"en", "es"} <= bibles.keys():
         raise ValueError(
             f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, but must be in"
-            " en and es: install one of each"
+            " en and es: install one module for each language"
         )
     english = modules.get_bible_from_module(bibles["en"])
     spanish = modules.get_bible_from_module(bibles["es"])

@@ -302,7 +302,7 @@ class _Cursor:
         while given and not self._document:
             self._read()
         if given > len(self._document):
-            raise IndexError("the position is after the end of its document")
+            raise IndexError("the position is after the end of the document")
         self._given = given
 
     def _open(self, before: Any) -> None:

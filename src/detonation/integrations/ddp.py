@@ -77,7 +77,7 @@ def comm_hook(
     if model.mixed_precision is not None:
         raise ValueError(
             "mixed_precision of DistributedDataParallel averages the gradients in another dtype:"
-            " leave it out, and use torch.autocast"
+            " leave mixed_precision out, and use torch.autocast"
         )
     if model._comm_hooks:
         raise ValueError("the model already has a communication hook, and can have only one")

@@ -299,13 +299,16 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
     """
     if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
         raise ValueError(
-            f"the model is wrapped in {type(model).__name__}: pass it bare, and let FSDP2 shard it"
+            f"the model is wrapped in {type(model).__name__}: pass the bare model, and"
+            " let FSDP2 shard it"
         )
     kind = state.distributed_type
     config = state.parallelism_config
     plugin = getattr(state, "fsdp_plugin", None)
     if kind == DistributedType.NO:
-        raise ValueError("this is the only rank: start several with torchrun or accelerate launch")
+        raise ValueError(
+            "this is the only rank: start several ranks with torchrun or accelerate launch"
+        )
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
             f"{kind.value} shards and steps by itself, which cannot be replicated: use FSDP2 and"

@@ -178,8 +178,8 @@ class ReplicaStrategy(ModelParallelStrategy):
             )
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise ValueError(
-                "StochasticWeightAveraging cannot write shards, its average would be lost: leave"
-                " it out"
+                "StochasticWeightAveraging cannot write shards, so the average would be lost:"
+                " leave this callback out"
             )
         self._clip = self._own_clip or trainer.gradient_clip_val or 0.0
         if self._clip and trainer.gradient_clip_algorithm == "value":

@@ -248,8 +248,8 @@ class Playback(Player):
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(
-                f"{path} is in version {about.get('version')} of the format, this version reads"
-                f" {LOG_VERSION}"
+                f"{path} is in version {about.get('version')} of the log format, but this"
+                f" package reads version {LOG_VERSION}"
             )
         self._check_run(path, start.step, about)
         use_padding_of(about, self._optimizer)
@@ -303,7 +303,7 @@ class Playback(Player):
             raise ValueError(
                 f"{path}: training went on after step {step} with weights or a state of its"
                 " optimizer that do not follow from the log, as after a reset or a load: replay"
-                " from a checkpoint that is saved after it"
+                " from a checkpoint that is saved after the reset or load"
             )
 
     def _why_only_near(self, about: dict[str, Any], options: dict[str, Any]) -> str:

@@ -120,7 +120,7 @@ def _built(
         keys = sorted(new - head)
         raise ValueError(
             f"{HUB_PREFIX}{name} has no weights that fit {first_names(keys, 1)}: leave out the"
-            " settings that change its shape, or pretrained"
+            " settings that change shapes of weights, or leave out pretrained"
         )
     return model
 

@@ -42,7 +42,8 @@ class ShardWire:
             )
         if self.resync_every and self.weights == "fp32":
             raise ValueError(
-                "resync_every is set, but weights='fp32' are exact at every exchange: leave it out"
+                "resync_every is set, but weights='fp32' are exact at every exchange:"
+                " leave resync_every out"
             )
         if self.link:
             LinkSpeed.parse(self.link)

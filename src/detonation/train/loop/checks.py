@@ -255,8 +255,8 @@ def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
     layers = list(layers_of(model))
     if not layers:
         raise ValueError(
-            f"{setting} works on layers, the elements of an nn.ModuleList, and the model has"
-            " none: leave it out"
+            f"{setting} works on layers (the elements of an nn.ModuleList), but the model has"
+            " none: leave this setting out"
         )
     return layers
 

@@ -210,7 +210,7 @@ def check_free(
             remedy = "remove it, or choose another --out"
         if logged:
             remedy = "add --log, to go on from its log of updates"
-        raise ValueError(f"nothing to resume in {path}: it has no checkpoints; {remedy}")
+        raise ValueError(f"nothing to resume in {path}, which has no checkpoints; {remedy}")
     if held:
         _require_own_run(path, resume, saved or logged)
 
@@ -230,8 +230,8 @@ def _require_directory(path: Path) -> None:
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
     if path.is_symlink() and not path.exists():
         raise ValueError(
-            f"the run directory {str(path)!r} is a symbolic link without a target: create the target, or"
-            " choose another --out"
+            f"the run directory {str(path)!r} is a symbolic link without a target: create the"
+            " target, or choose another --out"
         )
 
 

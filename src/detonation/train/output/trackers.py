@@ -163,7 +163,7 @@ def listener_on(port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             problem = "is in use"
         raise ValueError(
-            f"port {port} of 127.0.0.1 {problem}: give another one, --logger web:{PORT + 1}"
+            f"port {port} of 127.0.0.1 {problem}: give another port, --logger web:{PORT + 1}"
         ) from error
 
 

@@ -329,7 +329,7 @@ def read_recipe(path: Path) -> Table:
             f"cannot read the recipe {str(path)!r}: {error.strerror}{names}"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} is not TOML: {error}; correct it there") from error
+        raise ValueError(f"{str(path)!r} is not TOML: {error}; correct the file there") from error
 
 
 def parse_sets(assignments: Iterable[str]) -> Table:

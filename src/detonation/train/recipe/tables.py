@@ -103,7 +103,9 @@ def _require_kept(setting: str, value: object) -> None:
     """
 
     def refuse(date: object) -> NoReturn:
-        raise ValueError(f"{setting} has {date}, which TOML takes for a date or a time: quote it")
+        raise ValueError(
+            f"{setting} has {date}, which TOML takes for a date or a time: quote the value"
+        )
 
     try:
         json.dumps(value, ensure_ascii=False, default=refuse).encode()

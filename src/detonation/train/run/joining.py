@@ -53,7 +53,7 @@ def check_place(
         )
     if (mesh.elastic or request.join) and asked and asked.auto.adapt:
         raise ValueError(
-            "scheme.adapt needs a constant set of replicas: leave it out in an elastic run"
+            "scheme.adapt needs a constant set of replicas: in an elastic run leave adapt out"
         )
     if request.join and number is not None:
         raise ValueError(

@@ -88,8 +88,8 @@ def require_earlier(path: Path, done: int) -> None:
     later = [one for one in saved_checkpoints(path / directory.CHECKPOINTS) if step_of(one) > done]
     if later:
         raise ValueError(
-            f"{path} holds {later[0].name}, and the run is at step {done}: it belongs to another"
-            " run; choose another --out"
+            f"{path} holds {later[0].name}, and the run is at step {done}: this checkpoint"
+            " belongs to another run; choose another --out"
         )
 
 
