@@ -105,7 +105,7 @@ def end(number: int) -> NoReturn:
 
     A process that runs a command prints one line. If a launcher started several ranks on this
     machine, only the first of these ranks prints the line. If another thread already ends the
-    process, this call waits for it.
+    process, this call blocks until the process has ended.
     """
     begin_end()
     _before_end()

@@ -86,7 +86,7 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
     that schemes over this axis obey laws 2 (replicas agree), 4 (bytes are known) and 9 (private
     state resumes exactly).
 
-    A thread of its own uses each end (the communicator of one replica). As in `check_scheme`, only
+    Each end (the communicator of one replica) is used by its own thread. As in `check_scheme`, only
     one replica computes at a time between collectives.
 
     Args:

@@ -302,7 +302,7 @@ class Meet(Common):
 
 @verb()
 class Fetch(Common):
-    """Download data sets to this machine; detonation train alone lists them."""
+    """Download data sets to this machine; detonation train without flags lists them."""
 
     names: Positional[Annotated[tuple[str, ...], shown("NAME...")]]
     """Data sets, such as fashion-mnist, sotu, bible-en-es."""

@@ -126,8 +126,8 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
 
 
 def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
-    """Returns the number of predictions over which the loss of `batch` is a mean: images, or token
-    ids of text.
+    """Returns over how many predictions (images, or token ids of text) the loss of `batch` is a
+    mean.
 
     If a batch has no `labels`, returns the number of rows of the batch.
 

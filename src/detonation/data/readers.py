@@ -282,8 +282,8 @@ def one_line(source: str) -> Iterator[None]:
 
 
 def refuse(source: str, **settings: Any) -> None:
-    """Raises `ValueError` if a setting that only sources on the hub use is given for another kind
-    of `source`.
+    """Raises `ValueError` if `source` is not on the hub, but a setting is given that only sources
+    on the hub use.
     """
     for name, value in settings.items():
         if value is not None:

@@ -138,7 +138,7 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
 
 def last_step(path: Path) -> int:
     """Returns the last step in a file; 0 if there is no step. Reads only the headers of the
-    records, so a file of any size takes little time.
+    records, so this takes little time even for a large file.
     """
     last = 0
     with reading(path) as file:

@@ -354,19 +354,19 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     """Repeats the steps of an update log that follow step `optimizer.step_count`; returns the new
     number of steps.
 
-    After this, the weights and the base optimizer state on which replicas agree equal those of
-    training, bit for bit. Schemes that exchange parameters agree only at the end of a round, so
+    After the replay, the weights and the base optimizer state on which replicas agree equal those
+    of training, bit for bit. Schemes that exchange parameters agree only at the end of a round, so
     replay reproduces the weights of the last such end. An update log does not contain the private
     memory of a replica, for example of error feedback. If the trained parameters changed at a step,
     replay ends before that step. To continue, load a checkpoint that was saved after that step.
 
-    In a world of several replicas, all ranks call `replay` after `load_checkpoint`. They repeat
-    steps up to the last end of a round that all ranks can reproduce bit for bit, and a warning says
-    why they stop there. After this, all memories of unsent values are empty. With a
-    `LoopbackCommunicator`, one process per shard represents all replicas. If the weights of
+    In a world of several replicas, all ranks call `replay` after `load_checkpoint`. All ranks
+    repeat steps up to the last end of a round that every rank can reproduce bit for bit, and a
+    warning says why they stop there. After the replay, all memories of unsent values are empty.
+    With a `LoopbackCommunicator`, one process per shard represents all replicas. If the weights of
     replicas were only close to each other, this process gets the weights of replica 0. If this
-    process rounds differently from training, it warns, and its weights only come close to those of
-    training.
+    process rounds differently from training, a warning says so, and the weights only come close to
+    those of training.
 
     Args:
         directory: Directory of the `UpdateLog`.
@@ -454,8 +454,8 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
 
 
 def _alone(directory: Path, optimizer: Replicated) -> Replicated:
-    """Returns an optimizer with which one process represents all replicas of the log. It has the
-    weights of `optimizer`, and the state on which replicas agree.
+    """Returns an optimizer with which one process represents all replicas of the log. The returned
+    optimizer has the weights of `optimizer`, and the state on which replicas agree.
     """
     (_, path), *_ = Playback(directory, optimizer, optimizer.step_count).files
     start = next(whole_records(path), None)

@@ -349,8 +349,8 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
 
 
 def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Returns digests of a self-test with the scheme and the base optimizer. They show how this
-    process rounds. The digests also depend on the parameter group's `options`, by default those of
+    """Returns digests of a self-test with the scheme and the base optimizer. The digests show how
+    this process rounds. They also depend on the parameter group's `options`, by default those of
     `optimizer`.
     """
     ((_, scheme),) = optimizer.levels
@@ -372,8 +372,8 @@ def round_like(
     optimizer: Replicated,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Makes `optimizer` round as the run that `about` describes did, if it can do this. Returns the
-    result of `arithmetic`.
+    """Makes `optimizer` round as the run that `about` describes did, if this is possible. Returns
+    the result of `arithmetic`.
     """
     optimizer.base_step.round_singly(about.get("rounds_singly", False))
     return arithmetic(optimizer, options)

@@ -174,7 +174,7 @@ def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget
     """Returns the setting of one scheme that sends the most bytes, among the settings that wait for
     at most `budget` of a step.
 
-    If all settings wait longer, it chooses among the settings whose step is at most `budget` longer
+    If all settings wait longer, chooses among the settings whose step is at most `budget` longer
     than the shortest step. If latency causes the wait, settings with fewer bytes gain no time.
     """
     priced = [_price(each, work, network) for each in among]

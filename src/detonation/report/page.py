@@ -52,7 +52,8 @@ class Grid:
 def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     """Writes a page about the runs in `directories`; returns the path of the page.
 
-    If there is only one run, it may be unfinished. Its page shows the steps so far.
+    If there is only one run, this run may be unfinished. The page of an unfinished run shows its
+    steps so far.
 
     Args:
         out: Path of the page. By default it is report.html in the directory of a single run, or in

@@ -62,9 +62,9 @@ class PlainConsole(Console):
     """Prints text without markup, and adds no line breaks. Escapes characters that the encoding of
     the stream lacks.
 
-    If the reader of stdout has closed the pipe, it raises `BrokenPipeError`. If the reader of
-    another stream has closed the pipe, it drops the lines. rich alone would end the process in the
-    middle of a run.
+    If the reader of stdout has closed the pipe, this console raises `BrokenPipeError`. If the
+    reader of another stream has closed the pipe, this console drops the lines. rich alone would end
+    the process in the middle of a run.
     """
 
     def __init__(self, stream: IO[str]) -> None:

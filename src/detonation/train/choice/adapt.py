@@ -80,8 +80,8 @@ class Followed:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
-        """Reads the state of an adapter from the result of `table()`. `replicas` and `shards` are
-        the numbers of the run. Raises `ValueError` if `table` is damaged.
+        """Reads the state of an adapter from the result of `table()`. The run has `replicas`
+        replicas with `shards` shards each. Raises `ValueError` if `table` is damaged.
         """
         try:
             operations = {
@@ -217,9 +217,9 @@ class Adapter:
         return list(found.values())
 
     def _collectives(self, scheme: Scheme) -> list[str]:
-        """Returns the collective that each shard would use with `scheme`. A change of the
-        collective would lose the residuals of the owners (the parts of aggregates that the owners
-        have not sent).
+        """Returns the collective that each shard would use with `scheme`. The adapter never changes
+        the collective, because a change would lose the residuals of the owners (the parts of
+        aggregates that the owners have not sent).
         """
         replicas = self._session.config.mesh.replicas
         return [

@@ -1,5 +1,5 @@
-"""Checks of a recipe before its first process starts. They build all parts of the recipe, and check
-that the parts fit together.
+"""Checks of a recipe before its first process starts. The checks build all parts of the recipe, and
+find parts that do not fit together.
 """
 
 import functools
@@ -317,7 +317,7 @@ def _load_data(task: str, arguments: str) -> Data:
 
 def mark_of_data(data: Data, most: int = _MARKED) -> list[object]:
     """Returns the number of training examples, and a hash of at most `most` examples. For a stream,
-    both values come from its held-out examples.
+    number and hash are those of the held-out examples.
     """
     examples = data.train
     if isinstance(examples, Streamed):

@@ -108,7 +108,7 @@ class _Meter:
         self._shard_sent = shard_bytes_sent(session.model)
 
     def begin(self) -> None:
-        """Records the counters and the time before a step."""
+        """Records the time and the counters of bytes and waiting before a step."""
         stats = self._session.optimizer.stats
         self._began = time.perf_counter()
         self._sent_before = stats.bytes_sent_by_level
@@ -121,7 +121,7 @@ class _Meter:
         self._computed = time.perf_counter()
 
     def end(self, outcome: Outcome, agreed_late: bool) -> None:
-        """Records the time and the counters at the end of a step.
+        """Records the time and the counters of bytes and waiting at the end of a step.
 
         Args:
             agreed_late: True if ranks exchanged their losses after the optimizer's step, as in
@@ -138,8 +138,8 @@ class _Meter:
         self._session.waits.add(self._seconds, self._waited + outcome.agreeing_s)
 
     def record(self, step: int, outcome: Outcome, held_out: Mapping[str, Any]) -> Record:
-        """Returns the record of the finished step. Its bytes are sums over the shards of a replica.
-        Collective.
+        """Returns the record of the finished step. The bytes in the record are sums over the shards
+        of a replica. Collective.
         """
         session = self._session
         sent = [
@@ -327,7 +327,9 @@ class _Agreement:
     arrived: list[list[Any]] | None = None
 
     def reports(self) -> list[list[Any]]:
-        """Returns the reports of all ranks, in rank order. Waits until the reports have arrived."""
+        """Waits until the reports of all ranks (losses and signals) have arrived. Returns the
+        reports in rank order.
+        """
         # A cached property has a lock, which would block the threads of other simulated replicas.
         if self.arrived is None:
             began = time.perf_counter()

@@ -84,7 +84,7 @@ def summarise(
     - `bytes_sent_per_step`: bytes that one replica sends, summed over its shards, as a mean over
     steps.
     - `shard_bytes_per_step`: bytes that one replica sends between its nodes.
-    - `peak_memory`: bytes of the rank that used most: of device memory, or of RAM on CPUs.
+    - `peak_memory`: the most bytes of device memory that any rank used; on CPUs, of RAM.
     - `waits`: waiting times of replicas in the steps since the last start, see `Waits.table`.
     - `local_steps`: number of local steps of each replica in a round, as last agreed.
     - `adapted_to`: the last scheme of a run that adapts to its link.

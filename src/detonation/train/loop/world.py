@@ -389,7 +389,8 @@ class Waits:
         self.own = (self.own[0] + seconds - waited, self.own[1] + waited)
 
     def meet(self, reports: Sequence[Sequence[float]], sizes: list[int]) -> None:
-        """Adds the busy and waiting seconds that all ranks reported, and resets `own`.
+        """Adds the busy and waiting seconds that all ranks reported. Sets `own`, the seconds of
+        this rank, to 0.
 
         Args:
             reports: `own` of each rank, in rank order.
@@ -413,8 +414,8 @@ class Waits:
         self._lasted += float((busy + waited).mean())
 
     def table(self, most: int = 1_000_000) -> dict[str, Any]:
-        """Returns the sums by name. The table is empty before the first report, for one replica,
-        and for more than `most` replicas.
+        """Returns the sums of seconds by name. The table is empty before the first report, for one
+        replica, and for more than `most` replicas.
 
         - `seconds[i][j]`: seconds that replica i waited for replica j.
         - `network_s[i]`: seconds that replica i waited for the network.

@@ -391,7 +391,7 @@ class Config:
 
     @property
     def scheme(self) -> Choice:
-        """The scheme of the outermost level, because its links are the slowest."""
+        """The scheme of the outermost level, whose links are the slowest."""
         return self.levels[-1].scheme
 
     @property

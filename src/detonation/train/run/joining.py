@@ -29,7 +29,7 @@ from detonation.train.recipe.schema import Config
 def meeting_of(request: Request) -> str:
     """Returns the address at which the replicas of `request` meet; "" if the request has none.
 
-    Works even if other settings of the request are invalid.
+    This works even if other settings of the request are invalid.
     """
     for each in reversed(request.overrides):
         key, _, value = each.partition("=")
@@ -101,8 +101,8 @@ def joined_session(
 ) -> Session:
     """Builds the session of a replica that joins a run through the store at `address`. Collective.
 
-    If the recipe has scheme "auto", the replica uses the scheme that the run has chosen. It
-    receives weights, optimizer state and `step_count` from the run.
+    If the recipe has scheme "auto", the replica uses the scheme that the run has chosen. The
+    replica receives weights, optimizer state and `step_count` from the run.
     """
     read_token()  # check everything on this machine before contacting other replicas
     directory.require_writable(out)

@@ -80,9 +80,10 @@ class Recorder:
         self.show([logger.said for logger in opened if logger.said])
 
     def take_over(self) -> bool:
-        """Begins to write if this rank has become rank 0. Returns True if it begins in this call.
+        """Begins to write if this rank has become rank 0. Returns True if this call begins to
+        write.
 
-        If the disk is full, it warns, and tries again at later steps.
+        If the disk is full, warns, and tries again at later steps.
         """
         if self._session.rank or self._loggers:
             return False

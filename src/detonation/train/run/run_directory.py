@@ -154,7 +154,8 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
     """Repeats the logged steps that follow the loaded checkpoint, or the start of the run. Returns
     the lines to print.
 
-    Collective. It never repeats the last step of the run, so that training ends in the usual way.
+    Collective. The last step of the run is never repeated from the log: training computes this
+    step, so that the run ends in the usual way.
 
     Args:
         log: Steps after which the log files begin.
