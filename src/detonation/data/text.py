@@ -32,7 +32,7 @@ def text(
     column: str | None = None,
     label: str | None = None,
 ) -> Data:
-    """Loads text in blocks of `context` ids, and holds out 10 % of the text for validation.
+    """Loads text in blocks of `context` ids; 10 % of the text is held out for validation.
 
     If a `label` is given, each text is one example, and the model classifies the text.
 
