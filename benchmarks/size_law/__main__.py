@@ -7,6 +7,7 @@
     python -m benchmarks.size_law --fit [--figure PATH]        the laws so far, and a figure
     python -m benchmarks.size_law --predict                    writes down what the laws predict
     python -m benchmarks.size_law --power                      what the grid can tell
+    python -m benchmarks.size_law --published                  AdamW in rounds: earlier rows and the published law
 
 research/size-law.md has the questions, the rules and the expectations. Each run is one simulated
 training in a process of its own with one thread, and one line of --results. It saves its state
@@ -36,7 +37,7 @@ MODULE = "benchmarks.size_law"
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = queue.parser(__doc__, RESULTS, cache_dir() / "size-law" / "unfinished")
-    for name in ("fetch", "fit", "predict", "power"):
+    for name in ("fetch", "fit", "predict", "power", "published"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument(
         "--figure", type=Path, help="with --fit: draws the law of diloco, .svg and .png"
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             laws.figure(rows(args.results), args.figure)
     elif args.predict:
         print(predicted(args.results))
+    elif args.published:
+        print(laws.published())
     elif args.power:
         print(power.table())
     elif args.status:

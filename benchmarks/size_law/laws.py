@@ -1,4 +1,6 @@
-"""The laws of the schemes from the rows: `--fit` prints them, `--figure` draws that of `diloco`."""
+"""The laws of the schemes from the rows: `--fit` prints them, `--figure` draws that of `diloco`.
+`--published` compares earlier rows with a law that others fitted.
+"""
 
 import math
 from pathlib import Path
@@ -22,6 +24,10 @@ from benchmarks.size_law.grid import DILOCO, FULL, FULL_MUON, SIZES, Scheme
 from benchmarks.size_law.power import PUBLISHED
 from benchmarks.size_law.sizes import LARGEST, Size
 from benchmarks.size_law.table import EVERY, runs_of
+
+from detonation.plan import law as rounds_law
+from detonation.plan.losses import Goal, estimate, loss_table, relative
+from detonation.schemes import streaming_diloco
 
 AT = 30e6, 125e6
 """Parameters of the models that are predicted."""
@@ -139,3 +145,60 @@ def figure(done: Rows, path: Path) -> None:
             axes.plot(*zip(*marks, strict=True), ".", color=colour, markersize=4)
         axes.set(xscale="log", xlabel="parameters", ylabel="loss to AdamW in full, %")
         axes.legend(frameon=False)
+
+
+def published() -> str:
+    """AdamW in rounds of 30 steps: what was measured, what the published law says there, and what
+    the planner expects of larger models.
+    """
+    head = "scheme | parameters | replicas | measured | law there | exponent to the law at 35M"
+    full = {
+        row.task: row.losses for row in loss_table() if row.is_full and row.optimizer == "AdamW"
+    }
+    measured = list[str]()
+    for row in loss_table():
+        if row.has_law and row.arguments["every"] == rounds_law.LONGEST:
+            cost, ends, _ = relative(row.losses, full[row.task])
+            assert ends is not None
+            there = 100 * rounds_law.cost_of_rounds(row.parameters, row.replicas)
+            kept = f", keep {row.arguments['keep']}" if "keep" in row.arguments else ""
+            cells = [
+                f"`{row.scheme}`{kept}",
+                f"{row.parameters:,}",
+                str(row.replicas),
+                f"{100 * cost:+.1f} % [{100 * ends[0]:+.1f}, {100 * ends[1]:+.1f}]",
+                f"{there:+.1f} %",
+                f"{_exponent(cost, row.parameters, row.replicas):.2f}",
+            ]
+            measured.append("| " + " | ".join(cells) + " |")
+    expected = [
+        f"| {name} | " + " | ".join(_planned(parameters, count) for count in (2, 8, 64)) + " |"
+        for name, parameters in (("35M", 35e6), ("125M", 125e6), ("1B", 1e9), ("8B", 8e9))
+    ]
+    return "\n".join(
+        [
+            f"| {head} |",
+            "|---|---|---|---|---|---|",
+            *measured,
+            "",
+            "| parameters | 2 replicas: law; expected | 8 | 64 |",
+            "|---|---|---|---|",
+            *expected,
+        ]
+    )
+
+
+def _exponent(cost: float, parameters: float, replicas: int) -> float:
+    """The exponent of size with which a measured cost reaches the law at its smallest size."""
+    there = math.log1p(rounds_law.cost_of_rounds(rounds_law.SIZES[0], replicas))
+    return math.log(math.log1p(cost) / there) / math.log(rounds_law.SIZES[0] / parameters)
+
+
+def _planned(parameters: float, replicas: int) -> str:
+    """The law, and what `plan` expects of `streaming_diloco` every 30, after 3,000 steps."""
+    scheme = streaming_diloco(every=30, delay=5, keep=0.0)
+    found = estimate(scheme, "AdamW", Goal(replicas, int(parameters), 3000))
+    assert found is not None
+    low, high = (100 * end for end in found.interval)
+    there = 100 * rounds_law.cost_of_rounds(parameters, replicas)
+    return f"{there:+.1f} %; {100 * found.cost:+.1f} % [{low:+.1f}, {high:+.1f}]"

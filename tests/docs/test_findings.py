@@ -15,6 +15,7 @@ from benchmarks.paper import claims as paper_claims
 from benchmarks.paper import experiment as paper
 from benchmarks.second_round import corrected
 from benchmarks.second_round import experiment as second_round
+from benchmarks.size_law.laws import published
 from pages import ROOT
 
 from detonation.train.verbs.plan import Question, plan
@@ -45,6 +46,7 @@ def printed():
         long_rounds_table.table(long_rounds_grid.methods, queue.rows(ROOT / long_rounds.RESULTS))
     )
     text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
+    text.append(published())
     text += shard_wire.table([json.loads(line) for line in shards])
     asked = Question(
         parameters="1.2b", link="1gbit,1ms", step_time=0.35, replicas=8, shards=8

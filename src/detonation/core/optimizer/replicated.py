@@ -110,9 +110,7 @@ class Replicated(OptimizerWrapper):
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
-        """For each level: the bytes that this rank would send in one step with full
-        synchronisation.
-        """
+        """For each level: bytes that this rank would send per step of full fp32 synchronisation."""
         return dense_bytes_by_level(self._trained.by_name(), self.levels, self.settings.intra_node)
 
     @property
@@ -479,24 +477,18 @@ class Replicated(OptimizerWrapper):
         self._consensus = None
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` if `overlap` has begun, but no step has used the sent gradients
-        yet.
-        """
+        """Raises `OverlapError` if no step has used the gradients that `overlap` sent."""
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
     def drop_overlap(self) -> None:
-        """Drops gradients that `overlap` sent and no step used. All ranks call it before loading a
-        state.
-        """
+        """Drops sent gradients that no step used. All ranks call it before loading a state."""
         self._held_back = False
         for replicator in self._replicators or []:
             replicator.drop_overlap()
 
     def _begin_anew(self) -> None:
-        """Makes observers start a new record, because the old record lacks padding rows that now
-        move.
-        """
+        """Makes observers start a new record, because padding rows that now move are not in it."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
