@@ -215,3 +215,53 @@ def test_a_rank_without_coordinates_applies_as_many_late_updates_as_the_others(c
     for until in (0, 1, 2, 3):
         found = worlds.run_alone(head_of_one_row, 2, 2, clip, until, tmp_path / str(until))
         assert found == plain, until
+
+
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 1, bias=False)  # its row is on one shard alone
+
+    def forward(self, values):
+        return self.body(values).square().mean() + self.head(values).mean()
+
+
+def unused_head_of_one_row(mesh, base, folder, resumed):
+    """The weights after ten steps, of which the sixth used no head, with a save after the seventh."""
+
+    def started():
+        torch.manual_seed(0)
+        model = dt.shard(Headed(), mesh)
+        scheme = dt.schemes.random(rate=1 / 4, delay=2)
+        optimizer = base(model.parameters(), lr=0.01)
+        return model, optimizer, dt.replicate(optimizer, model, mesh["replicate"], scheme, seed=3)
+
+    def advance(model, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(100 * step + mesh.get_rank())
+            model(torch.randn(4, 64)).backward()
+            if step == 5:
+                model.head.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, inner, optimizer = started()
+    advance(model, optimizer, range(7))
+    dt.save_checkpoint(folder, model, optimizer)
+    if resumed:
+        model, inner, optimizer = started()
+        dt.load_checkpoint(folder, model, optimizer)
+    advance(model, optimizer, range(7, 10))
+    counts = [float(inner.state[each].get("step", -1)) for each in model.parameters()]
+    return counts, dt.fingerprint(model, mesh)
+
+
+@pytest.mark.parametrize("base", [dt.Muon, torch.optim.AdamW])
+def test_a_resumed_rank_without_rows_leaves_out_what_was_unused_like_its_neighbours(base, tmp_path):
+    """It took the head for used: Muon's collectives differed, and AdamW counted one step more."""
+    plain, resumed = (
+        worlds.run_alone(unused_head_of_one_row, 2, 2, base, tmp_path / str(again), again)
+        for again in (False, True)
+    )
+    assert plain == resumed

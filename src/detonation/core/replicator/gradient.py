@@ -5,7 +5,7 @@ With a delay of n steps, an update is applied n steps after its messages were se
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -76,13 +76,18 @@ class Flat:
             rows = self.layout.row_numbers(numbers) >= 0
             self.of_rows[rows.to(self.of_rows.device)] = torch.inf
 
-    def look(self, unused: Unused) -> "Flat":
-        """Returns this update with the set of unused parameters, read from the marked rows of a
-        loaded checkpoint. Waits for the device.
+    def marked(self) -> Tensor:
+        """Returns for each parameter whether its rows are marked as unused; False if this shard has
+        no rows of the parameter.
+
+        Shapes: -> `[parameters]` bool.
         """
         parts = self.layout.parts(self.of_rows)
-        infinite = torch.stack([part.isinf().any() for part in parts]).tolist()
-        numbers = [number for number, found in enumerate(infinite) if found]
+        return torch.stack([part.isinf().any() for part in parts])
+
+    def without(self, marked: Sequence[bool], unused: Unused) -> "Flat":
+        """Returns this update with the unused parameters, given whether each one is `marked`."""
+        numbers = [number for number, found in enumerate(marked) if found]
         return replace(self, missing=unused.agreed(numbers) if numbers else None)
 
 
@@ -134,15 +139,20 @@ class Pending:
         """Determines from the rows of each update, after a checkpoint was loaded, which parameters
         are unused and which entries are blank. Collective over the links `shards`.
         """
-        self._updates = deque(
-            each.look(unused) if isinstance(each, Flat) else each for each in self._updates
-        )
+        updates = [each for each in self._updates if isinstance(each, Flat)]
         blanks = sum(self._is_blank(each) for each in self._updates)
-        # a shard without rows counts every update as blank, so take the least count of all shards
+        used = [(~each.marked()).long().cpu() for each in updates]
+        found = torch.cat([torch.tensor([blanks]), *used]).to(self._device)
+        # A shard without rows of a parameter has no marks, and counts every update as blank. So
+        # each number is the least number of all shards.
         for link in shards:
-            own = torch.tensor([blanks], dtype=torch.int64, device=self._device)
-            blanks = int(link.collect(own).min())
-        self._blanks = blanks
+            found = link.collect(found).amin(0)
+        self._blanks = int(found[0])
+        marked = iter((found[1:] == 0).view(len(updates), -1).tolist())
+        self._updates = deque(
+            each.without(next(marked), unused) if isinstance(each, Flat) else each
+            for each in self._updates
+        )
 
     def arrived(self) -> list[Tensor]:
         """Returns all pending updates as tensors. Waits for messages in flight.
