@@ -239,6 +239,11 @@ def test_the_farther_the_evidence_the_wider_the_interval(table):
     assert "this run has 16 replicas, for which the interval is wider" in more.evidence
 
 
+def test_no_predicted_loss_is_below_zero(table):
+    table(baseline(1.0, 1.0, 1.0), measured(0.9, 0.9, 0.9))
+    assert expected(replicas=10**5).interval[0] == -1.0
+
+
 def test_fewer_rounds_than_were_measured_widen_the_interval(table):
     rounds = measured(0.9, 0.9, 0.9, scheme="diloco", arguments={"every": 10}, steps=1000)
     table(baseline(1.0, 1.0, 1.0, steps=1000), rounds, measured(0.9, 0.9, 0.9, steps=1000))

@@ -443,7 +443,15 @@ def test_a_profile_of_another_world_gets_one_line(
         ),
         (
             ["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--steps", "0"],
-            "--steps is 0, but must be at",
+            "--steps is 0, but must be from 1 to 1,000,000,000,000",
+        ),
+        (
+            ["--parameters", "1b", "--link", "1gbit", "--step-time", "1e308"],
+            "--step-time is 1e+308, but must be above 0 and at most 1,000,000 seconds",
+        ),
+        (
+            ["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--replicas", "1" * 400],
+            f"--replicas is {'1' * 400}, but must be from 1 to 100,000",
         ),
         (
             ["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--optimizer", "Adam"],

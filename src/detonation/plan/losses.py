@@ -420,7 +420,7 @@ def _at_size(
         return carried(cost, ends, size, (loss.replicas, goal.replicas))
     wider = PER_DECADE * abs(math.log10(size))
     wider += PER_DOUBLING * abs(loss.doublings(goal.replicas))
-    return cost, (ends[0] - wider, ends[1] + wider)
+    return cost, (max(-1.0, ends[0] - wider), ends[1] + wider)  # a loss is not below 0
 
 
 def _differences(loss: Loss, goal: Goal) -> tuple[str, ...]:

@@ -357,7 +357,7 @@ def _second_machine(
     ahead = (seconds / alone_s) ** -found.exponent - 1
     if alone_s < LEAST_GAIN * seconds:
         text = (
-            f"No second machine pays: {known} within {duration(alone_s)}, {network.replicas}"
+            f"No second machine pays: {known} within {duration(alone_s)}, {network.replicas:,}"
             f" machines within {duration(seconds)}"
         )
         if ahead < -0.001:
@@ -366,7 +366,7 @@ def _second_machine(
     lead = (
         f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
     )
-    return True, f"{network.replicas} machines pay: {known} within {duration(alone_s)}, {lead}"
+    return True, f"{network.replicas:,} machines pay: {known} within {duration(alone_s)}, {lead}"
 
 
 def _help(ranked: Sequence[Option]) -> list[str]:

@@ -148,7 +148,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         model's previous values. If a server has the weights of `model` before the first call, it
         has the same weights as `model` after each call. The weights may differ after a call that
         raised an error, or if `update` was called between two calls. `follow(wait=True)` already
-        changes `model`, so copy the weights to the server after `follow`.
+        changes `model`, so copy the weights to the server after `follow`. Tied weights have one
+        patch, with the first of their names: the server must tie them, too.
 
         Example:
             >>> import tempfile

@@ -32,6 +32,8 @@ _ROUNDED = 0.05
 """Largest relative difference between two parameter counts of the same model. A count such as 1.2b
 is rounded.
 """
+_MOST = {"replicas": 100_000, "shards": 100_000, "steps": 10**12}
+"""Largest accepted values; larger ones are mistakes, and would overflow in the predictions."""
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -95,7 +97,10 @@ def _check(question: Question) -> None:
         )
     if question.optimizer is not None and question.optimizer not in optimizers():
         raise unknown("--optimizer", question.optimizer, optimizers())
-    require(question.steps is None or question.steps >= 1, "--steps", question.steps, "at least 1")
+    for name, most in _MOST.items():
+        given = getattr(question, name)
+        allowed = f"from 1 to {most:,}"
+        require(given is None or 1 <= given <= most, f"--{name}", given, allowed)
 
 
 def _network(question: Question, profile: Profile | None, training: "_Training") -> Network:
@@ -200,8 +205,6 @@ def _of_parameters(question: Question, profile: Profile | None) -> _Training:
         replicas = 2
     if shards is None:
         shards = 1
-    require(replicas >= 1, "--replicas", replicas, "at least 1")
-    require(shards >= 1, "--shards", shards, "at least 1")
     shape = (-(-count(question.parameters or "") // shards),)
     return _Training(replicas, shards, [{"all": shape}] * shards)
 
@@ -268,7 +271,7 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
             "plan needs --step-time, the seconds of forward and backward, or a profile of the"
             " recipe"
         )
-    require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
+    require(0 < seconds <= 1e6, "--step-time", seconds, "above 0 and at most 1,000,000 seconds")
     steps: Mapping[str, Step] = {}
     if measured:
         steps = measured.steps
