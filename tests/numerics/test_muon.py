@@ -336,6 +336,7 @@ def test_a_state_of_before_has_no_options_of_now():
         ({"betas": "no"}, "betas is 'no', must be two numbers"),
         ({"betas": (0.9, 1.0)}, "a number of betas is 1.0, must be a number from 0 to below 1"),
         ({"orthogonal": "no"}, "orthogonal is 'no', must be True or False"),
+        ({"eps": 0.0, "muon_beta2": 0.9}, "eps is 0, must be above 0 with muon_beta2"),
     ],
 )
 def test_values_that_no_step_could_use_are_refused_at_once(options, text):
@@ -389,3 +390,37 @@ def test_a_loaded_second_moment_keeps_its_dtype(dtype):
         second.state[weights[1]]["second_momentum_buffer"].data_ptr()
         != first.state[weights[0]]["second_momentum_buffer"].data_ptr()
     )
+
+
+def tall_in_16_bits(mesh, dtype):
+    """How many weights of a tall matrix differ between the steps of two shards and of the whole matrix."""
+    torch.manual_seed(0)
+    start = torch.randn(64, 60).to(dtype)
+    shards = nn.Parameter(distribute_tensor(start, mesh["shard"], [Shard(0)]))
+    whole = nn.Parameter(start.clone())
+    for each in (shards, whole):
+        optimizer = dt.Muon([each], lr=0.3)
+        for step in range(3):
+            torch.manual_seed(step)
+            gradient = torch.randn(64, 60).to(dtype)
+            each.grad = gradient
+            if each is shards:
+                each.grad = distribute_tensor(gradient, mesh["shard"], [Shard(0)])
+            optimizer.step()
+    return int((shards.detach().full_tensor() != whole.detach()).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tall_matrices_of_16_bits_take_the_same_steps_on_shards(dtype):
+    assert worlds.run(tall_in_16_bits, 1, 2, dtype) == [0, 0]
+
+
+def test_a_matrix_can_go_over_to_adamw():
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = dt.Muon([weight])
+    for orthogonal in (True, False, True):
+        optimizer.param_groups[0]["orthogonal"] = orthogonal
+        weight.grad = torch.ones(4, 4)
+        before = weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(weight, before)

@@ -158,7 +158,7 @@ class Muon(Optimizer):
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         reshard_gradients(parameters)
         for p in parameters:
-            if not self.state[p]:
+            if "exp_avg" not in self.state[p]:  # it may have the state of a matrix
                 step = torch.zeros((), dtype=torch.float32, device="cpu")
                 self.state[p].update(
                     step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
@@ -197,6 +197,8 @@ def _check(settings: dict[str, Any]) -> None:
         require_range("a number of betas", beta, below=1)
     if settings["muon_beta2"] is not None:
         require_range("muon_beta2", settings["muon_beta2"], below=1)
+        if not settings["eps"]:
+            raise ValueError("eps is 0, must be above 0 with muon_beta2: a row may be zero")
     if type(settings["orthogonal"]) is not bool:
         raise ValueError(f"orthogonal is {settings['orthogonal']!r}, must be True or False")
     coefficients = str(settings["coefficients"])
@@ -287,5 +289,5 @@ def _newton_schulz(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
         polynomial = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
         x = torch.addmm(x, polynomial, x, beta=first)
     if is_tall:
-        x = x.T
+        x = x.T.contiguous()  # shards arrive so; with other strides, 16-bit sums round differently
     return x.to(matrix.dtype)
