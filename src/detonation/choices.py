@@ -33,9 +33,9 @@ def first_names(names: Iterable[str], most: int = 3) -> str:
     return text
 
 
-def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
+def unknown(kind: str, name: str, valid: Iterable[str], meant: str = "") -> ValueError:
     """Returns the error for a `name` that is not in `valid`. The message lists the valid names and
-    suggests the nearest one.
+    suggests the one nearest to `meant` (by default nearest to `name`).
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
@@ -43,19 +43,19 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     "unknown optimizer 'adamw', did you mean 'AdamW'? Valid: Adam, AdamW"
     """
     names = sorted(valid)
-    hint = did_you_mean(name, names) or "."
+    hint = did_you_mean(meant or name, names) or "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")
 
 
-def did_you_mean(name: str, names: Sequence[str]) -> str:
+def did_you_mean(name: str, names: Sequence[str], likeness: float = 0.6) -> str:
     """Returns a question that suggests the name in `names` that is most like `name`; "" if no name
-    is similar.
+    is similar. likeness: 1 for equal names, 0 for names without a common letter.
 
     >>> did_you_mean("quik-lm", ["quick-lm", "moe-lm"]), did_you_mean("x", ["quick-lm"])
     (", did you mean 'quick-lm'?", '')
     """
     near = [known for known in names if known.lower() == name.lower()]
-    near = near or difflib.get_close_matches(name, names, n=1)
+    near = near or difflib.get_close_matches(name, names, n=1, cutoff=likeness)
     if near:
         return f", did you mean {near[0]!r}?"
     return ""
@@ -85,11 +85,13 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def checks_keywords(kind: str, **elsewhere: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Makes a decorator. A function with this decorator raises `TypeError` with the valid names for
     an unknown keyword.
 
-    `kind` is the noun for the keyword in the message.
+    Args:
+        kind: The noun for the keyword in the message.
+        elsewhere: Names of other libraries, each with the name of the same argument here.
 
     >>> @checks_keywords("argument of halved")
     ... def halved(number: int) -> float:
@@ -106,7 +108,7 @@ def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             for name in kwargs:
                 if name not in valid:
-                    raise TypeError(str(unknown(kind, name, valid)))
+                    raise TypeError(str(unknown(kind, name, valid, elsewhere.get(name, ""))))
             return function(*args, **kwargs)
 
         return checked

@@ -69,6 +69,7 @@ def test_a_policy_without_reduce_dtype_is_told_once_with_its_bytes(own):
     (line,) = first[0]
     assert "torch.bfloat16 before version 2.15 (2 bytes per parameter)" in line
     assert "the dtype of the parameters (4 bytes)" in line
+    assert line.endswith("pass reduce_dtype=torch.float32 to MixedPrecisionPolicy")
     assert all(lines == [] for lines, _ in others)
 
 
@@ -84,3 +85,36 @@ QUIET = {
 def test_a_policy_that_means_one_thing_in_every_version_is_not_told(dtype, policy, sums):
     made = MixedPrecisionPolicy(**policy) if policy else None
     assert worlds.run(said, 1, 2, dtype, made) == [([], {sums})] * 2
+
+
+def test_one_shard_adds_nothing_so_nothing_is_told():
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    assert [lines for lines, _ in worlds.run(said, 2, 1, torch.float32, policy)] == [[], []]
+
+
+def refusals(mesh):
+    """The errors of wrong policies; the model stays as it was."""
+    model = built(Plain)
+    found = []
+    for wrong in ({"mp_policy": MixedPrecisionPolicy()}, *({"mixed_precision": x} for x in WRONG)):
+        with pytest.raises((TypeError, ValueError)) as error:
+            dt.shard(model, mesh, **wrong)
+        found.append(str(error.value))
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+    return found
+
+
+WRONG = (BF16, "bf16")
+
+
+def test_shard_shows_a_policy_where_it_was_given_none():
+    hint, *others = worlds.run(refusals, 1, 1)[0]
+    assert hint == (
+        "unknown argument of shard 'mp_policy', did you mean 'mixed_precision'? Valid: mesh,"
+        " mixed_precision, model, wire"
+    )
+    assert others == [
+        f"mixed_precision is {wrong!r}, must be a policy of torch.distributed.fsdp:"
+        " MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        for wrong in WRONG
+    ]

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.position import LaunchPosition, launch_position
@@ -274,6 +275,7 @@ def _ranks_of_a_node(remedy: str) -> int:
     return position.local_world_size
 
 
+@checks_keywords("argument of shard", mp_policy="mixed_precision")
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -299,8 +301,9 @@ def shard(
         `model` itself.
 
     Raises:
-        ValueError: the mesh has no axis "replicate" or no axis "shard"; or there is a `wire`, but
-            the shards are not on several nodes with equally many ranks.
+        ValueError: the mesh has no axis "replicate" or no axis "shard"; `mixed_precision` is no
+            policy; or there is a `wire`, but the shards are not on several nodes with equally many
+            ranks.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -320,6 +323,11 @@ def shard(
         raise ValueError(
             f"the mesh has the axes {names}: pass the whole mesh of init_mesh,"
             ' ("replicate", "shard")'
+        )
+    if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
+        raise ValueError(
+            f"mixed_precision is {mixed_precision!r}, must be a policy of torch.distributed.fsdp:"
+            " MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
     links = None
     if wire:

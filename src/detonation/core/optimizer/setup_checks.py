@@ -296,13 +296,15 @@ def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) ->
     units: Any = [module for module in model.modules() if isinstance(module, FSDPModule)]
     policies = [unit._get_fsdp_state()._mp_policy for unit in units]
     narrow = {policy.param_dtype for policy in policies if policy.reduce_dtype is None} - {None}
-    dtypes = {each.dtype for each in parameters.values() if isinstance(each, DTensor)} - narrow
+    sharded = [each for each in parameters.values() if isinstance(each, DTensor)]
+    # a single shard is added to nothing
+    dtypes = {each.dtype for each in sharded if each.device_mesh.size() > 1} - narrow
     if narrow and dtypes and model not in _warned and dist.get_rank() == 0:
         _warned.add(model)
         _log.warning(
             "a policy of FSDP2 names no reduce_dtype: inside the node torch adds gradients in"
             " %s before version 2.15 (%d bytes per parameter), and since then in the dtype of"
-            " the parameters (%d bytes): pass reduce_dtype to MixedPrecisionPolicy",
+            " the parameters (%d bytes): pass reduce_dtype=torch.float32 to MixedPrecisionPolicy",
             ", ".join(map(str, narrow)),
             min(dtype.itemsize for dtype in narrow),
             max(dtype.itemsize for dtype in dtypes),
