@@ -348,6 +348,88 @@ def test_values_that_no_step_could_use_are_refused_at_once(options, text):
             dt.Muon([group], **options)
 
 
+def group_of(*parameters, **options):
+    return {"params": [*parameters], **options}
+
+
+@pytest.mark.parametrize(
+    "key, near",
+    [
+        ("ortogonal", "orthogonal"),
+        ("orthogonalize", "orthogonal"),
+        ("is_orthogonal", "orthogonal"),
+        ("weightdecay", "weight_decay"),
+        ("beta", "betas"),
+        ("momentun", "momentum"),
+        ("coefficient", "coefficients"),
+        ("muon_beta", "muon_beta2"),
+        ("LR", "lr"),
+    ],
+)
+def test_a_misspelt_key_of_a_group_is_refused(key, near):
+    group = group_of(nn.Parameter(torch.ones(2, 3)), **{key: 0.5})
+    said = f"unknown key of a group of Muon '{key}', did you mean '{near}'\\? Valid: betas, "
+    with pytest.raises(ValueError, match=said):
+        dt.Muon([group])
+
+
+def test_keys_that_other_tools_write_pass():
+    """Of schedulers, of torch's optimizers and named parameters, of timm, DeepSpeed and others."""
+    keys = """initial_lr max_lr min_lr base_lr lr_ratio lr_scale lr_mult base_momentum max_momentum
+    decoupled_weight_decay name names param_names group_name layer_name layer_id use_muon nesterov
+    ns_steps adjust_lr_fn dampening foreach maximize capturable differentiable fused amsgrad
+    correct_bias wd_mult is_expert moe bias_correction step swap_state weight_decay_multiplier
+    initial_weight_decay k r tag model_name module_name no_decay"""
+    group = group_of(nn.Parameter(torch.ones(2, 3)), **dict.fromkeys(keys.split(), 1))
+    optimizer = dt.Muon([group])
+    again = dt.Muon(optimizer.param_groups)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+    assert again.param_groups[0]["model_name"] == 1
+
+
+def test_a_complex_matrix_is_refused_unless_adamw_moves_it():
+    matrix = nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))
+    optimizer = dt.Muon([nn.Parameter(torch.ones(2, 3))])
+    for add in (lambda: dt.Muon([matrix]), lambda: optimizer.add_param_group(group_of(matrix))):
+        with pytest.raises(
+            ValueError, match=r"a matrix \(2, 3\) is torch\.complex64, must be real"
+        ):
+            add()
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group(group_of(matrix, orthogonal=False))
+    matrix.grad = torch.full_like(matrix, 1 - 1j)
+    optimizer.step()
+    assert matrix.detach().imag.min() > 0 and matrix.detach().real.max() < 1
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"coefficients": "zolo"}, "unknown coefficients 'zolo'. Valid: jordan, polar_express"),
+        ({"orthogonal": "no"}, "orthogonal is 'no', must be True or False"),
+        ({"betas": 0.9}, "betas is 0.9, must be two numbers"),
+        ({"momentum": 1.5}, "momentum is 1.5, must be a number from 0 to below 1"),
+        ({"muon_beta2": "x"}, "muon_beta2 is 'x', must be a number from 0 to below 1"),
+    ],
+)
+def test_a_bad_value_that_a_loop_writes_into_a_group_is_named(options, text):
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = dt.Muon([weight])
+    optimizer.param_groups[0].update(options)
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match=text):
+        optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones(2, 3))
+
+
+def test_an_lr_that_a_schedule_rounds_below_zero_makes_a_step():
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = dt.Muon([weight])
+    optimizer.param_groups[0]["lr"] = -1e-20
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
 def test_values_that_signsgd_could_not_use_are_refused_in_groups_too():
     group = {"params": [nn.Parameter(torch.ones(2, 3))]}
     for options in ({"lr": -0.1}, {"momentum": 1.0}, {"weight_decay": float("inf")}):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from detonation.choices import require_range, unknown
+from detonation.choices import did_you_mean, require_range, unknown
 from detonation.core.agreement import StepTest, register_step_test
 from detonation.core.flat.tensors import local, reshard_gradients
 from detonation.core.optim import evaluated
@@ -26,6 +26,8 @@ _POLAR_EXPRESS = (
 )
 _SECOND_MOMENT = "second_momentum_buffer"
 """The key of NorMuon's state: the mean square of each row of directions, `[rows]` fp32."""
+_MISSPELT = 0.85
+"""The likeness from which a key of a group is misspelt; `max_momentum` is 0.8 like `momentum`."""
 _SAFETY = 1.01
 """The factor by which rounding may enlarge a singular value in the method Polar Express."""
 COEFFICIENTS = {
@@ -106,9 +108,19 @@ class Muon(Optimizer):
         super().__init__(params, {**settings, "orthogonal": True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in torch. Raises `ValueError` if a value is out of range."""
+        """Adds a group, as in torch. Raises `ValueError` if a value is out of range, a key is
+        misspelt, or a matrix is complex.
+        """
+        _refuse_misspelt(param_group, self.defaults)
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.is_complex() and _is_orthogonal(p, self.param_groups[-1]):
+                self.param_groups.pop()
+                raise ValueError(
+                    f"a matrix {tuple(p.shape)} is {p.dtype}, must be real: put it into a group"
+                    " with orthogonal=False"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the state. Options that older versions did not save get the values that those
@@ -143,11 +155,12 @@ class Muon(Optimizer):
         loss = evaluated(closure)
         steps = []
         for group in self.param_groups:
+            _check_choices(group)
             others = []
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if p.ndim == 2 and group["orthogonal"]:
+                if _is_orthogonal(p, group):
                     steps.append(_OrthogonalStep(p, group, self.state[p]))
                 else:
                     others.append(p)
@@ -185,10 +198,32 @@ class Muon(Optimizer):
 register_step_test(Muon, StepTest(rows=64, is_elementwise=False))
 
 
+def _is_orthogonal(parameter: Tensor, group: dict[str, Any]) -> bool:
+    return parameter.ndim == 2 and bool(group["orthogonal"])
+
+
+def _refuse_misspelt(group: dict[str, Any], valid: dict[str, Any]) -> None:
+    """Raises `ValueError` for a key of `group` that is nearly one of the `valid` keys.
+
+    Other keys pass, because schedulers and other tools write keys of their own, such as
+    `initial_lr`, `max_momentum` and `name`.
+    """
+    for key in group.keys() - valid.keys():
+        if did_you_mean(key, [*valid], _MISSPELT):
+            raise unknown("key of a group of Muon", key, valid)
+
+
 def _check(settings: dict[str, Any]) -> None:
     """Raises `ValueError` for a setting of a group that is out of range."""
     for name in ("lr", "weight_decay", "eps"):
         require_range(name, settings[name])
+    _check_choices(settings)
+
+
+def _check_choices(settings: dict[str, Any]) -> None:
+    """Raises `ValueError` for a setting that no step can use. Called in every step, because a loop
+    may write into `param_groups`. lr is not checked, because schedules round it below zero.
+    """
     require_range("momentum", settings["momentum"], below=1)
     betas = settings["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
