@@ -27,9 +27,10 @@ from detonation.checkpoint.files.manifest import (
 from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
 from detonation.checkpoint.gather import ranges, texts_between
-from detonation.checkpoint.restore import compare_frozen, restore
-from detonation.checkpoint.snapshot import held_shards
+from detonation.checkpoint.restore import compare_frozen, own_file, restore
+from detonation.checkpoint.snapshot import FIRST_OPTIONS, held_shards
 from detonation.choices import first_names
+from detonation.core.agreement import options_of
 from detonation.core.base_error import DetonationError
 from detonation.core.link import Coordinates, TextExchange
 from detonation.core.optimizer import Replicated
@@ -341,15 +342,53 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
         uncompared = compare_frozen(saved, model, optimizer)
     with _refused_together(found, texts):
         extra = found.manifest.given
+        begun = optimizer.step_count > 0
+        given = options_of(optimizer.base, {})
         merged, complete = restore(saved, model, optimizer)
     with _refused_together(found, texts):
         merged += uncompared + complete() + _other_versions(found.manifest)
+        replaced = _replaced(given, saved, model, optimizer)
     optimizer.resume_at(found.manifest.step)
     optimizer.call_after_loading()
     for line in found.rejected:
         _log.warning("%s", line)
+    if replaced and not begun and texts.rank == 0:
+        _log.warning(
+            "%s replaced options of the optimizer: %s; the saved values count now: to change them,"
+            " set optimizer.param_groups after the load",
+            found.path,
+            first_names(replaced),
+        )
     _log.info("%s: %s", found.path, merged)
     return Loaded(found.path, found.manifest.step, extra, merged)
+
+
+_SCHEDULED = {"lr": "initial_lr", "momentum": "max_momentum", "betas": "max_momentum"}
+"""Options that schedulers set, each with the key that such a scheduler adds to a group."""
+
+
+def _replaced(
+    given: Mapping[str, str], saved: CheckpointReader, model: nn.Module, optimizer: Replicated
+) -> list[str]:
+    """Describes the `given` options of this run's optimizer that the options in `saved` replaced.
+
+    Options that the saved run was given alike are left out: its loop changed them later, as this
+    loop may do.
+    """
+    first = own_file(saved, held_shards(model, optimizer)[0]).values.get(FIRST_OPTIONS)
+    if not isinstance(first, dict):
+        return []  # an earlier version wrote the checkpoint
+    now = options_of(optimizer.base, {})
+    found = []
+    for name, value in given.items():
+        key, _, group = name.partition(" ")
+        by_scheduler = f"{_SCHEDULED.get(key)} {group}" in now
+        if key not in optimizer.defaults or by_scheduler:
+            continue
+        loaded = now.get(name, value)
+        if value not in (loaded, first.get(name, value)):
+            found.append(f"{name} (saved {loaded}, given {value})")
+    return found
 
 
 @contextmanager

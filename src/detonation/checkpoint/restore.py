@@ -61,7 +61,7 @@ def restore(
     optimizer.refuse_loading_hooks()
     own, held = held_shards(model, optimizer)
     manifest = saved.manifest
-    file = _own_file(saved, own)
+    file = own_file(saved, own)
     moved = file.moved
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
@@ -112,7 +112,7 @@ def compare_frozen(saved: CheckpointReader, model: nn.Module, optimizer: Replica
         ValueError: a frozen weight has other bytes than in the saved run.
     """
     own, _ = held_shards(model, optimizer)
-    files = [_own_file(saved, own)]
+    files = [own_file(saved, own)]
     if not any(key.startswith(FROZEN) for key in files[0].values):
         return ""
     if not _same_shape(saved.manifest, own):
@@ -262,7 +262,7 @@ def _check(
     own_groups = [group["parameters"] for group in groups(model, optimizer)]
     saved_groups = [
         group.get("parameters") if isinstance(group, dict) else None
-        for group in _own_file(saved, own).groups
+        for group in own_file(saved, own).groups
     ]
     if own_groups != saved_groups:
         raise ValueError(
@@ -306,7 +306,7 @@ def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
     return (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
 
 
-def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
+def own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
     """The file with the saved state of this rank. It may be the only file of the checkpoint on this
     node.
 

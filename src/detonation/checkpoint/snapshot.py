@@ -118,6 +118,8 @@ PADDING = "padding."
 gradients."""
 
 
+FIRST_OPTIONS = "first options"
+"""Key under which a checkpoint holds the options that its run gave to `replicate`."""
 RUN = "run"
 """Key under which a checkpoint holds the id of its run."""
 
@@ -191,6 +193,7 @@ def take_snapshot(
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
     values |= {FROZEN + name: mark for name, mark in omitted.items()}
     values |= {PADDING + name: 1 for name in used_rows(model)}
+    values[FIRST_OPTIONS] = optimizer.first_options
     if run := optimizer.run.use():
         values[RUN] = run
     if isinstance(optimizer.closeness, Closeness):

@@ -73,7 +73,7 @@ class Replicated(OptimizerWrapper):
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.observer: StepObserver | None = None
-        # the gate that keeps replicas close to each other; None while they are bitwise equal
+        # keeps replicas close to each other; None while they are bitwise equal
         self.closeness: gates.ClosenessGate | None = None
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
@@ -82,6 +82,8 @@ class Replicated(OptimizerWrapper):
         if isinstance(base, SignSGD):
             self._deferred = base.deferred
         self.model = model
+        # as given, before schedulers and steps change them
+        self.first_options = options_of(base, {})
         self.run = states.RunId()
         self._buffers = BufferSync(model)
         self._trained = TrainedParameters(model, base)
@@ -213,10 +215,7 @@ class Replicated(OptimizerWrapper):
         """Begins a step: builds the levels before the first step, and makes pending changes.
 
         Pending changes are lost or new replicas, and added or removed parameters. If `overlap` has
-        already sent gradients of this step, all changes wait for the next step.
-
-        Args:
-            overlapping: Whether `overlap` has sent gradients of this step.
+        already sent gradients of this step (`overlapping`), all changes wait for the next step.
 
         Returns: the consensus, the replicators that act before the weights move, with padding rows
         last, and the replicators that act afterwards.
@@ -253,10 +252,8 @@ class Replicated(OptimizerWrapper):
 
         If only this replica fails, after it sent its messages and before its weights moved, the
         other replicas are one step ahead. The next step of this replica then raises `HalfStep`. A
-        `DetonationError` needs no `HalfStep`, because all ranks raise it.
-
-        Args:
-            halfway: The step, if its messages were sent and its weights have not moved yet.
+        `DetonationError` needs no `HalfStep`, because all ranks raise it. `halfway` is the step, if
+        its messages were sent and its weights have not moved yet.
         """
         if halfway is not None and not isinstance(error, DetonationError):
             assert self._consensus is not None
