@@ -10,11 +10,33 @@ with open(f"{__file__.removesuffix('.py')}.pyi") as _stub:  # noqa: PTH123
     _WORDS = [line.split() for line in _stub if line.startswith("from ")]
 _MODULE_OF = {words[3]: words[1] for words in _WORDS}
 __all__ = sorted(_MODULE_OF)
+_OF_0_5 = {
+    "DCTCompress",
+    "DCTTransform",
+    "DeMo",
+    "DeMoReplicator",
+    "DeToAdamW",
+    "DeToSGD",
+    "FullReplicator",
+    "NoReplicator",
+    "Optimizers",
+    "RandomReplicator",
+    "Replicator",
+    "SlicingReplicator",
+    "StridingReplicator",
+    "prepare_detonation",
+}
 
 
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
+    if name in _OF_0_5:
+        # `from detonation import name` would drop the text of an AttributeError
+        raise ImportError(
+            f"{name} is of the package detonation 0.5, and this is DeToNATION, which has another"
+            " interface: docs/tutorials/from-detonation-0.5.md names what to write here"
+        )
     if name not in _MODULE_OF:
         text = (
             f"module 'detonation' has no attribute {name!r}: import schemes from detonation.schemes"

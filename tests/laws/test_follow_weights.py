@@ -527,6 +527,28 @@ def test_another_model_is_refused(tmp_path, other, fault):
     assert held(other) == before
 
 
+def test_parameters_of_another_dtype_are_named_with_what_to_call(tmp_path):
+    """As of an adapter in fp32, which a list holds without its names; the model holds them, too."""
+    held_model = network()
+    adapter = nn.ParameterList(held_model.parameters())
+    published = nn.ParameterList(network().parameters())
+    folder = tmp_path / "adapter"
+    dt.Feed.of_weights(published, folder, dtype=BF16).publish(0)
+    said = re.escape(
+        "training publishes 0 of the model as torch.bfloat16 (50, 16), but 0 of this ParameterList"
+        " is torch.float32 (50, 16): call model.to(torch.bfloat16) before dt.follow"
+    )
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        dt.follow(adapter, folder)
+    held_model.to(BF16)
+    assert dt.follow(adapter, folder).step == 0
+    mixed = network().to(BF16)
+    mixed[0].float()
+    dt.Feed.of_weights(mixed, tmp_path / "mixed").publish(0)
+    with pytest.raises(ValueError, match=r"give a model of published types and shapes$"):
+        dt.follow(network().to(BF16), tmp_path / "mixed")
+
+
 def test_what_cannot_be_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"torch\.int8, must be a floating-point"):
         dt.Feed.of_weights(network(), tmp_path, dtype=torch.int8)

@@ -309,6 +309,16 @@ def test_every_public_name_is_there():
         _ = detonation.demi
 
 
+def test_names_of_the_package_0_5_point_to_the_page_about_it():
+    names = "prepare_detonation Optimizers DeToSGD DeToAdamW DeMoReplicator FullReplicator"
+    names += " NoReplicator RandomReplicator StridingReplicator SlicingReplicator"
+    for name in names.split():
+        page = "docs/tutorials/from-detonation-0.5.md"
+        with pytest.raises(ImportError, match=rf"^{name} is of the package .*: {page} names"):
+            exec(f"from detonation import {name}")
+        assert name in (SOURCE.parents[1] / page).read_text()
+
+
 def test_every_scheme_is_in_its_face():
     assert {*detonation.schemes.__all__} == {"Scheme", *SCHEMES}
     assert all(getattr(detonation, name, SCHEMES[name]) is SCHEMES[name] for name in SCHEMES)

@@ -279,9 +279,13 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         for name, new in tensors.items():
             own = self._tensors[name]
             if (new.dtype, new.shape) != (own.dtype, own.shape):
+                remedy = "give a model of published types and shapes"
+                if new.shape == own.shape and len({each.dtype for each in tensors.values()}) == 1:
+                    remedy = f"call model.to({new.dtype}) before dt.follow"
                 raise ValueError(
-                    f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
-                    f" {own.dtype} {tuple(own.shape)}: give a model of published types and shapes"
+                    f"training publishes {name} of the model as {new.dtype} {tuple(new.shape)}, but"
+                    f" {name} of this {type(self.model).__name__} is {own.dtype}"
+                    f" {tuple(own.shape)}: {remedy}"
                 )
         # step -1 marks a mixture of old and new weights, if an error interrupts the loop below
         self._run = self.step = -1
