@@ -43,15 +43,17 @@ CEILINGS: dict[str, float] = {
     # parallelism, late updates of empty shards and shared units of FSDP2 (core);
     # codes are looked up in pairs, and leave the memory as a kernel writes them (core too);
     # a run and a plan name both learning rates, and `plan` carries the cost of rounds by a law;
-    # unused parameters of shards without rows are those of their neighbours (core)
-    "tokens of src": 346_920,
-    "tokens of core": 94_900,
+    # unused parameters of shards without rows are those of their neighbours (core);
+    # a load names options that it replaced, Muon refuses misspelt keys, complex matrices and late bad
+    # values, `shard` refuses what is no policy, and names of the package 0.5 point to their page
+    "tokens of src": 347_550,
+    "tokens of core": 94_940,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_576,  # for the same reasons
+    "cognitive complexity of src": 8_580,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,
