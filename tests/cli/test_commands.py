@@ -235,7 +235,8 @@ assert run_command({ask} + ["0"]) == 2 and "torch" in sys.modules"""
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert (
         "waiting" in done.stdout
-        and done.stderr == "error: --step-time is 0.0, but must be above 0\n"
+        and done.stderr
+        == "error: --step-time is 0.0, but must be above 0 and at most 1,000,000 seconds\n"
     )
 
 

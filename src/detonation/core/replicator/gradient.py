@@ -141,8 +141,9 @@ class Pending:
         """
         updates = [each for each in self._updates if isinstance(each, Flat)]
         blanks = sum(self._is_blank(each) for each in self._updates)
-        used = [(~each.marked()).long().cpu() for each in updates]
-        found = torch.cat([torch.tensor([blanks]), *used]).to(self._device)
+        used = [(~each.marked()).long() for each in updates]
+        first = torch.tensor([blanks], dtype=torch.int64, device=self._device)
+        found = torch.cat([first, *used])
         # A shard without rows of a parameter has no marks, and counts every update as blank. So
         # each number is the least number of all shards.
         for link in shards:
