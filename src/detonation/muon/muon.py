@@ -54,7 +54,7 @@ class Muon(Optimizer):
     matrix. With any number of shards, the result is bitwise equal to a step on the whole matrix.
     `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` makes the same steps on whole matrices,
     but multiplies in bf16 on CPUs, too. On shards, `torch.optim.Muon` of torch 2.13 fails for a
-    matrix with a single row, and starts 11 to 16 collectives per matrix of 8 shards.
+    matrix with fewer rows than shards, and starts 11 to 16 collectives per matrix of 8 shards.
 
     Args:
         params: Parameters or groups of them, as in torch; a group may set `orthogonal`, and each
