@@ -17,7 +17,7 @@ from benchmarks.long_rounds import experiment as long_rounds
 from benchmarks.paper import experiment as paper
 from benchmarks.second_round.experiment import second_round
 
-from detonation.plan.losses import TWO_RATES, trained_by
+from detonation.plan.losses import TWO_RATES, Loss, trained_by
 
 AS_RECIPE = {"optimizer.ratio": TWO_RATES}
 """Settings of the optimizers of benchmarks/size_law, as the recipe's own optimizers name them."""
@@ -61,8 +61,7 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
             "steps",
             "replicas",
         )
-        two_rates = TWO_RATES in own or own["name"] == "Muon"
-        key = json.dumps([*(row[part] for part in parts), two_rates])
+        key = json.dumps([*(row[part] for part in parts), Loss(**row).has_two_rates])
         # More seeds say more than a lower loss on fewer.
         if key not in best or _order(row) < _order(best[key]):
             best[key] = row

@@ -3,6 +3,7 @@
 """
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.compare.drawing import drawn
@@ -151,54 +152,57 @@ def published() -> str:
     """AdamW in rounds of 30 steps: what was measured, what the published law says there, and what
     the planner expects of larger models.
     """
-    head = "scheme | parameters | replicas | measured | law there | exponent to the law at 35M"
+    return "\n".join(
+        [
+            "| scheme | parameters | replicas | measured | law there | exponent to the law at 35M |",
+            "|---|---|---|---|---|---|",
+            *_measured(),
+            "",
+            "| parameters | 2 replicas: law; expected | 8 | 64 |",
+            "|---|---|---|---|",
+            *_planned(),
+        ]
+    )
+
+
+def _measured() -> Iterator[str]:
     full = {
         row.task: row.losses for row in loss_table() if row.is_full and row.optimizer == "AdamW"
     }
-    measured = list[str]()
     for row in loss_table():
         if row.has_law and row.arguments["every"] == rounds_law.LONGEST:
             cost, ends, _ = relative(row.losses, full[row.task])
             assert ends is not None
-            there = 100 * rounds_law.cost_of_rounds(row.parameters, row.replicas)
             kept = f", keep {row.arguments['keep']}" if "keep" in row.arguments else ""
-            cells = [
-                f"`{row.scheme}`{kept}",
-                f"{row.parameters:,}",
-                str(row.replicas),
-                f"{100 * cost:+.1f} % [{100 * ends[0]:+.1f}, {100 * ends[1]:+.1f}]",
-                f"{there:+.1f} %",
-                f"{_exponent(cost, row.parameters, row.replicas):.2f}",
-            ]
-            measured.append("| " + " | ".join(cells) + " |")
-    expected = [
-        f"| {name} | " + " | ".join(_planned(parameters, count) for count in (2, 8, 64)) + " |"
-        for name, parameters in (("35M", 35e6), ("125M", 125e6), ("1B", 1e9), ("8B", 8e9))
-    ]
-    return "\n".join(
-        [
-            f"| {head} |",
-            "|---|---|---|---|---|---|",
-            *measured,
-            "",
-            "| parameters | 2 replicas: law; expected | 8 | 64 |",
-            "|---|---|---|---|",
-            *expected,
-        ]
-    )
+            where = f"| `{row.scheme}`{kept} | {row.parameters:,} | {row.replicas} |"
+            law = _law(row.parameters, row.replicas)
+            exponent = _exponent(cost, row.parameters, row.replicas)
+            yield f"{where} {_ranged(cost, ends)} | {law} | {exponent:.2f} |"
+
+
+def _planned() -> Iterator[str]:
+    """The law, and what `plan` expects of `streaming_diloco` every 30, after 3,000 steps."""
+    scheme = streaming_diloco(every=rounds_law.LONGEST, delay=5, keep=0.0)
+    sizes = {"35M": 35_000_000, "125M": 125_000_000, "1B": 10**9, "8B": 8 * 10**9}
+    for name, parameters in sizes.items():
+        cells = [name]
+        for replicas in (2, 8, 64):
+            found = estimate(scheme, "AdamW", Goal(replicas, parameters, 3000))
+            assert found is not None
+            cells.append(f"{_law(parameters, replicas)}; {_ranged(found.cost, found.interval)}")
+        yield f"| {' | '.join(cells)} |"
+
+
+def _law(parameters: float, replicas: int) -> str:
+    return f"{100 * rounds_law.cost_of_rounds(parameters, replicas):+.1f} %"
+
+
+def _ranged(cost: float, ends: tuple[float, float]) -> str:
+    low, high = (100 * end for end in ends)
+    return f"{100 * cost:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
 def _exponent(cost: float, parameters: float, replicas: int) -> float:
     """The exponent of size with which a measured cost reaches the law at its smallest size."""
     there = math.log1p(rounds_law.cost_of_rounds(rounds_law.SIZES[0], replicas))
     return math.log(math.log1p(cost) / there) / math.log(rounds_law.SIZES[0] / parameters)
-
-
-def _planned(parameters: float, replicas: int) -> str:
-    """The law, and what `plan` expects of `streaming_diloco` every 30, after 3,000 steps."""
-    scheme = streaming_diloco(every=30, delay=5, keep=0.0)
-    found = estimate(scheme, "AdamW", Goal(replicas, int(parameters), 3000))
-    assert found is not None
-    low, high = (100 * end for end in found.interval)
-    there = 100 * rounds_law.cost_of_rounds(parameters, replicas)
-    return f"{there:+.1f} %; {100 * found.cost:+.1f} % [{low:+.1f}, {high:+.1f}]"

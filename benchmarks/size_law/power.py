@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.size_law.sizes import SIZES
 
+from detonation.plan.law import EXPONENT, SCALE
+
 POWER = 1.960 + 0.842
 """Standard errors between zero and what is found with 80 % power at 5 %, two-sided."""
-PUBLISHED = 1.0923, 0.2342
+PUBLISHED = SCALE, EXPONENT
 """Of `diloco` every 30: L(R) / L(1) = R^(a N^-k), a fit to Charles et al., arXiv 2503.09799."""
 SPREADS = {
     ("diloco 30", 8): (0.022, 1.0),

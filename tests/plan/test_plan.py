@@ -307,17 +307,8 @@ HAS = " for your model, because the recipe has AdamW at lr 0.003"
 )
 def test_rates_of_a_measurement_are_named_where_the_flags_do_not_set_them(capsys, asked, said):
     """The losses are of two learning rates; a recipe that has one does not reach them."""
-    ask = [
-        "plan",
-        *asked,
-        "--link",
-        "1gbit,5ms",
-        "--step-time",
-        "1",
-        "--optimizer",
-        "AdamW",
-        "--json",
-    ]
+    work = ["--link", "1gbit,5ms", "--step-time", "1"]
+    ask = ["plan", *asked, *work, "--optimizer", "AdamW", "--json"]
     assert main(ask) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["first"]["optimizer_settings"]["embedding_lr_ratio"] == 30

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -385,12 +385,12 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     cost = _shorter(cost, lead)
     ends = (_shorter(low, lead) - wider, _shorter(high, lead) + wider)
     cost, ends = _at_size(loss, goal, cost, ends)
+    moved = _moved(loss, goal)
+    far = (*moved, *_times(length, "length"))
     kind = "measured"
-    # with the size and the replicas of the measurement, the law changes nothing
-    if _uses_law(loss, goal) and _differences(loss, replace(goal, steps=loss.steps)):
+    if moved and _uses_law(loss, goal):
         kind = "law"
     beyond = kind == "law" and (goal.parameters > SIZES[1] or goal.replicas > REPLICAS)
-    far = _differences(loss, goal)
     return Estimate(loss, cost, ends, seeds, exponent, far, reduced, kind, beyond)
 
 
@@ -423,18 +423,21 @@ def _at_size(
     return cost, (max(-1.0, ends[0] - wider), ends[1] + wider)  # a loss is not below 0
 
 
-def _differences(loss: Loss, goal: Goal) -> tuple[str, ...]:
-    """Returns how the run differs from the measurement, in words."""
-    found = []
+def _moved(loss: Loss, goal: Goal) -> list[str]:
+    """Returns in words how replicas and size of the run differ from those of the measurement."""
+    found = _times(goal.parameters / loss.parameters, "size")
     if loss.doublings(goal.replicas):
-        found = [_counted(goal.replicas, "replica")]
-    size = goal.parameters / loss.parameters
-    for times, noun in ((size, "size"), (goal.steps / loss.steps, "length")):
-        if times >= 10:
-            found.append(f"{times:,.0f} times the {noun}")
-        elif not 0.5 < times < 2:
-            found.append(f"{times:,.2g} times the {noun}")
-    return tuple(found)
+        return [_counted(goal.replicas, "replica"), *found]
+    return found
+
+
+def _times(times: float, noun: str) -> list[str]:
+    """Returns a factor in words; no words if it is near 1."""
+    if times >= 10:
+        return [f"{times:,.0f} times the {noun}"]
+    if not 0.5 < times < 2:
+        return [f"{times:,.2g} times the {noun}"]
+    return []
 
 
 def _wider(loss: Loss, length: float) -> float:

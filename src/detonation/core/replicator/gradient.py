@@ -144,8 +144,8 @@ class Pending:
         used = [(~each.marked()).long() for each in updates]
         first = torch.tensor([blanks], dtype=torch.int64, device=self._device)
         found = torch.cat([first, *used])
-        # A shard without rows of a parameter has no marks, and counts every update as blank. So
-        # each number is the least number of all shards.
+        # A shard without rows takes every parameter for used, and every update for a blank entry.
+        # The least number of all shards is right for each parameter and for the blank entries.
         for link in shards:
             found = link.collect(found).amin(0)
         self._blanks = int(found[0])

@@ -167,7 +167,8 @@ def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     arguments = dict(table.get("optimizer", {}))
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
     require_optimizer(name)  # report a wrong optimizer name before a missing learning rate
-    lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
+    why = "; another optimizer.name drops all settings of the optimizer before it"
+    lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments, why))
     ratio = _typed(float, "optimizer.embedding_lr_ratio", arguments.pop("embedding_lr_ratio", 1.0))
     return OptimizerConfig(name, lr, arguments, ratio)
 
@@ -186,12 +187,12 @@ def _plain(key: str, kind: type[_T], table: Mapping[str, Any]) -> _T:
     return kind(**values)
 
 
-def _needed(key: str, name: str, values: Table) -> Any:
+def _needed(key: str, name: str, values: Table, why: str = "") -> Any:
     if name not in values:
-        text = f"give it in [{key}] of the recipe, or with --set {key}.{name}=..."
-        if key == "optimizer" and name == "lr":
-            text += "; another optimizer.name drops all settings of the optimizer before it"
-        raise ValueError(f"{key}.{name} is missing: {text}")
+        raise ValueError(
+            f"{key}.{name} is missing: give it in [{key}] of the recipe, or with --set"
+            f" {key}.{name}=...{why}"
+        )
     return values.pop(name)
 
 
