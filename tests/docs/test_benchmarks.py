@@ -74,7 +74,8 @@ def test_the_table_of_benchmarks_has_each_of_them():
 def test_each_benchmark_says_what_it_takes():
     """In a process each, forked from one that has imported torch."""
     asked = sorted(programs() - PARTS)
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, found)])
     done = subprocess.run(
         [sys.executable, "-c", HELPS, *asked],
         cwd=ROOT,
