@@ -264,7 +264,7 @@ def test_other_lengths_of_rounds_begin_with_equal_steps(clock):
         (dt.demo(), "needs one level of rounds"),
         (dt.none(), "needs one level of rounds"),
         (dt.diloco(every=1), "rounds of several steps"),
-        (replace(dt.schemes.sparta(), round=Round(every=2)), "follow the sent values"),
+        (replace(dt.schemes.sparta(), round=Round(every=2)), "only the sent coordinates"),
     ],
 )
 def test_schemes_that_step_together_are_refused(scheme, said):

@@ -209,8 +209,9 @@ class LocalState:
     loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
-        """Read-only tensors by name: first `kind.parameter` for each kind and parameter, in the
-        local shape of the parameter, then all other tensors.
+        """Read-only tensors by name. The name of a flat's part is "kind.parameter", such as
+        "residual.weight", and the part has the local shape of the parameter. The tensors in
+        `others` follow under their own names.
 
         Shapes: -> one local shape per kind and parameter.
         """

@@ -55,7 +55,8 @@ class BufferSync:
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
-        if not buffers:  # all replicas have the same model, so none of them has buffers
+        # All replicas have the same model. If this replica has no buffers, no replica has any.
+        if not buffers:
             return
         links = {replicator.link: replicator.channel.runtime.device for replicator in replicators}
         for link, device in links.items():

@@ -74,7 +74,7 @@ class StopConsensus:
         self._others = self.shards
         self._asks = False
         self.gates: list[StepGate] = []  # optional parts of a step, called in this order
-        # most serious reason to stop of any rank, and step of this reason; until an error is raised
+        # most serious reason to stop of all ranks, and its step; the next check raises its error
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
@@ -231,9 +231,11 @@ class StopConsensus:
             counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
-        """Called on a rank that announces that it starts or stops training `name`. Runs the
-        collectives that ranks without an announcement run in `end` of `step`, or in `begin` of the
-        next step.
+        """Exchanges reasons to stop, on a rank that announces that it starts or stops training
+        `name`.
+
+        Ranks without an announcement run the same collectives in `end` of `step`. If the device
+        detects faults, these ranks run the collectives in `begin` of the next step.
         """
         if not self._arrived(step):
             return
@@ -249,8 +251,11 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
-        """Called on a rank that announces that it starts or stops training `name`. Runs the
-        collectives that ranks without an announcement run in `verify` after `step` steps.
+        """Exchanges the announcements, on a rank that announces that it starts or stops training
+        `name`.
+
+        Ranks without an announcement call `verify` after `step` steps, and run the same collectives
+        there.
         """
         self._drain(replicators, step)
         for replicator in replicators:
@@ -265,8 +270,7 @@ class StopConsensus:
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
         """Waits for messages in flight. Raises an error if only some replicas announced a change of
-        the trained parameters, because the replicas with a change run no further collectives of
-        this step.
+        the trained parameters. These replicas run no further collectives of this step.
         """
         for replicator in replicators:
             replicator.drain()

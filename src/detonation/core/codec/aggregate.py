@@ -140,9 +140,9 @@ class ClippedMean:
 
 @dataclass(frozen=True)
 class WeightedMean:
-    """Mean over all replicas, after each message is multiplied by the weight of its replica.
+    """Mean of the messages of all replicas. Each message is first multiplied by a weight.
 
-    of_replicas: the weights, `[replicas]` fp32.
+    of_replicas: the weight of each replica's message, `[replicas]` fp32.
     """
 
     of_replicas: Tensor

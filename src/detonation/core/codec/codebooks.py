@@ -154,8 +154,10 @@ class BlockCodebook:
 
     def allowed(self, statistics: Tensor) -> Tensor:
         """True for each statistic that `quantise` can return; False means that the message is
-        damaged. This method need not find NaN and infinity, because `check` finds these by the
-        norm.
+        damaged.
+
+        This method need not find NaN and infinity. These make the norm of the message, which
+        `check` returns, NaN or infinite, and the receiver refuses a message with such a norm.
 
         Shapes: `[blocks, statistics]` fp32 -> the same in bool.
         """
@@ -285,7 +287,8 @@ class E3M0(BlockCodebook):
         return torch.cat([statistics * falling, -statistics * falling], 1)
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
-        # both codes of a byte are looked up at once; level 0 is the block's largest magnitude
+        # `_pairs` decodes both codes of a byte, relative to the largest magnitude of the block.
+        # The decoded value of code 0, `levels[..., 0]`, is this largest magnitude.
         numbers = packed.reshape(-1).to(torch.int32)
         pairs = _pairs(packed.device).index_select(0, numbers).view(torch.float32)
         return pairs.view(*levels.shape[:-1], self.block).mul_(levels[..., :1])
@@ -315,7 +318,7 @@ class Int8(BlockCodebook):
         # sums of whole numbers are exact, so the order of scatter_add does not matter
         sizes = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device)
         sizes.scatter_add_(1, codes, ones(len(blocks), blocks.device).expand_as(codes))
-        # the padding is not counted; its zeros are in the bin of 0
+        # subtracts the zeros of the padding, which were counted in the bin of 0
         sizes[:, 128:129] -= self.block - counts
         units = scaled.mul_(_FIXED_POINT).round_().double()
         totals = torch.zeros_like(sizes, dtype=torch.float64).scatter_add_(1, codes, units)
@@ -403,7 +406,7 @@ def _at_codes(levels: Tensor, codes: Tensor) -> Tensor:
     Shapes: `[..., blocks, levels]` of any type, `[..., blocks, block]` uint8 -> `[..., blocks,
     block]`.
     """
-    flat = levels.reshape(-1)  # copies levels that are not contiguous
+    flat = levels.reshape(-1)  # a copy if `levels` is not contiguous
     of_each = levels.shape[-1]
     # `_firsts` is int32 if possible, because int64 positions would take twice the storage
     firsts = _firsts(len(flat) // of_each, of_each, flat.device)

@@ -194,8 +194,8 @@ class Codec:
         return run.body[0]
 
     def width(self, rows: int, room: int) -> int:
-        """Bytes of a message of `rows` rows with a header of `room` bytes, rounded up to whole
-        checksum lines."""
+        """Bytes of a message of `rows` rows with a header of `room` bytes, rounded up to a multiple
+        of `LINE_BYTES`."""
         return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
 
     def sent(self, rows: int, room: int) -> int:
@@ -300,8 +300,8 @@ class Codec:
         return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-        """Cuts rows `first` to `end`, excluding `end`, out of the parts of messages. `first` and
-        `end` must be multiples of `unit`.
+        """Returns views of each of the `parts` of messages that contain only rows `first` to `end`,
+        excluding `end`. `first` and `end` must be multiples of the property `unit`.
 
         Shapes: `[messages, length]` uint8 each -> the same.
         """

@@ -106,7 +106,7 @@ class MessageRows:
 
     @property
     def body(self) -> Tensor:
-        """The bytes of this run's rows in each message, without the header.
+        """The bytes of these rows in each message, without the header.
 
         Shapes: -> `[messages, nbytes]` uint8.
         """
@@ -126,10 +126,11 @@ class MessageRows:
 
     @property
     def padding(self) -> Tensor | None:
-        """The bytes between the last row of a message and the end of the last checksum line. The
-        checksum counts these bytes as zeros. None if this run has no padding.
+        """The bytes of the buffer after the last row of each message. The checksum counts these
+        bytes as zeros.
 
-        Padding exists only on an accelerator, after the last row of a message that has a header.
+        None on a CPU, for messages without a header, and if later rows of the message follow the
+        rows of this object.
 
         Shapes: -> `[messages, n]` uint8.
         """
@@ -142,8 +143,8 @@ class MessageRows:
 
     @cached_property
     def numbers(self) -> Tensor | None:
-        """The values of this run as a view of floating-point numbers; None if the values are sent
-        as codes, or belong to several messages.
+        """The values of these rows as a view of floating-point numbers. None if the values are sent
+        as codes, or if the rows belong to several messages (`owners`).
 
         Shapes: -> `[rows, k]` of the type of the precision.
         """
@@ -158,8 +159,8 @@ class MessageRows:
         return values.view(self.rows, self.codec.selection.k)
 
     def of_rows(self, first: int, rows: int) -> MessageRows:
-        """The run of `rows` rows from row `first` of the flat on. The returned run is a part of
-        this run, which must hold a whole message.
+        """The part of this object with `rows` rows, from row `first` of the flat on. This object
+        must hold a whole message.
         """
         owners = None
         if self.owners:
@@ -171,13 +172,14 @@ class MessageRows:
         return replace(self, rows=rows, first=first, owners=owners, whole=self)
 
     def copy(self) -> MessageRows:
-        """A copy of this run in new memory."""
+        """A copy of these rows in new memory."""
         return replace(self, allocate=self.body.clone, room=0, whole=None)
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
-    """Joins a header and the runs of a message: first the values of all runs, then the statistics
-    of all runs, then all indices. Zeros pad the message to whole checksum lines.
+    """Joins a header and all runs (consecutive rows, see `MessageRows`) of a message. The header is
+    followed by the values of all runs, then by all statistics, then by all indices. Zeros pad the
+    message to a multiple of `LINE_BYTES`.
 
     Args:
         runs: Parts of each run, in the order of their rows.

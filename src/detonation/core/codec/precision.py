@@ -104,7 +104,7 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    # the dimension of a single message is dropped, because torch rejects an odd stride
+    # drops a first dimension of size 1: torch rejects its stride if no multiple of `dtype`'s size
     if messages == 1:
         octets = octets[0]
     size = dtype.itemsize

@@ -146,9 +146,11 @@ class Rotation:
         return self.shares * self.k
 
     def phase(self, step: int, seed: int) -> tuple[int, int, int]:
-        """Three integers that define which coordinates `step` sends: the index of the cycle, the
-        index of the share within each row, and an integer that is XORed with the index of each
-        row's permutation.
+        """Three integers that define which coordinates `step` sends.
+
+        The first integer is the index of the cycle of `shares` steps. The second integer says which
+        of the `shares` equal parts of each row is sent. The third integer is 0, except in `Random`,
+        which XORs it with the index of the permutation that each row uses.
         """
         return *divmod(step, self.shares), 0
 

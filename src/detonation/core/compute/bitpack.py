@@ -148,7 +148,8 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
         words = torch.nn.functional.pad(units, (0, (8 - width) // unit)).view(torch.int64)
         del octets, units  # frees the memory of these two tensors, if they are copies
     else:
-        # of `width` bytes, the first eight hold four numbers, the last eight the next four numbers
+        # Eight numbers of `width` bits each fill `width` bytes.
+        # The first eight bytes contain numbers 0 to 3, and the last eight bytes numbers 4 to 7.
         lane = 16
         wide = torch.uint16
         octets = octets.view(-1, width)
@@ -174,11 +175,12 @@ def _places(width: int, count: int, dtype: torch.dtype, device: torch.device) ->
 
 @lru_cache(maxsize=16)
 def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
-    """The moves that spread packed numbers of `width` bits to positions `lane` bits apart in a
-    word: each move shifts half of the numbers.
+    """The moves that unpack the numbers of `width` bits in a word. After all moves, each number
+    begins `lane` bits after the previous number.
 
-    A move consists of the shift in bits, the mask of the bits that do not move, and the mask of the
-    bits that are shifted.
+    Each move splits every group of adjacent numbers into two halves, and shifts the upper half. The
+    first group contains all numbers of the word. A move consists of the shift in bits, the mask of
+    the lower halves, and the mask of the upper halves before the shift.
     """
     moves = []
     half = 32 // lane  # count of numbers that are shifted together

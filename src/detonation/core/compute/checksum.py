@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINE_BYTES = 4096
-"""Bytes of a checksum line. The words of a message are arranged in lines. They are summed by line
-and by column, so no temporary is as large as the message.
+"""Bytes of a line. The checksum arranges the 32-bit words of a message in lines of this size, and
+sums the words of each line and of each column. So no temporary tensor is as large as the message.
 """
 _WORDS = LINE_BYTES // 4
 _STRIDE = 0x9E3779B97F4A7C15
@@ -76,8 +76,8 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
 
 
 def _words(messages: Tensor) -> Tensor:
-    """The 32-bit words of each message as a view, or as a copy in whole lines if torch cannot make
-    a view.
+    """The 32-bit words of each message. The result is a view if torch can make one. Otherwise it is
+    a copy, in which zeros pad each message to a multiple of `LINE_BYTES`.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, words]` int32.
     """
@@ -90,8 +90,9 @@ def _words(messages: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _numbers(lines: int, device: torch.device) -> Tensor:
-    """Odd factors of all columns, followed by even factors of all lines. Neighbouring factors are
-    unrelated, so errors in neighbouring words do not cancel.
+    """The factors by which `checksums` multiplies its sums: an odd factor for each column of words,
+    followed by an even factor for each line of words. Neighbouring factors are unrelated, so errors
+    in neighbouring words do not cancel.
     """
     at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(_STRIDE)
     mixed = at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF))

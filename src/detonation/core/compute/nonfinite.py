@@ -111,7 +111,7 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
     if len(within) > 1:
         together = torch.cat(list(within))
     count = max(each) + 1
-    # signals within the limit get the value `count` + 1, which the remainder turns into 0
+    # `found` is `count` + 1 if all signals are within the limit; the remainder (%) makes it 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 

@@ -52,7 +52,7 @@ class SumOfSquares:
         self._at = 0
 
     def add(self, numbers: Tensor) -> None:
-        """Adds the squares of the next numbers to each sum.
+        """Adds the squares of the numbers in row i of `numbers` to the sum with index i, for all i.
 
         Shapes: `[sums, n]` fp32.
         """

@@ -64,7 +64,8 @@ def _maxima(keys: Tensor, count: int) -> Tensor:
     for last, line in pairwise(found):
         keys.sub_(last.bitwise_xor(_LOWEST))
         torch.amax(keys, 0, out=line)
-    return found.cumsum(0, dtype=torch.int32)  # adds the subtracted numbers again
+    # adds to each maximum what the loop had subtracted from its key before, except for sign bits
+    return found.cumsum(0, dtype=torch.int32)
 
 
 def _rising(keys: Tensor, chunk: int) -> Tensor:
@@ -105,8 +106,8 @@ class SortingNetwork:
         self._found = self._now[size - count :]
 
     def largest(self) -> Tensor:
-        """The `count` largest numbers of each column, in rising order if these are all numbers of
-        the column.
+        """The `count` largest numbers of each column. They are in rising order if `count` is the
+        number of lines; otherwise they may be in any order.
 
         The next call overwrites the returned tensor.
 

@@ -12,8 +12,8 @@ from detonation.core.runtime import Runtime
 
 
 class SignalInspector:
-    """Checks the signals of one message after the other for bad values, on the host. The buckets of
-    a message always have the same order.
+    """Checks signals for bad values on the host, bucket by bucket, and computes one status for each
+    message. All messages have their buckets in the same order.
     """
 
     def __init__(self, runtime: Runtime) -> None:

@@ -90,9 +90,9 @@ class ReferenceEngine(Rule):
         self._on_cpu = runtime.device.type == "cpu"
         self._room = room or Room(max(1, layout.rows))
         self._encodes_codes = self._on_cpu and _sends_codes(codec, layout)
-        # messages can be cut after multiples of `unit` rows: codes only between codebook blocks
+        # Rows are processed in multiples of `unit`, so that no codebook block is divided.
         unit = codec.unit if self._encodes_codes else 8
-        # count of rows that one operation processes; so many rows fit into the cache
+        # number of rows that one operation processes, so few that they fit into the cache
         self._cached_rows = max(unit, CACHE_BLOCK // codec.selection.chunk // unit * unit)
         self._released_rows = self._cached_rows
         self._absorbed_rows = self._cached_rows
@@ -235,7 +235,7 @@ class ReferenceEngine(Rule):
     ) -> Selected:
         """Encodes like `encode`, and writes the coefficients into the message buffer `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # fp64 signals are excluded: other engines round these to fp32 before the message's dtype
+        # not for fp64: other engines round fp64 twice, to fp32 and then to the dtype of messages
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -278,10 +278,9 @@ class ReferenceEngine(Rule):
         return inspector_of(self._runtime)
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
-        """This replica's message, decoded as every receiver decodes it, as if no other message had
-        been received.
-
-        The decoded values may share memory with `run`."""
+        """Decodes this replica's message as every receiver decodes it, as if no other message had
+        been received. `run` is the buffer of this message, and the decoded values may share memory
+        with this buffer."""
         return self.of_one(self.codec.written(run), selected)
 
     def replier(

@@ -57,9 +57,8 @@ class Room:
 
 
 def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
-    """Two counts of rows, each at most `rows`: the first says to how many rows of the memory of
-    unsent values signals are added at once, the second in how many rows coefficients are selected
-    at once.
+    """Two counts of rows, each at most `rows`. Signals are added to the memory of unsent values in
+    blocks of the first count. Coefficients are selected in blocks of the second count.
     """
     if room.few_launches:
         # up to 9 / 8 of a bucket at once, because the last bucket can be longer than the others
@@ -73,7 +72,7 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
         kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    # received messages do not exist yet, so temporary tensors can use the memory for them
+    # no messages have arrived yet, so temporary tensors may use the bytes that messages need later
     free = line + BUCKETS * (2 * message - kept)
     chosen = line * _transforms(codec)
     if not codec.selection.shared:
@@ -159,8 +158,11 @@ def _transforms(codec: Codec) -> int:
 
 
 def _rows(rows: int, cost: int, room: Room, free: int) -> int:
-    """Number of rows of one block, if `rows` rows are cut into equal blocks. The temporary tensors
-    of a block need `cost` bytes per row, and must fit into `free` bytes per row of a bucket.
+    """Number of rows of one block, if `rows` rows are cut into equal blocks.
+
+    The temporary tensors of a block need `cost` bytes for each row of the block. All of them
+    together may use `free` bytes for each row of a bucket. A block may exceed this limit, because
+    it has at least `UNIT` rows, and a bucket has at most `MOST_BLOCKS` blocks.
     """
     most = max(room.rows * free // cost, room.rows // MOST_BLOCKS, UNIT)
     if rows <= most:

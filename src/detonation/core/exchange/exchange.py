@@ -50,7 +50,7 @@ class Exchange(ABC):
         self._rows = rows
         # number of steps between two messages with the same coordinates, for `zeros_are_negative`
         self._period = scheme.round.every * max(1, scheme.codec.selection.period)
-        # `cancel` of `zeros_are_negative`: False for a mean that an optimizer may use by signs
+        # argument `cancel` of `zeros_are_negative`: False for gradients, unless replicas vote
         self._cancel = scheme.signal == "parameters" or isinstance(scheme.aggregation, MajorityVote)
         # Gradients are sent at every step, so the buffers of their messages are kept for reuse.
         # Rounds end rarely, so the message buffers of rounds are freed after each exchange.
@@ -235,7 +235,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    # no tensors: a sum hides the norms of single messages, so no usual norm is remembered
+    # keeps no reference norm, unlike an all-gather: a sum hides the norms of single messages
     def state(self) -> dict[str, Tensor]:
         return {}
 

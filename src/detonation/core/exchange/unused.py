@@ -95,12 +95,13 @@ class Unused:
                 kept.become_change()
 
     def settle(self, missing: Missing | None, step: int) -> frozenset[int]:
-        """Returns the indices of the parameters that no replica used at `step`, and undoes the step
-        in the rows of these parameters in the memory of unsent values. Called after the messages of
+        """Returns the indices of the parameters that no replica used at `step`. Undoes the step in
+        the rows of these parameters in the memory of unsent values. Called after the messages of
         `step` were received.
 
-        Collective, but sends something only if every replica lacks a gradient and some set of
-        missing gradients is new.
+        Collective, but sends something only in one case: every replica lacks at least one gradient
+        (not necessarily of the same parameter), and at least one replica's set of missing gradients
+        is not among the sets that all replicas remember.
 
         Args:
             missing: None where this replica has all gradients.
@@ -143,7 +144,7 @@ class Unused:
         arriving = self._link.all_gather(mine.to(self._guard.usual.device))
         (arrived,), absent = self._link.wait([arriving])
         sets = [bytes(row) for row in arrived.tolist()]
-        # later messages carry a digest of the received sets; it reveals a replica with other sets
+        # Later messages carry a digest of these sets, which shows if a replica received other sets.
         self._guard.noted = crc32(b"".join(sets), self._guard.noted) >> 1
         self._known[self._next : self._next + 1] = [sets]
         self._next = (self._next + 1) % self._most_known

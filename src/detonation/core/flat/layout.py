@@ -108,11 +108,11 @@ class Slot:
         return math.prod(self.shape)
 
     def strips(self, rows: int) -> Iterator[tuple[int, Slot, int]]:
-        """Cuts the slot between lines of tiles into parts of about `rows` tiles. A parameter in
-        chunks is one part.
+        """Cuts this slot (the rows of one parameter) into parts of about `rows` rows, but never
+        inside a line of tiles. A parameter that is not cut into tiles is one part.
 
-        Yields for each part the first row of the part within this slot, the part as a slot, and the
-        index of the part's first coordinate.
+        Yields for each part: its first row, counted within this slot; the part as a `Slot`; and the
+        index of its first coordinate in the local shard.
         """
         tiles = self.tiles
         lines = 0
@@ -192,7 +192,8 @@ class Layout:
             size_of[_unit_of(slot.name, unit)] += sizes[slot.name]
         loads = [0] * count
         fragment_of: dict[str, int] = {}
-        for key, size in size_of.most_common():  # units of equal size keep the order of the model
+        # largest first; parameters (or blocks) of equal size come in the order of the model
+        for key, size in size_of.most_common():
             fragment_of[key] = lightest = loads.index(min(loads))
             loads[lightest] += size
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
@@ -354,8 +355,8 @@ class Layout:
         return found
 
     def _row_views(self, flat: Tensor) -> list[Tensor]:
-        """One view per slot: the rows of a slot in tiles, else the coordinates in the parameter's
-        shape.
+        """One view per slot. For a parameter in tiles, the view contains the rows of its slot. For
+        any other parameter, the view contains the coordinates, in the parameter's shape.
         """
         line = flat.view(-1)
         found = []

@@ -17,8 +17,9 @@ def note_padding(model: nn.Module) -> None:
     index of the padding row within the local shard, or None if the local shard does not hold this
     row.
 
-    The attribute is None, too, if the padding row gets a gradient: in weights that another module
-    uses, too, such as an output layer, and in weights that `mark_used` marked.
+    The attribute is also None if the padding row gets a gradient. This happens in a weight that the
+    embedding shares with another module, such as an output layer, and in a weight that `mark_used`
+    marked.
     """
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for module in model.modules():

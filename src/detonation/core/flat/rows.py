@@ -235,7 +235,7 @@ class RowOwners:
 
     @cached_property
     def _turns(self) -> int:
-        """How often each owner gets `run` rows round robin."""
+        """Number of groups that each owner gets round robin. A group has `run` rows."""
         return self.rows // (self.replicas * self.run)
 
 
@@ -256,8 +256,8 @@ class KeptRows:
         self._is_change = False
 
     def become_change(self) -> None:
-        """Replaces the copy by the change of the rows since they were copied. `restore` then undoes
-        only this change, and keeps what later steps add to the rows.
+        """Stores the change of the rows since they were copied, in place of the copied rows. After
+        this call, `restore` undoes only this change, and keeps what later steps add to the rows.
         """
         self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
         self._is_change = True
@@ -282,7 +282,7 @@ class KeptRows:
 
 
 def _on_host(numbers: Collection[int]) -> Tensor:
-    """The numbers in rising order, on the host.
+    """The integers `numbers` in rising order, as a tensor on the host.
 
     Shapes: -> `[n]` int64 on the host.
     """

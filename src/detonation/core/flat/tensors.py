@@ -54,15 +54,16 @@ class Piece(Tensor):
     largest_shape: tuple[int, ...]
     padding_row: int | None
     cut: Callable[[Mapping[str, Tensor]], Mapping[tuple[int, ...], Mapping[str, Tensor]]]
-    # torch operations on a piece return plain tensors
+    # torch operations on a `Piece` return plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(
         cls, whole: Tensor, ranks: tuple[int, ...], offset: int, rows: slice, largest: int
     ) -> "Piece":
-        """The piece that holds `rows` of the local shard of `whole`. The largest shard of any
-        replica has `largest` rows.
+        """The piece that holds `rows` of the local shard of `whole`.
+
+        largest: rows of the largest shard of any replica, for the attribute `largest_shape`.
 
         Shapes: any with a first dimension -> `[len(rows), ...]`.
         """

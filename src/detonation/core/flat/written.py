@@ -1,4 +1,5 @@
-"""Detects writes to weights outside of optimizer steps, by stamps of tensors."""
+"""Detects writes to weights outside of optimizer steps. Compares the identity, version and address
+of each weight with earlier values."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,11 +49,11 @@ class WrittenWeights:
     _stamps: dict[str, Stamp] = field(default_factory=dict)
 
     def note(self) -> None:
-        """Stores the current stamps of all weights, with which `found` compares."""
+        """Stores the current stamp (see `stamp`) of each weight, with which `found` compares."""
         self._stamps = {name: stamp(tensor) for name, tensor in self._tensors()}
 
     def forget(self) -> None:
-        """Forgets all stamps: `found` returns nothing until the next `note`."""
+        """Drops the stamps that `note` stored. `found` returns nothing until the next `note`."""
         self._stamps = {}
 
     def found(self) -> dict[str, Tensor]:

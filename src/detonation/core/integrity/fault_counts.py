@@ -36,8 +36,8 @@ _log = logging.getLogger("detonation")
 
 
 class NonFiniteGradient(DetonationError, ArithmeticError):
-    """A gradient contains NaN, infinity or a magnitude above `nonfinite.SIGNAL_LIMIT`. It was not
-    added to the momentum.
+    """A gradient, or the change of a parameter in a round, contains NaN, infinity or a magnitude
+    above `nonfinite.SIGNAL_LIMIT`. It was not added to the memory of unsent values.
     """
 
 
@@ -82,11 +82,11 @@ class FaultCounts:
             message is due, the tensor with the result of the check, and the function to which
             `catch_up` passes this result.
         names: Names of all parameters of the model, for errors.
-        changed: For each replica that announced a change, the parameter that this replica started
-            or stopped training.
+        changed: For each replica that announced a change of its trained parameters, the parameter
+            that this replica started or stopped training.
         changing: Count of replicas that must announce the same change; 0 if this rank announced no
             change.
-        missing: Lost replicas, which need not announce a change.
+        missing: Lost replicas, which need not announce a change of the trained parameters.
         options: Options of the parameter groups, such as lr; messages carry a digest of these
             options.
         number: Code of the level, below 16. It identifies the level in a reason to stop.
@@ -117,7 +117,8 @@ class FaultCounts:
         """Forgets all reasons to stop, because a loaded checkpoint replaced the state."""
         self.fatal = 0
         self.changing = 0
-        self._raised = (0, 0)  # code of the last raised reason, and the step of its first error
+        # the last reason to stop that `error` turned into an error, and the step of this error
+        self._raised = (0, 0)
         self.due: set[int] = set()
         self.changed: dict[int, str] = {}
         self.missing: set[int] = set()
@@ -176,8 +177,8 @@ class FaultCounts:
 
     @staticmethod
     def is_announcement(fatal: int) -> bool:
-        """True if `fatal` is a code that `announcement` returned. Such a code does not stop a rank
-        that announced the same change.
+        """True if `fatal` is a code that `announcement` returned, for a rank that began or stopped
+        training a parameter. Such a code does not stop a rank that announced the same parameter.
         """
         return fatal >> 56 == _CHANGING
 

@@ -159,9 +159,11 @@ def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The smallest and the largest valid values of the first 11 columns of the table that
-    `decide_usable` makes. The caller sets the limits of the columns for step and checksum. Also
-    returns a row with 1 in the column of the step and 0 in all other columns: the caller adds the
-    step times this row to the limits.
+    `decide_usable` makes. Also returns a row with 1 in the column of the step and 0 in all other
+    columns.
+
+    The limits for step 0 are returned. For another step the caller adds the step times the returned
+    row to the limits. The caller replaces the limits in the column of the checksum.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
     """
@@ -265,8 +267,8 @@ class Guard(SumGuard):
     to step."""
 
     def seal(self, message: Message, status: int | Tensor | None, phase: int = 0) -> Tensor:
-        """Returns the bytes that the next collective sends: the run of rows that waits in
-        `message`. The last run of a message begins with the header.
+        """Returns the bytes that the next collective sends: the consecutive rows (a run) in
+        `message.waiting`. The last run of a message begins with the header.
 
         Args:
             status: 0, or 1 + the number of the parameter because of which a part of the message is
@@ -294,7 +296,7 @@ class Guard(SumGuard):
                 self._sent += 1
             nbytes = sum(message.codec.lengths[sum(map(_ROWS, runs))])
             self._write_header(runs, nbytes, message.step, self._place | phase, status, received)
-            # runs can be dropped here, because running collectives keep the sent tensors alive
+            # Drops the buffers of the message: collectives that still run keep their tensors alive.
             message.sent.clear()
         end = run.room + sum(run.codec.lengths[run.rows])
         return run.octets[:, : end + -end % run.codec.alignment]
@@ -352,12 +354,13 @@ class Guard(SumGuard):
             _empty_headers(whole, absent)
             observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
-        if not arrived:  # `Message.whole` copied the bytes and recycled the buffers
+        # `Message.whole` has copied the bytes, and has given the receive buffers back for reuse
+        if not arrived:
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
         # A mean over signals leaves absent replicas out.
-        # Rows of absent owners stay: they are zeros, so the update does not change these rows.
+        # Aggregates of absent owners stay in `found`: they are zeros, and so is the update there.
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:

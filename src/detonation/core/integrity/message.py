@@ -254,8 +254,8 @@ class Message:
     """What one replica sends and receives in one stage of an exchange: one message for all
     replicas, or one message for each replica.
 
-    A message may need several collectives. Each collective sends a run of rows. The last run begins
-    with the header for all runs.
+    A message may need several collectives. Each collective sends a run (consecutive rows). The last
+    run begins with the header for all runs.
 
     Args:
         waiting: The run that the next collective sends, if it has been encoded.
@@ -310,8 +310,8 @@ class Message:
         return torch.cat([narrow(each) for each in found])
 
     def whole(self, end: int) -> Tensor:
-        """Joins the received runs of each message. A joined message has `end` bytes, and zeros
-        follow as padding.
+        """Joins the received runs (consecutive rows, see `MessageRows`) of each message. A joined
+        message has `end` bytes, and zeros follow as padding.
 
         Shapes: -> `[messages of all replicas, end + padding]` uint8.
         """

@@ -58,8 +58,8 @@ class PlayedMessages(StepObserver):
         raise NotImplementedError
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """Returns the recorded messages of a step whose end has already been read from the record;
-        None if the step has no messages.
+        """Returns the recorded messages of one channel and bucket (`place`) at `step`. Returns None
+        if there are none. The record that ends `step` must have been read before this call.
 
         Shapes: -> `[bytes]` uint8.
         """

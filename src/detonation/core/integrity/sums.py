@@ -62,7 +62,7 @@ class SumGuard:
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks = min(251, 256 // self._high - 1)
         first = (self._schema + 5 * place) % 251
-        # consecutive steps have different marks
+        # numbers with which `seal_sum` marks the messages of a step; consecutive steps differ
         self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]
         # digest of the sets of unused parameters that replicas exchanged; see `Unused`
         self.noted = 0
@@ -154,9 +154,9 @@ class SumGuard:
     def hear_sum(
         self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
     ) -> None:
-        """Sets `missing.said` to a function that reads what each replica reports about its
-        parameters without a gradient. The function reads this from `digits`, the status numbers of
-        `step`.
+        """Sets `missing.said` to a function. This function returns what each replica reports about
+        its parameters without a gradient (see `Missing.says`). Each report is a part of the status
+        that its replica wrote into `digits`, the status numbers at the end of the sum of `step`.
 
         Shapes: `[3 * replicas]`.
         """
@@ -177,12 +177,13 @@ class SumGuard:
 def statuses_of_sum(
     digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]
 ) -> list[int]:
-    """Reads the status of each replica from the status numbers (digits) of an all-reduce; -1 if the
-    replica's mark differs from the mark of this step, or is missing.
+    """Reads the status of each replica from its three status numbers (digits) in an all-reduce. The
+    status is -1 if the last digit does not contain `mark`, or if a digit is not valid. An absent
+    replica whose digits are zeros has the status 0.
 
     Args:
         replica: The replica that reads.
-        mark: Number that every replica adds to its last digit.
+        mark: Number that every replica adds to its last digit at this step; see `seal_sum`.
         high: The last digit of a status is below it.
         absent: Replicas that may have added nothing.
 
@@ -206,8 +207,9 @@ def statuses_of_sum(
 
 
 def _mean_digit(mean: float, mark: int) -> int:
-    """One status number (digit) of a message, computed from the mean over several equal messages. A
-    mean close to `mark` counts as `mark`, because bf16 rounds the sum of three marks.
+    """Computes one status number (digit) of a message from its mean over several equal messages. A
+    mean close to `mark` (the number in the last digit) counts as `mark`. The mean may differ from
+    `mark`, because an all-reduce in bf16 rounds the sum of the replicas' marks.
     """
     if abs(mean - mark) <= mark / 256:
         return mark
@@ -215,8 +217,8 @@ def _mean_digit(mean: float, mark: int) -> int:
 
 
 def _status(digits: Sequence[float], mark: int, high: int) -> int:
-    """Reads the status of one replica from its digits; -1 if a digit is not a byte, or if the
-    replica's mark is not the mark of this step.
+    """Reads the status of one replica from its digits. The status is -1 if a digit is not a byte,
+    or if the last digit does not contain `mark`.
     """
     *low, top = digits
     if any(not 0 <= digit <= 255 or digit != int(digit) for digit in low):

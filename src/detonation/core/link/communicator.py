@@ -42,7 +42,7 @@ class HostStaging:
         return torch.accelerator.is_available()
 
     def needed(self, tensor: Tensor) -> bool:
-        """True if `tensor` is not in host memory."""
+        """True if a copy of `tensor` in host memory is needed, because `tensor` is on a device."""
         return tensor.device.type != "cpu"
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:

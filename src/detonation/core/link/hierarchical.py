@@ -17,9 +17,9 @@ class HierarchicalCommunicator(Communicator):
     """Sends one message per node over the slow link. Each rank of the node sends and receives only
     a part of the message; then the ranks of the node exchange the received parts.
 
-    All ranks of the node must pass the same message. A collective has the same result as one of
-    `inter_node` alone. For an all-reduce this holds bit for bit with two replicas; with more
-    replicas the values may be added in another order.
+    All ranks of the node must pass the same message. Each collective gives the result that the same
+    collective of `inter_node` alone would give. An all-reduce of more than two replicas may add the
+    values in another order, so its result may differ in the last bits.
 
     Args:
         inter_node: Between the nodes.
@@ -55,9 +55,9 @@ class HierarchicalCommunicator(Communicator):
         return self._joined(self._slow.all_to_all(parts), slices.shape[1])
 
     def _own_part(self, lines: Tensor) -> Tensor:
-        """Returns the part of every row of `lines` that this rank sends. The parts of all ranks
-        have the same size; zeros pad the last part."""
-        # shapes: [lines, n] -> [lines, share]
+        """Returns the part of every message that this rank sends. `lines` has one message per row.
+        The parts of all ranks have the same size; zeros pad the last part."""
+        # shapes: [messages, n] -> [messages, size of a part]
         share = -(-lines.shape[1] // self._fast.size())
         padded = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
         return padded[:, self._fast.replica * share : (self._fast.replica + 1) * share]

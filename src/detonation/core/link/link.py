@@ -193,7 +193,8 @@ class Link:
         self.playback = observer if isinstance(observer, PlayedMessages) else None
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """Starts to add `values` over all replicas. The sum is bitwise equal on all replicas.
+        """Starts to add `values` over all replicas. Returns a function that waits for the sum. The
+        sum is bitwise equal on all replicas.
 
         The caller must not use `values` afterwards.
         """

@@ -63,10 +63,11 @@ class BaseStep:
 
     Attributes:
         clip: Called before each step, if set; see `Clip`.
-        overflow: Nonzero if a GradScaler found an overflow in gradients that no agreed update
-            replaces. The step is then skipped.
-        lost: True if a GradScaler found that gradients of this replica overflowed, even if an
-            update replaces these gradients.
+        overflow: What a GradScaler found: nonzero if gradients of this replica overflowed. The step
+            is then skipped. None without a GradScaler, and as soon as an agreed update has replaced
+            the gradients.
+        lost: True if a GradScaler found that gradients of this replica overflowed. It stays True
+            when an agreed update replaces the gradients.
         rounding: Context manager in which each step runs; None if torch's own steps are used.
         look: Function that is called when a step has moved the weights, before hooks of other code
             run; None without such a function.

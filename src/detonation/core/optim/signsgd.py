@@ -95,8 +95,8 @@ class SignSGD(Optimizer):
 
     @unheard
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves all parameters that have a gradient or a deferred movement, and returns the value
-        of `closure`."""
+        """Makes the movements in `deferred`, moves all other parameters that have a gradient, and
+        returns the value of `closure`."""
         loss = None
         if closure:
             loss = evaluated(closure)

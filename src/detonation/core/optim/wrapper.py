@@ -23,7 +23,8 @@ class OptimizerWrapper(Optimizer):
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
-        super().__setstate__({})  # sets up hooks and profiling, but makes no parameter groups
+        # torch's `__setstate__` prepares hooks and profiling, but creates no parameter groups
+        super().__setstate__({})
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -108,8 +109,8 @@ class OptimizerWrapper(Optimizer):
                 hook(each)
 
     def refuse_loading_hooks(self) -> None:
-        """Raises `ValueError` if there are hooks that change state dicts before loading. These
-        hooks would have no effect on a checkpoint without a state dict.
+        """Raises `ValueError` if hooks are registered that change state dicts before loading.
+        Called before a checkpoint is loaded without a state dict: these hooks would have no effect.
         """
         for each in (self, self.base):
             _refuse_hooks(each._optimizer_load_state_dict_pre_hooks.values(), "loads")

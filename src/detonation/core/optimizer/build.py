@@ -244,9 +244,11 @@ class _Builder:
 def _ways(
     axis: Axis, scheme: Scheme, parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> Iterator[tuple[int, Axis, dict[str, Tensor], int]]:
-    """Divides `parameters` into groups that are exchanged together. Yields for each group: the
-    index and the axis of the part that contains the group (see `divided`), the parameters of the
-    group, and the count of ranks of the node that send the same messages.
+    """Divides `parameters` into groups that are exchanged together: `divided` makes parts of the
+    parameters, and `split_by_sharding` divides each part into groups.
+
+    Yields for each group: the index and the axis of its part, the parameters of the group, and the
+    number of ranks in each node that send the same message.
     """
     for part, on, mine in divided(axis, parameters) if scheme.signal != "nothing" else []:
         for group, local_ranks in split_by_sharding(mine, intra_node):
@@ -256,9 +258,11 @@ def _ways(
 def replicator_of(
     parameters: Mapping[str, Tensor], channel: Channel, base: BaseStep, fragment: int, last: bool
 ) -> Replicator:
-    """Builds the replicator of one fragment of a level of replication.
+    """Builds the replicator of one fragment of the model, `parameters`, at one level of
+    replication.
 
-    last: True if no level after this level exchanges gradients.
+    fragment: index of the fragment (see `Scheme.fragments`). last: True if no level after this
+    level exchanges gradients.
     """
     scheme = channel.scheme
     # True if an update may be nonzero although all signals (gradients or movements) are zeros
@@ -321,7 +325,7 @@ def compare_replicas(
     with mismatch_on_all(shards, comparison.device):
         comparison.run(replicators)
     links = dict.fromkeys(replicator.link for replicator in replicators)
-    # if there is only one link, its comparison has already sent the result to all ranks
+    # With one link and no shards, all ranks took part in one comparison, and know its result.
     if shards or len(links) > 1:
         others = [*shards, *links]
     else:
@@ -456,10 +460,11 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # all replicas must check messages on the device, or none: the device stops a run one step later
+    # Checks on a device stop a run one step later than checks on a host, so all must check alike.
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
-    if channel.late:  # late gradients decide how many buckets `overlap` sends
+    # the count of buckets under `overlap` depends on which gradients arrive at the end of backward
+    if channel.late:
         settings["gradients at the end of backward"] = ", ".join(sorted(channel.late))
     settings |= {
         name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()

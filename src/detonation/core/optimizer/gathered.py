@@ -110,8 +110,8 @@ class ShownUnit:
         self._required = [shard.requires_grad for _, shard in self._shards]
 
     def before_forward(self, *_: object) -> None:
-        """Calls `settle` if the unit is gathered, and then records `requires_grad` of each
-        shard.
+        """Calls `settle` if the modules of this FSDP unit hold gathered copies. In either case,
+        records `requires_grad` of each shard afterwards.
         """
         if self.is_gathered:
             self.settle()

@@ -209,8 +209,8 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     memory = channel.memory
     assert memory is not None
     leaves = link.replica in leaving
-    # Owners of rows inside a replica keep a residual, which was a part of the mean of this replica.
-    # The owners' residual is added to the memory, and so becomes a part of the mean over replicas.
+    # An inner level averages inside this replica. Its owners of rows keep the unsent residual.
+    # This residual is added to the memory of unsent values, which is handed over and scaled below.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
     if leaves:
@@ -315,7 +315,7 @@ def _load_named(
     replicator: Replicator, state: Mapping[str, Tensor], joining: Collection[str]
 ) -> None:
     """Loads those tensors of `state` that match a tensor of `replicator` in name and shape. Skips
-    the residuals of owners, and the parameters `joining`.
+    the residuals of owners, and all tensors of the parameters with the names `joining`.
     """
     own = replicator.local_state()
     of_owners = replicator.channel.exchange.state()
@@ -335,7 +335,8 @@ def _require_room(old: Replicator, new: Replicator) -> None:
     if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
         raise ValueError(
             f"{new.scheme.name} cannot continue with these settings, which have no place for"
-            " its unsent values: keep the settings of its memory"
+            " its unsent values: keep delay, and all settings that decide which values it stores"
+            " between steps"
         )
 
 

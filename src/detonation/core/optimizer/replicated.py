@@ -82,7 +82,7 @@ class Replicated(OptimizerWrapper):
         if isinstance(base, SignSGD):
             self._deferred = base.deferred
         self.model = model
-        # as given, before schedulers and steps change them
+        # options of the parameter groups at creation, before schedulers and steps change options
         self.first_options = options_of(base, {})
         self.run = states.RunId()
         self._buffers = BufferSync(model)
@@ -199,7 +199,7 @@ class Replicated(OptimizerWrapper):
             self._explain(error, halfway)
             raise
         finally:
-            self._deferred.clear()  # drops the movements of a refused or skipped step
+            self._deferred.clear()  # so that SignSGD never applies a refused or skipped step
             PROGRESS.where = "outside"
         return loss
 
@@ -224,7 +224,7 @@ class Replicated(OptimizerWrapper):
             states.warn_of_lost_memory(self)
         if self._replicators is None:
             self.set_up()
-        changed = self._trained.show_shards()  # a step must write to shards, not to copies
+        changed = self._trained.show_shards()  # a step must not write to gathered copies
         if self.observer:
             self.observer.enter(self)
         held_back = self._held_back
@@ -427,9 +427,11 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
-        """Builds the levels if they do not exist yet, without comparing replicas, and makes the
-        model hold its FSDP2 shards. With `saved`, the levels are built for the parameters of a
-        saved state, and the next step changes to the currently trained parameters.
+        """Builds the levels if they do not exist yet, without comparing replicas. Makes the model
+        hold its FSDP2 shards instead of gathered copies.
+
+        With `saved`, builds the levels for the parameters of a saved state, which have the names
+        `saved`. The next step then rebuilds the levels for the parameters that are trained now.
         """
         self._trained.show_shards()
         if saved:
@@ -485,7 +487,8 @@ class Replicated(OptimizerWrapper):
             replicator.drop_overlap()
 
     def _begin_anew(self) -> None:
-        """Makes observers start a new record, because padding rows that now move are not in it."""
+        """Makes observers start a new record, which lists all padding rows that move from now on.
+        The old record does not list the rows that were just released."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:

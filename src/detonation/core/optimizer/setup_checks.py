@@ -140,8 +140,8 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
         )
     if schemes[0].resume_from == "sent":
         raise ValueError(
-            f"balance=True is not for {schemes[0].name}, whose parameters follow the sent"
-            " values: pass balance=False"
+            f"balance=True is not for {schemes[0].name}, which averages only the sent coordinates"
+            " of the weights: pass balance=False"
         )
     if intra_node is not None:
         raise ValueError(
@@ -241,8 +241,8 @@ def _own_momentum(group: Mapping[str, Any]) -> str:
     """Returns the momentum setting of a parameter group as text, such as "momentum is 0.9"; returns
     "" without a momentum.
 
-    If a group has both settings, as in Muon, only `momentum` is read: Muon uses its betas for few
-    parameters, which trained better with a momentum.
+    A group of Muon has both `momentum` and `betas`. Then only `momentum` is read, because Muon uses
+    `betas` for few parameters, and these parameters trained better with a momentum than without.
     """
     name, value = (
         ("momentum", group["momentum"])
@@ -297,7 +297,7 @@ def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) ->
     policies = [unit._get_fsdp_state()._mp_policy for unit in units]
     narrow = {policy.param_dtype for policy in policies if policy.reduce_dtype is None} - {None}
     sharded = [each for each in parameters.values() if isinstance(each, DTensor)]
-    # a single shard is added to nothing
+    # if a parameter has only one shard, FSDP2 adds no gradients, so `reduce_dtype` has no effect
     dtypes = {each.dtype for each in sharded if each.device_mesh.size() > 1} - narrow
     if narrow and dtypes and model not in _warned and dist.get_rank() == 0:
         _warned.add(model)

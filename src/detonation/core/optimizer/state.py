@@ -30,10 +30,12 @@ _log = logging.getLogger("detonation")
 
 
 class RunId:
-    """A random text that names the run of an optimizer in its checkpoints and update logs.
+    """The id of a run: a random text that names the run in checkpoints and update logs.
+
+    Each rank draws an id at random, and `agree` replaces it by the first rank's id (the drawn id).
 
     known: the id of the checkpoint or the log that this process has loaded, replayed or written; ""
-    before that. The known id may differ between ranks; the drawn id never does.
+    before that. The known id may differ between ranks. After `agree`, the drawn id does not.
     """
 
     def __init__(self) -> None:
@@ -54,8 +56,8 @@ class RunId:
             self._drawn = first_text([*links_of_shards(parameters), *links], drawn, device)
 
     def use(self) -> str:
-        """Returns the id for a checkpoint or a log: the known id, or else the drawn id, which is
-        known from now on.
+        """Returns the id for a checkpoint or a log: `known` or, if `known` is empty, the drawn id
+        (see `RunId`). The returned id becomes `known`.
         """
         self.known = self.known or self._drawn
         return self.known

@@ -126,7 +126,7 @@ def described(
     """
     try:
         parameters = trained.by_name()
-    except ValueError:  # the first step will raise this error, with its reason
+    except ValueError:  # not raised here: the first step raises the same error
         return "Replicated, with parameters that are not in the model"
     lines = [
         f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this"

@@ -36,7 +36,8 @@ class TrainedParameters:
         self._ids = set[int]()
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        # for each parameter: its module's parameters, its names in module and model, and its id
+        # Four lists, with one entry for each use of a parameter of the optimizer in a module.
+        # Entries: the module's `_parameters`, the names in the module and in the model, and the id.
         self._owners: list[dict[str, nn.Parameter | None]] = []
         self._own_names: list[str] = []
         self._full_names: list[str] = []

@@ -132,15 +132,16 @@ class Update:
             weights: The local part of each parameter; needed with `signs` only.
         """
         received = self.received
-        may_move = signs is not None and not (  # hooks around a step may need written gradients
+        # Hooks around a step may read `p.grad`. With hooks the update must be written there.
+        may_move = signs is not None and not (
             signs._optimizer_step_pre_hooks
-            or len(signs._optimizer_step_post_hooks) > 1  # the first hook belongs to this library
+            or len(signs._optimizer_step_post_hooks) > 1  # one hook after steps is this library's
             or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
         )
         if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
-                # a temporary tensor is moved instead of a parameter that no replica used
+                # the step changes a temporary tensor instead of the weights of an unused parameter
                 moved[number] = torch.empty_like(moved[number])
             adds_up = any(map(_MOMENTUM, signs.param_groups))
             move = None
@@ -324,7 +325,7 @@ class Channel:
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends zeros in place of all messages of `step`. These messages report as the reason that
+        """Sends zeros in place of all messages of `step`. The messages report why they are zeros:
         this rank began or stopped training the parameter `name`.
 
         Args:

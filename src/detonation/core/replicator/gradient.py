@@ -86,7 +86,8 @@ class Flat:
         return torch.stack([part.isinf().any() for part in parts])
 
     def without(self, marked: Sequence[bool], unused: Unused) -> "Flat":
-        """Returns this update with the unused parameters, given whether each one is `marked`."""
+        """Returns a copy of this update which records that no replica used the parameters whose
+        entry in `marked` is True."""
         numbers = [number for number, found in enumerate(marked) if found]
         return replace(self, missing=unused.agreed(numbers) if numbers else None)
 
@@ -136,8 +137,11 @@ class Pending:
         settled.settle(unused)
 
     def look(self, unused: Unused, shards: Iterable[Link]) -> None:
-        """Determines from the rows of each update, after a checkpoint was loaded, which parameters
-        are unused and which entries are blank. Collective over the links `shards`.
+        """Finds, after a checkpoint was loaded, which parameters are unused in each update, and how
+        many entries are blank (see `Pending`). Collective over the links `shards`.
+
+        The values of an update show both: rows of unused parameters are infinite (see
+        `Flat.settle`), and a blank entry contains only negative zeros.
         """
         updates = [each for each in self._updates if isinstance(each, Flat)]
         blanks = sum(self._is_blank(each) for each in self._updates)
@@ -145,7 +149,7 @@ class Pending:
         first = torch.tensor([blanks], dtype=torch.int64, device=self._device)
         found = torch.cat([first, *used])
         # A shard without rows takes every parameter for used, and every update for a blank entry.
-        # The least number of all shards is right for each parameter and for the blank entries.
+        # So the minimum over shards is right, for flags (1: used) and for the blank entries.
         for link in shards:
             found = link.collect(found).amin(0)
         self._blanks = int(found[0])
@@ -271,7 +275,7 @@ class GradientReplicator(Replicator):
 
     def drain(self) -> None:
         for index in range(self.scheme.round.delay):
-            # a replica that announced a change sends no later messages, so do not wait for them
+            # A replica that began or stopped training a parameter sends no later messages.
             if not self.counts.changed_apart:
                 self._updates.wait(index)
 

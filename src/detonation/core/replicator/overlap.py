@@ -257,8 +257,8 @@ class Overlap:
         replicator's parameters.
 
         Otherwise the version counter of the storage also counts writes to gradients of other
-        parameters, by FSDP2 and by the step of another optimizer. Then only the samples of sent
-        gradients show whether these gradients have changed.
+        parameters, by FSDP2 and by the step of another optimizer. Then only `_samples`, which are
+        copies of a few values of the sent gradients, show whether sent gradients have changed.
         """
         whole = local(_gradient(self._parameters[name])).untyped_storage()
         own = 0

@@ -56,7 +56,7 @@ class PaddingRows:
                 (gradient,) = local_gradients({name: parameter})
                 if gradient is not None:
                     seen[0] = 1
-                    if row is not None:  # None means that the row was already released
+                    if row is not None:  # None: `agree` has released the row, so that it may move
                         seen[1] |= gradient[row].any()
 
     def before(self, step: int) -> None:

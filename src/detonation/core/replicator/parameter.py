@@ -115,7 +115,7 @@ class ParameterReplicator(Replicator):
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # other schemes leave parameters at the anchor, or an outer level has moved them
+        ):  # otherwise parameters are at the anchor, or an outer level has moved them from there
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -204,7 +204,7 @@ class ParameterReplicator(Replicator):
             transfer, _ = self._in_flight[-1]
             lost = self.channel.send_bucket(transfer, pipeline, pieces)
         if isinstance(lost, Tensor) and lost.dim():
-            # any nonzero number of the device's verdict means that the bucket is not finite
+            # the bucket has nonfinite values if any element of the tensor `lost` is nonzero
             lost = lost.any()
         self._lost[pipeline.bucket.first] = lost
         unsent: Unsent = None

@@ -58,8 +58,9 @@ def cut_into_buckets(
 
 
 def _early_runs(layout: Layout, late: Collection[str], unit: int) -> Iterator[tuple[int, int]]:
-    """Yields the first row and the end of each run of rows without a parameter in `late` (the
-    parameters whose gradients arrive last), in multiples of `unit`.
+    """Yields the first row and the end of each run of consecutive rows that belong to no parameter
+    in `late` (the parameters whose gradients arrive last). Each run begins and ends at a multiple
+    of `unit` rows, except that the last run ends with the layout.
     """
     first = 0
     for slot in layout.slots:

@@ -142,7 +142,8 @@ def hops(kind: str, replicas: int, nbytes: float = inf) -> int:
     """Number of transfers that follow one another in one exchange, in which each replica sends a
     message of `nbytes`. Each of these transfers costs one latency.
 
-    On a ring of R replicas, an all-gather takes R - 1 transfers, and an all-reduce 2 (R - 1).
+    On a ring of R replicas, an all-gather takes R - 1 transfers, and an all-reduce 2 (R - 1). An
+    all-gather of a small message uses no ring and takes one transfer; see `is_sent_at_once`.
 
     >>> hops("all-reduce", 4), hops("all-gather", 4), hops("all-gather", 4, nbytes=25)
     (6, 3, 1)
