@@ -103,8 +103,8 @@ class RankExits:
             self._end_deadline = time.monotonic() + _LEAVING_S
 
     def _failure_of(self, rank: int, code: int) -> Failure:
-        """Returns the failure that `rank` wrote to the folder, or a failure made from its exit
-        code.
+        """Returns the failure that `rank` wrote to its `failure_file`. If there is no such file,
+        makes a failure from the exit code `code` of the rank.
         """
         path = failure_file(self._folder, rank)
         if path.exists():
@@ -113,7 +113,7 @@ class RankExits:
 
     def _kill_left_out(self) -> None:
         """Kills the ranks of replicas that the run has removed, because a hanging process keeps
-        memory, ports and locks.
+        RAM, ports and locks.
         """
         if self._meeting is not None:
             self._kill(self._meeting.left_out())

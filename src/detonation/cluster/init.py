@@ -193,7 +193,7 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     """
     global _watch
     store = distributed_c10d._get_default_store()
-    # end a watch whose process group has been destroyed
+    # stop the `Watch` of an earlier default process group, which has been destroyed
     if _watch is not None and _watch.source is not store:
         _watch.stop()
         _watch = None

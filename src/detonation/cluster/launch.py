@@ -93,7 +93,8 @@ def run_local(
         SystemExit: a second request to stop came, or a request ended ranks that do not handle it.
             The first request is forwarded to all ranks.
     """
-    allow_open_files(world_size)  # set the limit before the ranks start, because they inherit it
+    # raise the limit of open files before the ranks start, because the ranks inherit this limit
+    allow_open_files(world_size)
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
     meeting = None

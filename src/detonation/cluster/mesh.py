@@ -55,10 +55,10 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     if backends.get("cuda") != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # NCCL's options contain a timeout: set torch's default for the backend of the default group
+    # replace the timeout of `Options` by the timeout that torch gives new process groups by default
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
-    # The process group of the axis must send tensors of every device that the default group sends.
-    # If NCCL is the only backend, the plain name "nccl" lets NCCL split the default group.
+    # The new process group must support each device type that the default process group supports.
+    # If NCCL is the only backend, the plain name "nccl" lets NCCL split the default process group.
     name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
     if set(backends.values()) == {"nccl"}:
         name = "nccl"

@@ -125,8 +125,9 @@ class UnevenAxis(Communicator):
                     dist.broadcast(piece, first, group)
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """Returns the pieces of all ranks, in the same order on all ranks, for `Clip`, which clips
-        gradients. The pieces that other ranks hold are empty here.
+        """Returns all pieces into which `parameters` are cut, for `Clip`, which clips gradients.
+        The order of the pieces is equal on all ranks. A piece that only other ranks hold is empty
+        here.
         """
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
@@ -201,8 +202,9 @@ class UnevenAxis(Communicator):
         return f"nodes of {[len(ranks) for ranks in self._nodes]} ranks"
 
     def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
-        """Returns the first row and the end row of the piece that each group of owners holds, if
-        FSDP2 shards a parameter of `rows` rows.
+        """Returns the first row and the end row of each piece of a parameter with `rows` rows that
+        FSDP2 shards. The key of a piece is the tuple of the ranks that hold this piece, one rank in
+        each replica.
         """
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}

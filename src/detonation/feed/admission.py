@@ -119,7 +119,7 @@ class Admission:
         the new replica asks for a copy.
         """
         turn = self._user.turn_of(self._optimizer.step_count)
-        # the turn of a copy is equal on all shards, so all shards count equally many copies
+        # all shards send a copy after the same turn, so `_copies` is equal on all shards
         if turn >= self._copy_turn:
             self._copies += 1
             self._copy_turn = math.inf
@@ -231,7 +231,7 @@ def admitted(
             while axis is None:
                 entry = arrival.next_entry()
                 axis = guest.come_in(entry, timeout_s, arrival.reaches(entry))
-                # None: a shard of this replica lacked the state, so the others continued without it
+                # None: one shard of this replica lacked the training state, so all join later
                 if axis is None:
                     arrival.start_over()
             joined = follower.join(axis, safety)
@@ -286,8 +286,8 @@ class _Arrival:
         while not self._is_at(entry):
             if pace.copy > self._copy_at_entry:
                 return False
-            # A replica that waits for another copy of the state waits in vain now.
-            # All other replicas wait until this replica joins, so no step and no copy follows.
+            # All other replicas now wait for this replica, so they send neither steps nor copies.
+            # If this replica still needs a copy of the state, it must not wait for the copy here.
             if not self._is_ready or pace.limit == BEFORE_COPY:
                 # do not let another shard of this replica wait for the steps that this shard lacks
                 pace.close()

@@ -123,8 +123,9 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def received(self) -> Point:
-        """The point of training after the last event that arrived since the last call of `turn_to`:
-        a step, and the number of `synchronize` calls after it.
+        """The last point of training that has arrived from all shards of the present feeds: a step,
+        and the number of `synchronize` calls after it. `BEFORE_COPY` before their copies of the
+        state have arrived.
         """
         with self._changed:
             return min(self._received(*pair) for pair in self._pairs())
@@ -332,8 +333,8 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _restart_late(self) -> None:
-        """Restarts each stream that is full of steps while another stream has reconnected and
-        received a later copy of the state. The other shard never receives these steps.
+        """Restarts each stream whose queue is full of steps that another shard will never receive.
+        The stream of that other shard has reconnected, and has received a later copy of the state.
         """
         joined = [
             any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams
@@ -365,7 +366,9 @@ class Follower(AbstractContextManager["Follower"]):
 
 
 def _last_common(plans: Sequence[Sequence[Moment | None]]) -> Moment | None:
-    """The last moment that all `plans` contain; None if no moment is in all of them."""
+    """Returns the last moment of training (see `Moment`) that all shards can reach; None if there
+    is none. `plans` holds the moments that each shard can reach.
+    """
     for moment in reversed(plans[0]):
         if moment is not None and all(moment in plan for plan in plans):
             return moment

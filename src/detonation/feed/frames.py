@@ -264,8 +264,9 @@ class Subscription:
     """Sends a copy of the state, and after it each step, to one follower. The log calls this
     follower `peer`.
 
-    most_behind: number of steps that may wait in the queue, once the queue was empty after the copy
-    of the state.
+    most_behind: largest number of steps that may wait in the queue. This limit begins when the
+    queue, which first holds the copy of the state, is empty for the first time. The limits of
+    `offer` in bytes hold from the start.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:

@@ -42,13 +42,14 @@ class SharedPace:
     has its own connection. If one shard loses its connection, all shards stop at the same point of
     training, and all of them load a new copy.
 
-    Each shard announces the last point that it has received. If one shard announces that its point
-    is final, all other shards announce the same. After that the last common point cannot change, so
-    all shards know it.
+    Each shard announces the last point of training that it has received. If a shard needs a new
+    copy of the state, it receives nothing more before this copy, and announces its point as final.
+    Then all other shards announce their points as final, too. After that no point changes any more,
+    so all shards know the last point that all of them have received.
 
     limit: the last point up to which this shard may apply steps now. copy: number of the current
-    copy. is_final: True if this shard needs a new copy. is_over: True if all shards need a new
-    copy; `limit` is then the last point that they can reach.
+    copy. is_final: True if this shard has announced its point as final. is_over: True if all shards
+    have done so; `limit` is then the last point that all shards have received.
 
     Args:
         member: This shard of the newcomer.

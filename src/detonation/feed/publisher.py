@@ -242,7 +242,7 @@ class Feed(StepRecorder):
         else:
             self._synchronized += 1
         if not goes_on:
-            # rename the run: other shards may still hold its earlier steps with the same numbers
+            # step numbers repeat now, so rename the run: followers tell its steps from earlier ones
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self.disconnect("training went back to an earlier state")

@@ -175,7 +175,7 @@ class ShardFollower:
             buffer.copy_(sent.view(buffer.shape))
 
     def _clip(self, base: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Clips the gradients by their norm over all shards, which training has sent."""
+        """Clips the gradients by their norm over all shards. Training has sent this norm."""
         if self._norm is None:
             return
         gradients = [
@@ -187,14 +187,16 @@ class ShardFollower:
 
 
 def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
-    """Returns the moment that training reaches by `event` from the moment `before`."""
+    """Returns the moment of training (see `Moment`) after `event`. `before` is the moment before
+    `event`.
+    """
     if isinstance(event, Joined):
         return event.about["run"], event.about["step"], event.about["synchronized"]
     # the first event of a stream is a copy of the state, so `before` is not None here
     assert before is not None
     run, _, synchronized = before
     end = event.records[-1]
-    # a write of weights does not change the moment: shards may have different numbers of writes
+    # a `Moment` does not count writes of weights, because shards may differ in the count of writes
     if end.kind == WRITTEN:
         return before
     if end.kind == SYNCHRONIZE:
@@ -256,7 +258,8 @@ def joined_optimizer(
     parameters = local_parameters(model)
     optimized = {name for group in saved.groups for name in group["parameters"]}
     for name, parameter in parameters.items():
-        if name in optimized:  # the optimizer of training does not have the other parameters
+        # do not change parameters that the optimizer of training does not have
+        if name in optimized:
             parameter.requires_grad_(name in about["trained"])
         mark_used(parameter, name in about.get("padding", ()))
     base = shared_state.base_optimizer(make, about, saved.groups, parameters)

@@ -65,7 +65,8 @@ def require_followable(optimizer: Replicated) -> None:
             found = collective_for(scheme, each.layout, link.replicas, link.local_ranks)
             collectives.append(found)
     if scheme.round.delay and "owner" in collectives:
-        # copying the state would start an owner's second collective on this replica alone
+        # A copy of the state waits for messages of earlier steps.
+        # With owners, this replica alone would then start the second collective of an exchange.
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
         )
@@ -134,15 +135,16 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
             here = f"{whole} {part.dtype}"
             there = f"{box.whole} {tensor.dtype}"
             raise ValueError(
-                f"{key.removeprefix('model.')} is {there} in training, but {here} here: another"
-                " model"
+                f"{key.removeprefix('model.')} is {there} in training, but {here} here, so this is"
+                " another model"
             )
         part.copy_(tensor)
     if extra := sorted(
         key for key in saved.keys if key.startswith("model.") and key not in targets
     ):
         raise ValueError(
-            f"training has {extra[0].removeprefix('model.')}, which this model lacks: another model"
+            f"training has {extra[0].removeprefix('model.')}, which this model lacks, so this is"
+            " another model"
         )
 
 
@@ -238,8 +240,8 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
         found = getattr(torch.optim, kind, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(
-            f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=), which"
-            " makes it"
+            f"training uses the optimizer {module}.{kind}: pass follow(..., optimizer=...) a"
+            " function that makes this optimizer"
         )
     return found
 

@@ -18,7 +18,8 @@ TOKEN_FILE = "DETONATION_TOKEN_FILE"
 SHORTEST = 16
 HANDSHAKE_S = 5.0
 """Seconds in which a new connection must prove that it has the token."""
-_MAGIC = b"DTFEED\x00\x01"  # its last two bytes are the version of the handshake
+# the first bytes of each handshake: a fixed name, then two bytes for the version of the handshake
+_MAGIC = b"DTFEED\x00\x01"
 _NONCE = 32
 # the answer that refuses a token; without it, a follower whose connection is closed reconnects
 _REFUSAL = bytes(32)
@@ -118,7 +119,9 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
     while len(found) < count:
         rest = deadline - time.monotonic()
         if rest <= 0:
-            raise TimeoutError("timed out")
+            raise TimeoutError(
+                f"the connection timed out: only {len(found)} of {count} bytes have come"
+            )
         connection.settimeout(rest)
         part = connection.recv(count - len(found))
         if not part:

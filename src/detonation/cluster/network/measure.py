@@ -178,10 +178,12 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Corrects the lines of operations that were measured only with small messages: of at most a
-    quarter of the bytes of the largest message that any operation was measured with. Beyond its own
-    messages, such a line then rises at about the rate of the operation that was measured with the
-    largest message.
+    """Corrects the fitted lines of operations that were measured only with small messages. A line
+    gives the seconds of an operation for the bytes of a message, see `fit_line`.
+
+    The *leader* is the operation that was measured with the largest message of all. A message is
+    small if it has at most a quarter of the bytes of that message. For messages that are larger
+    than those of its operation, a corrected line rises about as fast as the line of the leader.
     """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent

@@ -185,8 +185,8 @@ class _Scheduler:
         self._next(replica)
 
     def fail(self, error: BaseException) -> None:
-        """Ends all replicas because of `error`. Each other replica raises `Abandoned` at its next
-        wait for a collective, or before it begins.
+        """Ends all replicas because of `error`. Each other replica raises `Abandoned` when it next
+        waits for a collective. A replica that has not run yet raises `Abandoned` at its start.
         """
         if self.failure is None:
             self.failure = error
@@ -199,7 +199,7 @@ class _Scheduler:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
         if len(collective.inputs) == self.replicas - 1:
-            # forget this collective: the last replica starts it now, and all replicas refer to it
+            # this is the last replica that asks for the collective, so remove it from `_open`
             del self._open[number]
         return collective
 

@@ -23,7 +23,6 @@ from detonation.whole_files import opened
 
 _WINDOW = 4096
 """Largest number of exchanges that a rank may have started but not finished."""
-ELSEWHERE = "a link can be emulated between processes of one machine only: leave --link out"
 
 
 class NodeLink:
@@ -93,7 +92,9 @@ class ThrottledCommunicator(NodeLink, Communicator):
         world = dist.get_world_size()
         device = torch.device(axis.device_type)
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
-            raise ValueError(ELSEWHERE)
+            raise ValueError(
+                "a link can be emulated between processes of one machine only: leave --link out"
+            )
         self.replica = axis.get_local_rank()
         super().__init__(speed, self.replica, axis.size(), device)
         self._axis = axis
@@ -120,7 +121,8 @@ class ThrottledCommunicator(NodeLink, Communicator):
     def _throttled(
         self, kind: str, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor
     ) -> Callable[[], Tensor]:
-        exchange = self._started % _WINDOW  # index of the column of `_left`, equal on all ranks
+        # all ranks use the same column of `_left` for this exchange
+        exchange = self._started % _WINDOW
         self._left[dist.get_rank(), exchange] = self.leave(kind, message, self.size())
         self._started += 1
         wait_for_result = start(message)

@@ -1,5 +1,5 @@
-"""Checks that each replica number belongs to one process, and that all replicas agree on the
-numbers of replicas and shards.
+"""Checks that each replica number belongs to one process, and that all replicas were started with
+equal counts of replicas and shards.
 
 Replicas that are separate worlds get their numbers from users, who may give one number to two
 replicas, or different counts. While a rank waits in the store in which the replicas meet, the rank
@@ -55,7 +55,8 @@ class Claim:
         self._looked = now
         found = self._read(self._key)
         self._store.set(self._key, json.dumps([*self._own, self._count]))
-        if self._count:  # before its first claim, the store may hold a claim of an earlier start
+        # before this object wrote its first claim, `found` may be a claim of an earlier start
+        if self._count:
             self._require_own(found)
         self._count += 1
         first = self._read(_key(0))
@@ -63,8 +64,9 @@ class Claim:
             self._require_size(first[2])
 
     def offer(self, axis: Store) -> None:
-        """On the first rank, writes the numbers of replicas and shards that other ranks must
-        share.
+        """On the first rank, writes to `axis` the counts of replicas and shards with which this
+        rank was started. All other ranks must have been started with equal counts; `hold` checks
+        these.
         """
         axis.set(_SIZE, self._size)
 

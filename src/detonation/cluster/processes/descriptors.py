@@ -89,10 +89,11 @@ class GlooPorts:
         self._done: set[str] = set()
 
     def drop_strangers(self) -> None:
-        """Calls the function `drop_strangers` once for each gloo group, so that the kernel drops
-        foreign connections to the port of this group.
+        """Makes the kernel drop foreign connections to the port of each gloo group, once for each
+        group.
 
-        If the store of a group does not answer, the next call tries this group again.
+        If the store of a group does not answer, the next call of this method tries this group
+        again.
         """
         for group in [*distributed_c10d._world.pg_map]:
             if group.group_name not in self._done:

@@ -34,8 +34,9 @@ _READING_S = 2.0
 class FileBoard:
     """A heartbeat board in a folder, for ranks of one machine.
 
-    Each rank writes its counter to the board. The first rank that knows why the world must end
-    posts a notice there. The methods raise `RuntimeError` or `OSError` if the board is lost.
+    Each rank writes its counter to the board. The first rank that knows why all ranks must end
+    posts the reason there, as a notice. The methods raise `RuntimeError` or `OSError` if the board
+    is lost.
 
     where: name of the file or store that must be reachable, for error messages.
     """
@@ -56,8 +57,8 @@ class FileBoard:
         ]
 
     def post_notice(self, notice: str) -> str:
-        """Posts `notice`, unless the board has a notice already. Returns the notice on the
-        board.
+        """Posts `notice` on this heartbeat board, unless the board has a notice already. Returns
+        the notice that the board has after that.
         """
         draft = self._notice.with_name(f"notice-{os.getpid()}")
         with os.fdopen(replaced(draft), "wb") as file:
@@ -68,13 +69,13 @@ class FileBoard:
         return self.read_notice()
 
     def read_notice(self) -> str:
-        """Returns the notice on the board; "" if there is none."""
+        """Returns the posted notice, which says why all ranks must end; "" if there is none."""
         if self._notice.exists():
             return read_text(self._notice)
         return ""
 
     def close(self, others: int) -> None:
-        """Ends the use of the board after a failure. The files remain, for other ranks to read."""
+        """Does nothing: the files of the heartbeat board remain, for other ranks to read."""
 
 
 class StoreBoard:
@@ -124,7 +125,7 @@ class StoreBoard:
 
     def post_notice(self, notice: str) -> str:
         found: bytes = self._store.compare_set(_key("notice"), _NOTHING, self._signed(notice))
-        # the notice on the board comes from a foreign process, so it is replaced
+        # if a foreign process has written the notice in the store, overwrite it with `notice`
         if not self._authentic(found.decode(errors="replace")):
             self._store.set(_key("notice"), self._signed(notice))
         return self.read_notice()
@@ -158,8 +159,9 @@ class StoreBoard:
         return hmac.compare_digest(found.encode(), self._signed(notice).encode())
 
     def close(self, others: int) -> None:
-        """Closes the board. On the machine that hosts the store, waits until the other ranks
-        (`others` is their count) have closed the board, too.
+        """Records in the store that this rank will not use the heartbeat board any more. On the
+        machine that hosts the store, waits until all `others` other ranks have recorded this, too,
+        but at most `_READING_S` seconds.
         """
         deadline = time.monotonic() + _READING_S
         closed = self._store.add(_key("closed"), 1)
@@ -230,8 +232,8 @@ class Heartbeat:
         # the thread that acquires this lock ends the process and never releases the lock
         self._reporting = threading.Lock()
         self._board.write_count(rank, 1)
-        # A request to the board may never return after the network is cut.
-        # One thread sends requests to the board; a second thread decides whether a rank is lost.
+        # A request to the store that holds the counters may never return after a network cut.
+        # So one thread sends all requests to this store, and another thread detects lost ranks.
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         self._watcher = threading.Thread(target=self._watch, name="heartbeat watch", daemon=True)
         self._watcher.start()
@@ -243,7 +245,7 @@ class Heartbeat:
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
-        # the board may be lost now: its store may end with the first rank that leaves the barrier
+        # a lost store is no error now: it may end with the first rank that leaves the barrier
         self._leaving = True
         barrier()
         self.stop()
@@ -261,7 +263,7 @@ class Heartbeat:
         the heartbeat board.
 
         Waits briefly for missing heartbeats. If ranks have sent none, the reason names these ranks.
-        Returns the reason on the board.
+        Returns the reason that the board has after that.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)
@@ -269,7 +271,7 @@ class Heartbeat:
     def report(self, text: str, bad_input: bool = False) -> Reason:
         """Posts on the heartbeat board why this rank ends, so that all ranks end.
 
-        Returns the reason on the board, which another rank may have posted earlier.
+        Returns the reason that the board has after that; another rank may have posted it earlier.
         """
         self._reporting.acquire()
         own = Reason(text, self._rank, bad_input)
@@ -310,8 +312,9 @@ class Heartbeat:
             self._answered = time.monotonic()
 
     def _watch(self) -> None:
-        """Ends the process if the next rank shows no heartbeat for too long, if the board does not
-        answer for too long, or if a notice is posted.
+        """Ends the process in each of three cases: the next rank shows no heartbeat for too long;
+        the heartbeat board, which has a counter of each rank, does not answer for too long; or a
+        rank has posted a notice that says why all ranks must end.
         """
         neighbour = (self._rank + 1) % self._world_size
         latest = 0
@@ -360,10 +363,10 @@ class Heartbeat:
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
     def _post(self, reason: Reason) -> Reason:
-        """Posts `reason`; returns the reason that the board holds after that.
+        """Posts `reason` on the heartbeat board. Returns the reason that the board has after that.
 
-        A rank with another token may overwrite the notice immediately. In this case the board has
-        no valid reason, and `reason` is returned.
+        A rank with another token may overwrite the posted notice immediately. In this case the
+        board has no valid reason, and `reason` is returned.
         """
         notice = self._board.post_notice(str(reason))
         if not notice:

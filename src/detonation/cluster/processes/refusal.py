@@ -44,7 +44,7 @@ _REFUSED = "refused"
 class RefusedStart(SecondaryFailure, ValueError):
     """Raised on a rank that must not start, because another rank or replica cannot start.
 
-    rank: First rank of a launcher's world that cannot start.
+    rank: in a world that a launcher started, the lowest number of a rank that cannot start.
     """
 
     rank = 0

@@ -179,15 +179,18 @@ def _connected(
     limit_s: float,
     answer_s: float,
 ) -> _S:
-    """Waits until a program listens at `host` and `port`, then until `connect` returns its store.
+    """Waits until a program listens at `host` and `port`. Then calls `connect`, and returns the
+    store that `connect` returns.
 
-    `connect` gets a time limit for torch. This limit does not help if a program accepts the
-    connection and never answers, so `connect` runs in another thread, and this function waits only
-    `answer_s` seconds for it. The limit for torch is longer than `limit_s`, because a process
-    aborts if it ends while torch raises in another thread.
+    `connect` passes its argument to torch, as a time limit. torch ignores this time limit if the
+    program accepts the connection and never answers. So another thread calls `connect`, and this
+    function itself limits its wait for that thread. The time limit for torch is twice `limit_s`,
+    because a process aborts if it ends while torch raises in another thread.
 
     Args:
         who: Name of the waiting process in the log; `whom` is the process for which it waits.
+        limit_s: Largest number of seconds for the whole call.
+        answer_s: Largest number of seconds for the call of `connect`, within `limit_s`.
 
     Raises:
         _Unreached: Nothing listens after `limit_s`, or the program that listens does not answer as
@@ -259,7 +262,8 @@ def name_of_first(
     timeout_s: float,
     look: Callable[[], object] = lambda: None,
 ) -> str:
-    """Gives the `name` that rank 0 chose to all ranks, and returns it. Collective.
+    """Gives all ranks the `name` that rank 0 chose for this start, and returns this name. The ranks
+    put the name in front of their keys in a store. Collective.
 
     The name cannot be the count of restarts, because launchers count restarts differently. Each
     rank writes a greeting to the store. Rank 0 answers each greeting with `name` until each rank
@@ -279,7 +283,9 @@ def name_of_first(
 
 
 def _give_name(store: Store, world_size: int, name: str, awaited: Awaited) -> str:
-    """On rank 0, answers greetings with `name` until all other ranks have confirmed this name."""
+    """On rank 0, sends the `name` of this start (see `name_of_first`) to all other ranks. Answers
+    their greetings with `name` until each of them has confirmed this name.
+    """
     others = range(1, world_size)
     for other in others:
         _create_name_keys(store, other)
@@ -294,8 +300,8 @@ def _give_name(store: Store, world_size: int, name: str, awaited: Awaited) -> st
 
 
 def _ask_for_name(store: Store, rank: int, awaited: Awaited) -> str:
-    """Greets rank 0 until rank 0 answers this greeting. Confirms the name in the answer, and
-    returns this name.
+    """Returns the name that rank 0 chose for this start (see `name_of_first`). Greets rank 0 until
+    rank 0 answers this greeting with the name, and confirms the name.
     """
     token = secrets.token_hex(8)
     _create_name_keys(store, rank)

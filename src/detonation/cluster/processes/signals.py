@@ -78,11 +78,12 @@ _has_launcher = False
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Context manager that yields a `Stop`, in which it records a request to stop. A second request
-    ends the process with exit code 128 + the number of its signal.
+    """Context manager that yields a `Stop`, in which it records the first request to stop. A second
+    request ends the process with exit code 128 + the number of its signal.
 
-    Ctrl-C also ends the process, unless Ctrl-C was ignored before. Only the main thread may enter
-    this context. A nested call yields the outer `Stop`.
+    Ctrl-C ends the process at once, also as the first request. If the process ignored Ctrl-C before
+    this context, it still ignores Ctrl-C. Only the main thread may enter this context. A nested
+    call yields the outer `Stop`.
     """
     global _stop
     if _stop is not None:

@@ -220,8 +220,9 @@ class Awaited:
         if self._ends:
             end_if_asked()
         if seconds > self._limit_s:
-            text = f"{self._who} has not met {_named(away())} within {self._limit_s:g} s"
-            raise TimeoutError(text)
+            raise TimeoutError(
+                f"{self._who} has not met {_named(away())} within {self._limit_s:g} s"
+            )
         if seconds > self._due:
             self._due *= 2
             said = "%s has waited for %.0f s, at most %g, for %s"

@@ -18,8 +18,8 @@ Ballot = tuple[int, str]
 makes the ballot unique.
 """
 Change = Callable[[bytes | None], tuple[bytes | None, Any]]
-"""A function from the present value of a key to the new value and the result of the call. The value
-None means that the key is missing.
+"""A function from the present value of a key to its new value, and to the result that the client
+gets for the change. The value None means that the key is missing.
 """
 Swap = tuple[bytes, bytes | None]
 """Arguments of a compare-and-set on a cell: its expected bytes and its new bytes. None as new bytes
@@ -80,18 +80,23 @@ def _client(ballot: Ballot) -> str:
 
 
 class Proposal:
-    """One change of one key, which a majority of the `stores` must accept.
+    """One change of one key. Each of the `stores` keeps a `Cell` for this key, and a majority of
+    the stores must accept the change.
 
     who: the text "CLIENT-CALL", unique for each proposal. over: True once the change is decided;
     then `result` and `cell` are set. beaten: True if another client has a higher ballot; then the
     proposal pauses until `again` is called, after a random time.
 
-    A proposal first reads the cells of the key. If a majority of the cells has accepted the same
-    ballot, the value of this ballot is the chosen value, and a change that keeps this value is
-    over. Otherwise a majority must promise to accept no ballot below the ballot of this proposal.
-    The present value is then the value with the highest accepted ballot in the cells of that
-    majority. The proposal changes this value, and sends the new value with its own ballot. The new
-    value is chosen when a majority has accepted it.
+    The proposal has three stages:
+
+    1. It reads the cell of each store. If the cells of a majority have accepted one ballot, the
+       value of this ballot is the chosen value. If the change keeps the chosen value, the proposal
+       is over.
+    2. It asks each store to accept no ballot below the ballot of this proposal, and waits for the
+       promise of a majority. Among the cells of these stores, it takes the value with the highest
+       accepted ballot as the present value. It computes the new value from the present value.
+    3. It sends the new value to each store, with the ballot of this proposal. When a majority has
+       accepted this ballot, the new value is chosen, and the proposal is over.
     """
 
     def __init__(self, stores: int, who: str, change: Change) -> None:
@@ -189,7 +194,9 @@ class Proposal:
         self._proposed = Cell(self._ballot, self._ballot, value, applied)
 
     def _outcome(self, cell: Cell) -> tuple[bytes | None, Any]:
-        """Returns the value that this change gives to `cell`, and the result of the call."""
+        """Returns the new value of the key if its present value is that of `cell`, and the result
+        that the client gets for the change.
+        """
         earlier = self._counts(cell)
         if earlier:
             return cell.value, self._tried[earlier]
@@ -230,7 +237,7 @@ class Removal:
         return b"", None
 
     def receive(self, store: int, raw: bytes) -> None:
-        """Records that `store` has removed the key."""
+        """Handles the answer of the store with index `store`: this store has removed the key."""
         self._told.add(store)
         self.over = len(self._told) >= self._majority
 
@@ -244,8 +251,8 @@ class Removal:
 
 
 def reads(value: bytes | None) -> tuple[bytes | None, Any]:
-    """The `Change` that reads a key: it keeps the value, and returns it as the result of the
-    call.
+    """The `Change` that reads a key: it keeps the value, and the client gets this value as the
+    result.
     """
     return value, value
 

@@ -15,7 +15,7 @@ from detonation.cluster.processes.waiting import Awaited, Standing
 from detonation.core.base_error import DetonationError
 
 SIZE = "size"
-"""Key of the store for the numbers of replicas and shards at the start of the run."""
+"""Key of the store for the counts of replicas and shards at the start of the run."""
 EPOCH = "epoch"
 """Key of the store for the number of the latest agreement."""
 GONE = b"gone"
@@ -75,14 +75,13 @@ class RankReport:
     texts for users. guest: the joining replica for which the rank waits; -1 for none. A rank of the
     joining replica reports its own replica here if it has the training state of the step. users:
     for each optimizer on the axis, the number of turns (see `Turns`) that it has begun. entered:
-    for each optimizer, the number of turns for which the rank already knows which replicas leave or
-    join before them. leaves: True if the rank's replica was asked to leave. departing: leaving
-    replicas, each with the turns of all optimizers before which it leaves, and the optimizers that
-    a rank had dropped when all ranks agreed on the departure. coming: the turn before which a
-    replica joins, and the number of this replica. alive: numbers of the optimizers that exist on
-    the rank. apart: replicas that this rank cannot reach. late: replicas that have not begun the
-    exchange in which this rank waits. ahead: members of the process group that this rank has formed
-    in advance for a joining replica.
+    for each optimizer, the number of turns whose members the rank has already determined. leaves:
+    True if the rank's replica was asked to leave. departing: a tuple for each leaving replica: its
+    number, then `Departure.turns` and `Departure.gone` of its departure. coming: the turn before
+    which a replica joins, and the number of the joining replica. alive: numbers of the optimizers
+    that exist on the rank. apart: replicas that this rank cannot reach. late: replicas that have
+    not begun the exchange in which this rank waits. ahead: members of the process group that this
+    rank has formed in advance for a joining replica.
     """
 
     floor: int
@@ -140,8 +139,8 @@ class Agreement:
 
     @property
     def next_changes(self) -> list[int]:
-        """For each optimizer, the first turn (step of this optimizer) before which replicas can
-        still leave or join, because no rank knows yet which replicas leave or join before it.
+        """For each optimizer on the axis, the first turn (step of this optimizer) whose members no
+        rank has determined yet. Replicas can still leave or join before this turn.
         """
         return _largest(
             turns for report in self.reports.values() for turns in (report.users, report.entered)
@@ -159,8 +158,8 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """The joining replica for which all ranks waited; -1 for none. This replica never joins
-        unless it is a member now, or was postponed.
+        """The joining replica for which all ranks waited; -1 for none. If this agreement neither
+        makes the replica a member nor says that it is `postponed`, the replica never joins.
         """
         guests = {report.guest for report in self.reports.values()}
         if len(guests) == 1:
@@ -209,8 +208,11 @@ def in_words(replicas: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class GuestEntry:
-    """The turn (step of the optimizer with number `user`) before which a replica joins, and the
-    step number in this turn.
+    """The point of training at which a replica joins: before one step of the optimizer with number
+    `user`.
+
+    step: the number of this step. turn: the number of this step as a turn, see `Turns`. If training
+    goes back, step numbers repeat, and turn numbers do not.
     """
 
     user: int
@@ -219,16 +221,17 @@ class GuestEntry:
 
     @property
     def turn_in_words(self) -> str:
-        """The optimizer and its turn as text. Two entries of one joining replica never have the
-        same text.
+        """The numbers of the optimizer and of its turn, as text. If a joining replica is postponed,
+        its next entry has another text.
         """
         return f"{self.user} {self.turn}"
 
     def is_at(self, step: int, ahead: int) -> bool:
-        """True if training is at the beginning of this entry's turn after `step` steps.
+        """True if training is at the point at which the replica joins.
 
-        ahead: the number of the turn minus `step`. The step number alone does not suffice, because
-        training may go back, and repeat the step in a later turn.
+        step: the number of the next step of training. ahead: the number of the turn (see `Turns`)
+        of this next step, minus `step`. The step number alone does not suffice, because training
+        may go back, and repeat the step in a later turn.
         """
         return step == self.step and ahead == self.turn - step
 
@@ -374,8 +377,9 @@ def axis_store(base: Store, number: int) -> Store:
 
 
 def serve_one_axis(base: Store) -> None:
-    """Reserves the store `base` for one elastic axis. The ranks of this axis then need not meet to
-    choose a part of the store, so a rank may be lost before all ranks have met.
+    """Fixes 0 as the number of the only elastic axis in the store `base`; `axis_store` makes the
+    names of keys from this number. So the ranks of the axis need not meet to agree on a number, and
+    a rank may be lost before all ranks have met.
     """
     base.set(f"{_AXES}/latest", "0")
 
@@ -393,7 +397,7 @@ def next_axis_store(
     before other ranks know this part. `base` may also contain parts of earlier starts. Raises
     `TimeoutError` if a rank is missing.
     """
-    # `serve_one_axis` has reserved this store, so the ranks need not meet to choose a part
+    # `serve_one_axis` has fixed the number of the axis, so the ranks need not meet to agree on it
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):
         return axis_store(base, 0)
     mine = ""
@@ -476,15 +480,16 @@ def axis_key(
     """Returns a key of the store. Its `numbers` are a rank, a joining replica (guest), or a guest
     and one of its shards or another rank.
 
-    Keys of a rank: `beat`, its latest heartbeat; `port`, where its kernel answers; `loopback`, the
-    identity of its loopback interface; `end`, set after its last step; `left`, set when the rank
-    has left in order; `asked`, set when it leaves because its replica was asked to leave. Keys of a
-    guest: `ask`, its request to join; `refused`, the reason why it cannot join; `door`, the
-    optimizer that lets it in; `copy`, the turn after which it gets each copy of the training state;
-    `entry`, the optimizer, turn and step before which it joins, set once the members begin to wait
-    for it. Keys of a guest's shard: `feed`, the replica that gives the state, and the address of
-    its feed; `coming`, set while the shard waits for each copy; `ready`, the replica from which the
-    shard receives the state, or ""; `pace`, what the shard has received since each copy. Key of a
-    guest and a rank: `at`, the last turn of this guest that the rank has reached.
+    Keys of a rank: `beat`, its latest heartbeat; `port`, the port that shows whether its process
+    exists; `loopback`, the identity of its loopback interface; `end`, set after its last step;
+    `left`, set when the rank has left in order; `asked`, set when it leaves because its replica was
+    asked to leave. Keys of a guest: `ask`, its request to join; `refused`, the reason why it cannot
+    join; `door`, the optimizer that lets it in; `copy`, the turn after which it gets each copy of
+    the training state; `entry`, the optimizer, turn and step before which it joins, set once the
+    members begin to wait for it. Keys of a guest's shard: `feed`, the replica that gives the state,
+    and the address of its feed; `coming`, set while the shard waits for each copy; `ready`, the
+    replica from which the shard receives the state, or ""; `pace`, what the shard has received
+    since each copy. Key of a guest and a rank: `at`, the last turn of this guest that the rank has
+    reached.
     """
     return "/".join((kind, *map(str, numbers)))

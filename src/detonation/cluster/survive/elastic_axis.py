@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
 from detonation.cluster.interface import listener_at, listening_address
-from detonation.cluster.network.throttled import ELSEWHERE, NodeLink
+from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.position import host_and_port, joined_address, require_known_host
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.processes.refusal import is_prepared
@@ -131,9 +131,9 @@ class MeetingPoint:
             serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
-        """Returns the ranks of the replica that `failure` ends; none if the run cannot continue.
+        """Returns the ranks of the replica that `failure` ends; none if the whole run ends.
 
-        If the set-up of a replica fails, no replica continues.
+        The run ends if the set-up of a replica fails, or if fewer than `min_replicas` would remain.
         """
         replica = failure.rank // self._survival.shards
         if failure.bad_input and not self._is_prepared(failure.rank):
@@ -324,7 +324,9 @@ def _node_link(
         return None
     if membership.first_text("machine", platform.node()) != platform.node():
         membership.stop()
-        raise ValueError(ELSEWHERE)
+        raise ValueError(
+            "a link can be emulated between processes of one machine only: leave --link out"
+        )
     rank = 0
     world = 1
     if dist.is_initialized():
@@ -429,16 +431,15 @@ class Guest:
         self.giver = -1
         self.postponed = 0
         self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
-        # ask to join without delay, because the members wait for each number in turn
+        # ask at once: members wait for requests of joining replicas in the order of their numbers
         self._store.set(axis_key("ask", self.number), "1")
         if self._shard == 0:
             self._ask_for_dead(range(replicas, self.number), silence_s)
 
     def _ask_for_dead(self, earlier: Iterable[int], silence_s: float) -> None:
         """Writes the requests to join of `earlier` replicas that do not ask within `silence_s`.
-
-        These replicas have ended after they got their numbers. The members wait for the request of
-        each number in turn, and skip a replica that has ended.
+        These replicas have ended after they got their numbers. The members wait for the requests in
+        the order of the replica numbers, and skip a replica that has ended.
         """
         deadline = time.monotonic() + silence_s
         while away := self._not_asking(earlier):
@@ -448,7 +449,7 @@ class Guest:
             time.sleep(_ASK_POLL_S)
         for guest in away:
             for rank in ranks_of_replicas([guest], self._shards):
-                # otherwise the members would wait until the ended rank writes its loopback id
+                # write the key `loopback`, for which members wait, because the rank has ended
                 self._store.set(axis_key("loopback", rank), "")
                 note_gone(self._store, rank)
             self._store.set(axis_key("ask", guest), "1")
@@ -473,8 +474,8 @@ class Guest:
         return self._feeds
 
     def latest_addresses(self) -> str:
-        """Returns the addresses of the feeds that a member has last opened on all its shards; ""
-        for none. From now on this member is the `giver`.
+        """Returns the addresses of the feeds that send the training state; "" for none. All these
+        feeds belong to the latest member that has opened a feed for each shard: the new `giver`.
         """
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         if self._store.check(keys):
@@ -502,8 +503,8 @@ class Guest:
         self._store.set(axis_key("ready", self.number, self._shard), "")
 
     def entry(self) -> GuestEntry | None:
-        """Returns the turn and step before which this replica joins. Returns None until the members
-        wait before this turn, and again after they have postponed this replica.
+        """Returns the point of training at which the members wait for this replica; None if they do
+        not wait yet. After they have postponed this replica, returns None until they wait again.
         """
         entry = self._latest_entry()
         return entry if entry != self._answered else None
@@ -517,8 +518,8 @@ class Guest:
     def come_in(
         self, entry: GuestEntry, timeout_s: float = 60.0, has_state: bool = True
     ) -> SurvivingCommunicator | None:
-        """Joins before the turn of `entry`, and returns the axis. Returns None if a rank of this
-        replica lacks the training state, so that the replica joins later. Collective.
+        """Joins the run at the point of training `entry`, and returns the axis. Returns None if a
+        rank of this replica lacks the training state: the replica then joins later. Collective.
 
         Raises `ReplicaLost` if the members do not let this replica in within `timeout_s`.
         """
@@ -560,7 +561,7 @@ class Guest:
                 )
             except RuntimeError:  # another replica was lost in the meantime
                 agreement = self.membership.agree(replace(report, floor=floor, guest=-1, ahead=[]))
-                # drop the earlier agreements, unless a member began the turn after one of them
+                # keep the earlier agreements only if a member has begun the turn of `entry`
                 if turn_of(agreement.next_turns, entry.user) <= entry.turn:
                     agreed = []
                 agreed.append(agreement)
@@ -579,7 +580,6 @@ class Guest:
                 return agreement
             self.members = agreement.members
             self._note(agreement)
-        # until an agreement admits this replica, `report` names it as a joining replica
         if report:
             key = f"{self._epoch + 1}/report/{self.membership.rank}"
             self._store.set(key, json.dumps(vars(report)))

@@ -8,9 +8,10 @@ answering. Each of them has its own time limit:
    store does not answer for as long as the other ranks wait for the heartbeats of this rank. So the
    rank ends at about the time when the other ranks continue without it.
 2. *The network between two replicas* that both send heartbeats. A rank that makes no progress in an
-   exchange asks the kernels of the other ranks. This rank reports each rank whose kernel does not
-   answer for `silence_s` as unreachable. All ranks apply one rule to the reports
-   (`those_that_go_on`), which removes one replica of each pair without connection.
+   exchange tests the ports of the other ranks, on which their operating systems answer. This rank
+   reports each rank whose port does not answer for `silence_s` as unreachable. All ranks apply one
+   rule to the reports (`those_that_go_on`), which removes one replica of each pair without
+   connection.
 3. *A replica that sends heartbeats, but does not begin an exchange*. Such a replica counts as late
    after `patience_s`, and is removed.
 
@@ -36,7 +37,7 @@ LEAVE_S = 5.0
 thread ends the process.
 """
 KNOCK_PATIENCE_S = 5.0
-"""Seconds for which a rank waits for the kernel of another rank to answer, also on a slow and busy
+"""Seconds for which a rank waits for an answer on the port of another rank, also on a slow and busy
 link.
 """
 _TICK_S = 0.1
@@ -84,8 +85,9 @@ class PartitionWatch:
         return self._replicas(self._silent_ranks(time.monotonic()))
 
     def ask_all(self) -> list[int]:
-        """Tests at the same time whether the kernels of all ranks of the same shard answer. Skips
-        ranks that have never answered. Returns the replicas whose rank does not answer now.
+        """Tests whether the ranks that have this rank's shard in other replicas answer on their
+        ports (see `Port`). All tests run at the same time. Skips ranks that have never answered.
+        Returns the replicas whose rank does not answer now.
         """
         peers = [rank for rank in self._peers() if rank in self._reached]
         before = time.monotonic()
@@ -175,9 +177,12 @@ class PartitionWatch:
         return [rank for rank, silence in self._silences(now).items() if silence >= limit_s]
 
     def _silences(self, now: float) -> dict[int, float]:
-        """Returns, for each rank that has answered before, the seconds for which it has not
-        answered. The seconds count from the rank's last answer, or from the time at which this wait
-        begins to ask the ranks, whichever is later. The seconds are negative before that time.
+        """Returns for how many seconds each rank has not answered. Omits ranks that have never
+        answered.
+
+        The seconds count from the moment at which this rank has waited in an exchange for
+        `WAIT_LINE_S` seconds, or from the last answer of the other rank if this answer came later.
+        While that moment is still in the future, the seconds may be negative.
         """
         asked = self._since + WAIT_LINE_S
         found = {}
@@ -187,8 +192,8 @@ class PartitionWatch:
         return found
 
     def _ask(self, now: float, every_s: float) -> None:
-        """Tests whether the kernel of each rank that has not answered for `every_s` seconds answers
-        now. Each test has its own thread.
+        """Tests the port (see `Port`) of each rank that has not answered for `every_s` seconds.
+        Each test has its own thread.
         """
         for rank in self._peers():
             name = self._membership.ports.get(rank, "")
@@ -203,7 +208,8 @@ class PartitionWatch:
             if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
                 self._reached[rank] = time.monotonic()
             else:
-                self._stopped.wait(1.0)  # pause, because a host refuses a connection immediately
+                # pause before the next test: a refused connection ends this test without delay
+                self._stopped.wait(1.0)
         finally:
             self._asking.discard(rank)
 

@@ -45,14 +45,14 @@ RUNNING_S = 10.0
 its own start gives up.
 """
 KNOCK_S = 0.2
-"""Seconds for which a rank waits for the kernel of another rank to answer. It ignores a later
+"""Seconds for which a rank waits for an answer on the port of another rank. It ignores a later
 answer.
 """
 
 
 class Port:
-    """A port that shows other ranks whether this process exists. The kernel answers on the port as
-    long as the process exists, even if the process is busy.
+    """A port that shows other ranks whether this process exists. The operating system answers on
+    the port as long as the process exists, even if the process is busy.
 
     The port is on the interface for messages between replicas: the interface that is set for gloo,
     or else the interface that leads to the store.
@@ -81,7 +81,7 @@ class Port:
                 self._listener.accept()[0].close()
 
     def close(self) -> None:
-        """Stops listening, so that the kernel refuses connections."""
+        """Stops listening, so that the operating system refuses connections to the port."""
         if self._listener:
             self._listener.close()
 
@@ -126,8 +126,8 @@ class Presence:
     """Finds out, for a process that is not a member, whether the replicas of a run still exist.
 
     A replica is gone if one of its ranks has left, has ended according to its launcher or its
-    kernel, or has sent no heartbeat for `silence_s`. replicas, shards: numbers of replicas and
-    shards at the start of the run.
+    operating system, or has sent no heartbeat for `silence_s`. replicas, shards: counts of replicas
+    and shards at the start of the run.
     """
 
     def __init__(self, store: Store, replicas: int, shards: int, silence_s: float) -> None:
@@ -171,10 +171,10 @@ class Presence:
 
 
 class Running:
-    """Finds out whether another run already trains in the store in which a rank waits for the start
-    of its own run.
+    """Finds out whether another run already uses the store `base`. A rank that waits in this store
+    for the start of its own run must then not start.
 
-    base: the store in which the ranks of every run meet.
+    base: the store in which all ranks of a run meet, and to which they send heartbeats.
     """
 
     def __init__(self, base: Store) -> None:
@@ -197,7 +197,8 @@ class Running:
         if not changed:
             return
         pause_s = 4 * max([_PRESENT_S, *map(pace_of, beats)])
-        if now - self._changed > pause_s:  # the first heartbeats after a pause: a run begins
+        # after a pause without new heartbeats, `_began` is the time of the next heartbeats
+        if now - self._changed > pause_s:
             self._began = now
         self._changed = now
         if now - self._began > RUNNING_S:
@@ -294,11 +295,11 @@ class Ways:
     def _loopback_of(self, rank: int) -> str:
         if rank not in self._others:
             key = axis_key("loopback", rank)
-            try:  # rank 0 may send its first heartbeat before its loopback id is in the store
+            try:  # rank 0 may send its first heartbeat before it writes this key to the store
                 self._store.wait([key], timedelta(seconds=_MEET_S))
                 self._others[rank] = self._store.get(key).decode()
             except DistError:
-                # the rank ended before it wrote its loopback id, so the group will fail anyway
+                # the rank ended before it wrote this key, so the process group with it will fail
                 return self._own
         return self._others[rank]
 

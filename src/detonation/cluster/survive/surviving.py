@@ -106,9 +106,11 @@ class SurvivingCommunicator(AxisEnd):
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
         """The optimizer in whose step replicas leave now; None if no replica is leaving."""
-        self.handed: Sequence[int] = ()  # replicas that leave in the present step of `acting`
+        # the replicas that leave now, in the present step of the optimizer `acting`
+        self.handed: Sequence[int] = ()
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
-        self._own: AxisUser | None = None  # the axis user for collectives that no optimizer starts
+        # the `AxisUser` of a loop that itself calls this axis, without an optimizer of `replicate`
+        self._own: AxisUser | None = None
         for agreement in let_in:  # a report holds earlier decisions on replicas that leave or join
             for report in agreement.reports.values():
                 leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
@@ -145,7 +147,7 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             entry = self.users.entry
             if entry:
-                # wait for a running recovery, which has reported that the step has not begun
+                # wait for a running recovery: this rank reported to it that the step has not begun
                 self.settle()
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
@@ -282,8 +284,8 @@ class SurvivingCommunicator(AxisEnd):
         self._group.abandon()
 
     def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
-        """Starts a collective between the members of `user`. Returns a function that waits for the
-        result.
+        """Starts a collective between the replicas in `user.layout`. `user` is the communicator of
+        one optimizer. Returns a function that waits for the result.
         """
         link = self._link
         name = kind.replace("_", "-")
@@ -329,7 +331,9 @@ class SurvivingCommunicator(AxisEnd):
         return self._recovering or self._broken
 
     def _launch(self, each: NumberedCollective) -> None:
-        """Starts the collective `each` between those of its replicas that are still members."""
+        """Starts or repeats the collective `each`, between the replicas in `each.layout` that are
+        still members.
+        """
         each.members = [member for member in self._membership.members if member in each.layout]
         work = None
         each.flight = None
@@ -536,7 +540,8 @@ class SurvivingCommunicator(AxisEnd):
         `agreements`; None if there is no such group.
         """
         ahead = self._ahead
-        if self.guest is None:  # no replica is about to join, so drop the group after this call
+        # if no replica is about to join, no later call needs the process group formed in advance
+        if self.guest is None:
             self._ahead = None
         if ahead and agreements and agreements[-1].formed:
             return ahead.take()

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 class Turns:
     """Progress of one optimizer on the axis, counted in turns.
 
-    A *turn* is a step that an optimizer begins, or its part in the departure of a replica. Turns
-    count from 0 and only grow, while step numbers fall if training returns to an earlier state. All
-    ranks count turns alike, so agreements refer to turns instead of steps.
+    A *turn* is a step that the optimizer begins. If a replica leaves during a step of another
+    optimizer, this optimizer hands over the unsent values of that replica. This hand-over counts as
+    a turn, too. Turns count from 0 and only grow, while step numbers fall if training returns to an
+    earlier state. All ranks count turns alike, so agreements refer to turns instead of steps.
 
-    begun: number of turns that the optimizer has begun. entered: number of turns for which this
-    rank already knows which replicas leave or join before them. first: the first turn of the
-    optimizer on this rank. steps: number of steps that the optimizer has begun, used only in texts
-    for users. ahead: the number of a turn minus the number of its step. over: True if a rank does
-    not have the optimizer any more, or if another optimizer has begun to train one of its
-    parameters; the next step of the optimizer sets `over` to False. trained: references to the
-    parameters that the optimizer trains, by their id.
+    begun: number of turns that the optimizer has begun. entered: number of turns whose members this
+    rank has already determined. first: the first turn of the optimizer on this rank. steps: number
+    of steps that the optimizer has begun, used only in texts for users. ahead: the number of a turn
+    minus the number of its step. over: True if a rank does not have the optimizer any more, or if
+    another optimizer has begun to train one of its parameters; the next step of the optimizer sets
+    `over` to False. trained: references to the parameters that the optimizer trains, by their id.
     """
 
     begun: int = 0
@@ -178,8 +178,8 @@ class Departure:
 
 
 def told_departures(departing: Mapping[int, Departure]) -> list[tuple[int, list[int], list[int]]]:
-    """Returns the departures as a list for a `RankReport`: each leaving replica, its turns, and the
-    optimizers that were dropped.
+    """Returns the departures in `departing` as a list for `RankReport.departing`. Each tuple has
+    the number of a leaving replica, and the `turns` and `gone` of its `Departure`.
     """
     return [(member, each.turns, each.gone) for member, each in departing.items()]
 
@@ -199,9 +199,9 @@ def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agree
     """Returns the agreements in `pending` that take effect before `turn` (a step) of the optimizer
     `user`.
 
-    Take the last agreement at which no remaining rank had begun that turn: this agreement and all
-    before it take effect. An earlier agreement counts even if a rank had begun the turn then,
-    because that rank was lost later.
+    An agreement takes effect before `turn` if no remaining rank had begun `turn` when the agreement
+    was made. All agreements before such an agreement take effect, too, because a rank that had
+    begun `turn` at an earlier agreement was lost after it.
     """
     due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
     return [*pending[: max(due, default=0)]]
@@ -223,8 +223,8 @@ def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[
 
 
 def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> list[int]:
-    """Returns the replicas in `departing` that leave before `turn` (a step) of the optimizer
-    `user`, or before an earlier turn.
+    """Returns the replicas in `departing` that must leave now, before `turn` begins. A turn is a
+    step of the optimizer `user`; replicas that had to leave before an earlier turn count, too.
     """
     return [
         member for member, departure in departing.items() if turn_of(departure.turns, user) <= turn
@@ -248,7 +248,7 @@ def new_departures(
 
 
 def new_entry(agreement: Agreement, door: int) -> tuple[int, int]:
-    """Returns the turn before which a replica joins according to `agreement`, and the number of
-    this replica. The turn is a step of the optimizer `door`, which lets the replica in.
+    """Returns the turn before which the joining replica `agreement.guest` joins, and the number of
+    this joining replica. The turn is a step of the optimizer `door`, which lets the replica in.
     """
     return turn_of(agreement.next_changes, door), agreement.guest

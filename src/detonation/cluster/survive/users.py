@@ -115,11 +115,12 @@ class Host:
         return None
 
     def offer(self, guest: int, address: str, user: int) -> None:
-        """Tells the joining replica `guest` the address of this shard's feed, which sends the
-        training state, and the number `user` of the optimizer that lets it in.
+        """Writes to the store what the joining replica `guest` needs. `address` is the address of
+        the feed that sends the training state of this shard. `user` is the number of the optimizer
+        before whose step the replica joins.
         """
         store = self.membership.store
-        # write the optimizer's number first: all ranks read it once the guest has used the address
+        # write the key `door` first: after the guest has read `feed`, all ranks read `door`
         store.set(axis_key("door", guest), str(user))
         feed = axis_key("feed", guest, self.membership.shard)
         store.set(feed, f"{self.membership.replica} {address}")
@@ -159,7 +160,7 @@ class Host:
         keys = {rank: axis_key("at", guest, rank) for rank in ranks}
         if not store.check([*keys.values()]):
             return [rank for rank, key in keys.items() if not store.check([key])]
-        # a key may still hold an earlier turn, from before the guest was postponed
+        # the key of a rank may still hold the turn of an earlier entry, which was postponed
         return [rank for rank, key in keys.items() if store.get(key).decode() != turn]
 
     def copy_turn(self, guest: int, number: int, turn: int) -> float:
@@ -193,7 +194,7 @@ class Host:
         return any(store.check([key]) for key in coming)
 
     def _coming(self, guest: int, number: int) -> list[str]:
-        # each key names a rank of this replica: after its loss another replica gives the copy
+        # keys have the ranks of this replica, so another replica that sends copies has other keys
         ranks = ranks_of_replicas([self.membership.replica], self.membership.shards)
         return [axis_key("coming", guest, rank, number) for rank in ranks]
 
@@ -324,7 +325,8 @@ class AxisUser(AxisEnd):
         return False
 
     def leaving(self, step: int) -> list[int]:
-        if self.axis.acting not in (None, self):  # another optimizer removes the leaving replicas
+        # if `acting` is another optimizer, the leaving replicas leave in a step of that optimizer
+        if self.axis.acting not in (None, self):
             return []
         leave = leaving_before(self.axis.departing, self.number, self.turn_of(step))
         return [self.layout.index(member) for member in leave if member in self.layout]
@@ -440,9 +442,10 @@ class AxisUser(AxisEnd):
         return due_before(self.pending, self.number, turn)
 
     def _end_others(self, due: Sequence[Agreement], grown: bool) -> None:
-        """Marks each optimizer that at least one rank does not have as over (no longer in use).
+        """Marks optimizers as over (no longer in use) if at least one rank lacks them.
 
-        grown: True if a replica joins. This replica has only the optimizer that let it in.
+        grown: True if a replica joins. The joining replica has only this optimizer, which let it
+        in, so all other optimizers are then over.
         """
         users = self.axis.users
         for agreement in due:

@@ -20,8 +20,8 @@ from torch import Tensor
 from detonation.core.flat.tensors import octets
 
 CHUNK = 1 << 22
-"""Number of patterns that are compared at a time, a multiple of 4. The differences of so many
-patterns fit into a cache.
+"""Number of bit patterns (16 bits of a weight each) that are compared at a time, a multiple of 4.
+The differences of so many patterns fit into a cache.
 """
 MOST_PLANES = {"gaps": 5, "deltas": 2}
 """Largest number of byte planes of gaps and of deltas."""
@@ -55,15 +55,16 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns the index of each tensor's first pattern in the concatenation of all tensors. The key
-    "" holds the total number of patterns.
+    """Returns the index at which the bit patterns (16 bits each) of each tensor begin, if those of
+    all tensors are concatenated. The key "" holds the count of all bit patterns.
     """
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
 
 
 def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the positions at which two rows of patterns differ, and the differences modulo 2**16.
+    """Returns the positions at which two rows of 16-bit patterns differ, and the differences of the
+    patterns modulo 2**16.
 
     Shapes: `[patterns]` int16, `[patterns]` int16 -> `[changed]` int64 in rising order, `[changed]`
     int16.
@@ -85,8 +86,8 @@ def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _changes_in(new: Tensor, old: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the changed patterns. First finds changed words of four patterns, because most patterns
-    have not changed.
+    """Finds the changed bit patterns. First finds changed words of four bit patterns, because most
+    patterns have not changed.
     """
     torch.sub(new, old, out=buffer[: len(new)])
     buffer[len(new) :] = 0
@@ -108,8 +109,9 @@ def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
 
 
 def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
-    """Returns the compressed byte planes of a difference, by name; an empty dictionary if no
-    pattern has changed.
+    """Returns the compressed byte planes of a difference, by name; an empty dictionary if no weight
+    has changed. A byte plane has one byte of each gap, or one byte of each delta: all lowest bytes,
+    or all second bytes, and so on.
 
     Shapes: `[changed]` int64 in rising order, `[changed]` int16 -> `[bytes]` uint8 each, on the
     host.
@@ -135,17 +137,19 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
 def decode_difference(
     planes: Mapping[str, Tensor], count: int, patterns: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the positions and deltas of a difference with `count` changes among `patterns`
-    patterns. The planes may come from an untrusted source.
+    """Returns the changed positions and the deltas that the compressed byte `planes` hold. `count`
+    positions have changed. `patterns` is the count of all positions, one for each 16-bit pattern of
+    the weights. The planes may come from an untrusted source.
 
     Raises `ValueError` if the planes do not hold `count` positions below `patterns`.
 
     Shapes: `[bytes]` uint8 each -> `[count]` int64 in rising order, `[count]` int16.
     """
     if not 0 <= count <= patterns:
-        raise ValueError(f"a difference has {count} changes of {patterns} patterns")
+        raise ValueError(f"a difference has {count} changes, must have from 0 to {patterns}")
     gaps, zigzag = (_numbers(planes, name, count) for name in ("gaps", "deltas"))
-    positions = (gaps + 1).cumsum(0) - 1  # overflows if a gap is too wide, so check the gaps, too
+    # this sum overflows if a gap between two positions is too large, so check each gap, too
+    positions = (gaps + 1).cumsum(0) - 1
     if count and max(int(gaps.max()), int(positions[-1])) >= patterns:
         raise ValueError("a difference changes a position beyond the last weight")
     return positions, ((zigzag >> 1) ^ -(zigzag & 1)).to(torch.int16)
@@ -181,14 +185,16 @@ def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
 
 
 def _expanded(plane: Tensor, count: int) -> Tensor:
-    """Decompresses a plane that must have `count` bytes. A larger plane is refused before it
-    takes more RAM.
+    """Decompresses a byte plane (one byte of each gap or delta), which must have `count` bytes.
+    Stops after `count` + 1 bytes, so that a larger plane takes no more RAM.
     """
     coder = zlib.decompressobj()
     try:
         content = coder.decompress(octets(plane), count + 1)
     except zlib.error as error:
-        raise ValueError(f"a plane of a difference is damaged: {error}") from error
+        raise ValueError(f"a difference between two steps is damaged: {error}") from error
     if len(content) != count or not coder.eof:
-        raise ValueError(f"a plane of a difference does not have {count} bytes")
+        raise ValueError(
+            f"a difference between two steps is damaged: a part of it does not have {count} bytes"
+        )
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -151,8 +151,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
         }
-        # Another process may start a run with the same number at the same time.
-        # Because of the random name in this base, readers reject the other process's differences.
+        # Another trainer may write to this folder now, with an equal run number in its file names.
+        # The random `state` in this base lets readers reject the differences of the other trainer.
         state = secrets.token_hex(8)
         base = {name: tensor_of(held[name], like[name]) for name in like}
         self._write_base(folder, self._run + 1, step, state, base)

@@ -328,7 +328,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self._state = file.checksum
 
     def _note(self, name: str, positions: Tensor) -> None:
-        """Records for `patches` that the elements with the patterns at `positions` have changed."""
+        """Records for `patches` which elements of the tensor `name` have changed. `positions` are
+        the indices of the changed 16-bit patterns; an element of 4 bytes has two patterns.
+        """
         if self._touched is not None and len(positions):
             tensor = self._tensors[name]
             elements = positions.to(tensor.device) // max(1, tensor.element_size() // 2)
