@@ -1,4 +1,5 @@
-"""Finds functions by name, in a table or as "package.module:function". Formats names for messages.
+"""Finds functions by name, in a table or as "package.module:function". Formats names for errors
+and warnings.
 
 Uses only the standard library, and imports no other module of the package.
 """
@@ -147,8 +148,8 @@ def make(
 
 
 def plain_types(value: object, hint: Any) -> str:
-    """Returns the types in the annotation `hint` as text, if `value` has none of these types.
-    Returns "" if `value` has one of them, or if a type is not plain (a key of `_PLAIN`, or None).
+    """Returns "" if `value` has one of the types in the annotation `hint`; otherwise returns all
+    these types as text. Also returns "" if a type is not plain (a key of `_PLAIN`, or None).
 
     An int counts as a float, but a bool does not count as an int.
 

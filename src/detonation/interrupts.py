@@ -144,7 +144,7 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if receive in _receivers:  # in a forked child process, `_forget` empties the list
+        if receive in _receivers:  # in a forked child process, `_forget` empties `_receivers`
             _receivers.remove(receive)
         if begun and _watch is not None:
             _watch.close()
@@ -215,7 +215,7 @@ class _Watch:
 
     def close(self) -> None:
         self.undo()
-        self._thread.join()  # the thread first reads everything that is in the pipe
+        self._thread.join()  # `_thread` ends after it has read all signals in the pipe
         os.close(self._receiver)
 
     def forget(self) -> None:

@@ -55,7 +55,7 @@ def test_a_live_run_needs_a_directory_and_a_log_has_no_checkpoints_to_keep(tmp_p
     said = "--out is missing: give a run directory for the checkpoints of 127.0.0.1:1"
     assert capsys.readouterr().err == f"error: {said}\n"
     assert run_command(["follow", str(tmp_path), "--every", "3"]) == 2
-    said = f"--every needs a live run, HOST:PORT, but {tmp_path} is a directory: leave it out"
+    said = f"--every needs a live run, HOST:PORT, but {tmp_path} is a directory: leave --every out"
     assert capsys.readouterr().err == f"error: {said}\n"
 
 

@@ -92,7 +92,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         elastic = elastic_axis(self._optimizer)
         with _as_saving():
             _meet(self._model, self._optimizer)
-        # make the job first: if it raises an error, no process group may have been opened
+        # make the job first: if this raises an error, no process group must be left open
         job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
             self._open_group()

@@ -173,8 +173,9 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """Transforms `pieces`, one tensor of the local shape for each parameter, into coefficients.
-    Returns those of the rows that this rank owns (aggregates for all replicas): [owned, chunk].
+    """Returns the coefficients of the rows that this rank owns (aggregates for all replicas), as
+    [owned, chunk]. The coefficients are computed from `pieces`, which has one tensor of the local
+    shape for each parameter.
     """
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
@@ -215,9 +216,12 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
 def _residual(
     saved: CheckpointReader, unit: ShardUnit, name: str, parameter: Tensor, own: Coordinates
 ) -> Tensor:
-    """The unsent gradients of one parameter with which this rank starts, one row for each other
-    node. The row of the next node holds all unsent gradients of the shard on that node; the other
-    rows are zero.
+    """The unsent gradients of one parameter with which this rank starts: one row for each other
+    node, with gradients for the shard on that node.
+
+    For each shard, one node starts with all unsent gradients of the saved run: the node before the
+    node of the shard. So this rank fills only the row for the next node, and all other rows are
+    zero. The node after the last node is node 0.
     """
     nodes = unit.link.replicas
     node = unit.link.replica
@@ -237,8 +241,10 @@ def _residual(
 
 
 def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tensor:
-    """The part `box` of the unsent gradients of one parameter: the sum over the nodes of the saved
-    `replica`."""
+    """The part `box` of the unsent gradients of one parameter in the saved `replica`. Each node of
+    the replica has saved the gradients that it had not sent to the other nodes. The result is the
+    sum of these gradients over the nodes.
+    """
     files = saved.shards(replica)
     residuals = [file.tensor(f"{_RESIDUAL}{name}") for file in files]  # [nodes - 1, size] each
     nodes = len(residuals[0]) + 1

@@ -370,10 +370,11 @@ _SCHEDULED = {"lr": "initial_lr", "momentum": "max_momentum", "betas": "max_mome
 def _replaced(
     given: Mapping[str, str], saved: CheckpointReader, model: nn.Module, optimizer: Replicated
 ) -> list[str]:
-    """Describes the `given` options of this run's optimizer that the options in `saved` replaced.
+    """Describes the options in `given`, which this run gave to its optimizer, that the load
+    replaced by the options in `saved`.
 
-    Options that the saved run was given alike are left out: its loop changed them later, as this
-    loop may do.
+    An option is left out if the saved run was given the same value. In that case the training loop
+    of the saved run changed the option later, and the loop of this run may do so, too.
     """
     first = own_file(saved, held_shards(model, optimizer)[0]).values.get(FIRST_OPTIONS)
     if not isinstance(first, dict):

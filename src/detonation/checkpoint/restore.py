@@ -150,7 +150,7 @@ def _load_weights(
     _require_fitting_weights(saved, file, found, parameters, source is file)
     for name, tensor in found.items():
         key = f"model.{name}"
-        # a buffer has no box: each rank has all of it, and its values can differ between replicas
+        # a buffer has no box (part of a whole tensor), because each rank has the whole buffer
         box = None
         if name in parameters:
             box = Box.of(tensor)
@@ -203,8 +203,7 @@ def _require_same_box(
 def _described(
     saved: CheckpointReader, own: Coordinates, source: Elastic | ShardReader
 ) -> ShardReader | ReplicaFiles:
-    """An object with the keys, boxes and plain values of all files from which `source` reads
-    tensors."""
+    """The keys, boxes (parts of whole tensors) and plain values in the files of `source`."""
     if isinstance(source, ShardReader):
         return source
     replicas = range(saved.manifest.replicas)
@@ -384,7 +383,7 @@ def load_base_state(
 ) -> None:
     """Replaces the base optimizer's state of one parameter.
 
-    `file` provides keys, boxes and values other than tensors; `source` reads the tensors.
+    `file` has the keys, boxes (parts of whole tensors) and numbers; `source` reads the tensors.
     """
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {
@@ -446,7 +445,7 @@ def _assembled(
     if key not in file.boxes:
         return source.own(key, alike)
     if file.boxes[key].whole != tuple(parameter.shape):
-        raise ValueError(f"{key} is not sharded like its parameter: resume with as many shards")
+        raise ValueError(f"{key} is not sharded like its parameter: use the saved shard count")
     return source.agreed(key, Box.of(parameter), alike, some=True)
 
 
@@ -462,8 +461,9 @@ def _entry(key: str, prefix: str) -> str:
     spelled = key.removeprefix(prefix)
     if "." in spelled:
         raise ValueError(
-            f"{key} is the state {spelled!r} of an optimizer, saved by a version that does not "
-            "distinguish such keys from names: save again with this version, or rename the state"
+            f"{key} is the optimizer state {spelled!r}, saved by an earlier version of detonation,"
+            " which did not distinguish such keys from names of parameters: save a new checkpoint"
+            " with the installed version, or rename the state"
         )
     return entry_of(spelled)
 

@@ -95,7 +95,7 @@ class SaveJob:
 def make_save_job(
     model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None, frozen: bool = True
 ) -> SaveJob:
-    """Copies the state of this rank.
+    """Copies the state of this rank, and returns the job that writes this copy to a checkpoint.
 
     Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold.
     """
@@ -218,8 +218,8 @@ class ShardSaver:
             if own.shards == 1:
                 more = ": pass intra_node where the ranks of a node hold the model whole"
             raise ValueError(
-                f"{world_size} ranks save, but the state is of {world}, each saved by one rank;"
-                f" this rank is {own.name}{more}"
+                f"{world_size} ranks save a state of {world}, but exactly one rank must save each"
+                f" shard; this rank is {own.name}{more}"
             )
         done = {
             p.name: shard_file.write_shard(p, each.tensors, each.rest) for p, each in paths.items()

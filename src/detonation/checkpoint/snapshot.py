@@ -101,8 +101,9 @@ FROZEN = "frozen."
 
 
 def frozen_marks(model: nn.Module) -> dict[str, list[Any]]:
-    """The checksum and the box of the local shard of each frozen weight, by name. Waits for the
-    device."""
+    """For each frozen weight, by name: the checksum of the local shard, and the position of this
+    shard in the whole weight (see `Box`). Waits for the device.
+    """
     parameters = local_parameters(model)
     found: dict[str, list[Any]] = {}
     for name in sorted(frozen_weights(model)):
@@ -247,10 +248,11 @@ one whole shard the inner mapping is {}.
 
 
 def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
-    """This rank's coordinates among the files of a checkpoint, and the shards that it holds.
+    """The replica and the shard for which this rank saves its first file, and all shards that this
+    rank holds.
 
-    The coordinates are those of the rank's first shard. All replicas have equally many shards, even
-    if they have different numbers of ranks: a rank of a smaller replica then has several shards.
+    All replicas have equally many shards, even if they have different numbers of ranks: a rank of a
+    smaller replica then has several shards.
     """
     axis = optimizer.levels[0][0]
     own = optimizer.coordinates
@@ -365,7 +367,7 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
     their parameter."""
     parameters = local_parameters(model)
     boxes = {}
-    # compute one box per layout: torch does it slowly, and most tensors share a layout
+    # Compute only one box (part of a whole tensor) per layout, because torch computes it slowly.
     by_layout: dict[object, Box] = {}
     for key, tensor in found.items():
         like: Tensor | None = tensor

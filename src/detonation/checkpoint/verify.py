@@ -316,7 +316,7 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
     # The replicas of a tier of the network are equal if the level on it exchanges gradients.
-    # Replicas of a tier have different anchors if the level on it exchanges anything else.
+    # The replicas of a tier differ in their anchors if its level exchanges weights, or nothing.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1

@@ -151,7 +151,7 @@ def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str,
     for flag, key in keys.items():
         value = flags.get(flag)
         if value is not None and value is not False and value != ():
-            # Quotes keep a value a text: `--data 2024` is the name of a directory, not a number.
+            # Quotes mark the value as text: in `--data 2024`, 2024 is a directory and not a number.
             found.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
     return tuple(found)
 

@@ -121,7 +121,7 @@ def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
     length = min(PIECE, max(1, len(text) // 10))
     end = len(text) // (10 * length) * 10 * length
     tens = text[:end].view(-1, 10, length)
-    # the last ids, which are fewer than ten pieces, are used for training
+    # the ids after `end` are too few for ten more pieces, so all of them are used for training
     train = torch.cat([tens[:, :9].reshape(-1), text[end:]])
     return train, tens[:, 9].reshape(-1)
 
@@ -215,7 +215,7 @@ class TextStream:
         cursors = self._of(part, parts)
         start = step * size
         # Keep two cursors, so that reading the first step again does not lose training's position.
-        # The cursor that was used last is the last of the two.
+        # The cursor that was used last is the last item of `cursors`.
         behind = [cursor for cursor in cursors if cursor.at <= start]
         if not behind:
             behind = [self._fresh(part, parts)]
@@ -232,8 +232,8 @@ class TextStream:
         return self._of(part, parts)[-1].position()
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
-        """Continues a part at a saved position. Raises `ValueError` if the source has no such
-        position.
+        """Continues the part with index `part`, of `parts` parts of the source, at a saved
+        `position`. Raises `ValueError` if the source has no such position.
         """
         cursor = self._fresh(part, parts)
         try:
@@ -261,10 +261,11 @@ class TextStream:
 
 
 class _Cursor:
-    """Reads the blocks of one part; `at` is the number of blocks that were read.
+    """Reads the blocks (`context` ids each) of one part of the source. `at` is the number of blocks
+    that were read.
 
-    A position consists of the state of the rows before the current document, and of the number of
-    ids that were already read from this document.
+    A saved position has the state of the row iterator before the current document, and the number
+    of ids that were already read from this document.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ class _Cursor:
         before = position["before"]
         whole = all(type(number) is int and number >= 0 for number in (self.at, self._epoch, given))
         if not whole or not isinstance(before, dict | None):
-            raise TypeError("a value of the position has the wrong type")
+            raise TypeError("the saved position has an entry of the wrong type, or below 0")
         self._open(before)
         while given and not self._document:
             self._read()

@@ -79,8 +79,8 @@ class NativeEngine(ReferenceEngine):
         return selected
 
     def _encoded(self, signals: Sequence[Tensor | None], run: MessageRows | None) -> Selected:
-        """Adds gradients to the memory of unsent values, and writes the selected coefficients into
-        `run`, or into new tensors.
+        """Adds gradients to the memory of unsent values, and writes the selected coefficients to
+        the message rows `run`. If `run` is None, writes them to new tensors.
         """
         k = self.codec.selection.k
         rows = self.layout.rows
@@ -116,7 +116,8 @@ class NativeEngine(ReferenceEngine):
             negative_zeros,
             indices,
         )
-        if statistics is not None:  # with statistics, the buffer has codes instead of values
+        # a message with statistics of blocks has codes, so there are no values to return
+        if statistics is not None:
             values = torch.empty(rows, 0, dtype=torch.float32, device="cpu")
         return Selected(values, PackedIndices(self._coding, indices, rows))
 

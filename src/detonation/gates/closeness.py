@@ -101,8 +101,8 @@ class Closeness(StepGate):
         """
         tensors = _floats(replicator.replicated())
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # If an outer level has an anchor, weights must move with it, so leave them out here.
-            # If only the weights changed, the outer momentum would multiply this change.
+            # Copy no weights if an outer level has an anchor, because the anchor would not change.
+            # The outer momentum would multiply a change that only the weights have.
             for name in replicator.parameters:
                 tensors.pop(name, None)
         cut = _cut(tensors, turn, max(1, PERIOD // replicator.round.every))
@@ -262,8 +262,8 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def farthest(rows: Sequence[Sequence[float]]) -> float:
-    """Returns the largest distance of a row from the first of `rows`, relative to the first row's
-    norm. A row has the projections of a tensor on one rank.
+    """Compares a tensor on several ranks: each of `rows` holds the `projections` of the tensor on
+    one rank. Returns the largest distance from the first row, relative to the first row's norm.
 
     >>> farthest([[4.0, 0.0], [4.0, 1.0], [4.0, 0.0]])
     0.25
@@ -293,8 +293,11 @@ def tolerance(norm: float, movement: float, eps: float) -> float:
 def _difference(
     name: str, rows: Sequence[Sequence[float]], eps: float, local_ranks: int
 ) -> Difference | None:
-    """Returns the replicas whose rows are not close to the rows of the majority; None if there are
-    none. A row holds the projections and the movement of a tensor.
+    """Compares a tensor on several ranks: each of `rows` holds the `projections` of the tensor on
+    one rank, followed by its movement (the distance that it moved in the last `PERIOD` steps).
+
+    Returns the replicas whose rows are not close to the rows of the majority; None if there are
+    none.
     """
     sums = [list(row[:_SIGNS]) for row in rows]
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]

@@ -63,8 +63,8 @@ def _apply(name: str, *operands: Any) -> Any:
 
 
 def _like(name: str, operation: str) -> str:
-    """Returns the name of `operation` with the prefix `_foreach_` (for lists) and the suffix `_`
-    (in place), if `name` has them.
+    """Adds to `operation` the prefix `_foreach_` (for lists) if `name` begins with it, and the
+    suffix `_` (in place) if `name` ends with it.
     """
     found = _apart(name, operation)
     if name.endswith("_"):
@@ -73,8 +73,8 @@ def _like(name: str, operation: str) -> str:
 
 
 def _apart(name: str, operation: str) -> str:
-    """Returns the name of `operation` with the prefix `_foreach_` (for lists), if `name` has it.
-    The result never names an operation in place.
+    """Adds to `operation` the prefix `_foreach_` (for lists) if `name` begins with it. Never adds
+    the suffix `_` (in place).
     """
     if name.startswith("_foreach_"):
         return "_foreach_" + operation

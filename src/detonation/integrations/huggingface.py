@@ -72,7 +72,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True if there are several ranks, even with one replica, or with one rank per replica."""
+        """True if the run has several ranks, which may form one replica or one replica each."""
         return bool(self.total_size > 1)
 
     dp_shard_enabled = dp_replicate_enabled

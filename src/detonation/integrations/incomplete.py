@@ -24,7 +24,8 @@ _FOLDER = re.compile(r"checkpoint_[0-9]+")
 def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
     """Makes `train(resume_from_checkpoint=True)` skip incomplete checkpoints.
 
-    The function changes the Trainer whose constructor is among its callers.
+    A constructor of a Trainer calls this function, directly or not. The function finds this Trainer
+    on the call stack, and replaces its method `train`. Without a Trainer it does nothing.
 
     Args:
         name: Pattern of the names of the Trainer's checkpoints.
@@ -144,8 +145,9 @@ def _tell(skipped: Sequence[str], taken: str, texts: Texts) -> None:
 
 
 def lacking(checkpoint: Path, part: str, files: Sequence[str]) -> str:
-    """Returns the name of a missing part of `checkpoint`: the first missing file of `files`, or
-    else `part` (the folder of this library). Returns "" if nothing is missing.
+    """Returns the name of the first missing file of `files` in the directory `checkpoint`. If all
+    these files exist, but the folder `part` of `checkpoint` holds no checkpoint of this library,
+    returns `part`. Returns "" if nothing is missing.
     """
     for name in files:
         if not (checkpoint / name).is_file():

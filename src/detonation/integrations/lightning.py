@@ -174,7 +174,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         """
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                'precision="16-mixed" scales the loss of each replica by itself: use "bf16-mixed"'
+                'precision="16-mixed" scales the loss of each replica by a factor of its own:'
+                ' use "bf16-mixed"'
             )
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise ValueError(

@@ -119,7 +119,7 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        # keep the first limit: a second trainer with this configuration reads an infinite limit
+        # read `max_norm` only once: below it becomes infinite, which a second trainer would read
         if self._clip is None:
             self._clip = training.max_norm
         # with an infinite limit, torchtitan measures the norm before the exchange but does not clip
@@ -134,7 +134,7 @@ class _Sharding:
                 # torchtitan divides losses by the tokens of all R replicas: multiply gradients by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
                 # gloo cannot multiply while it sums, so on CPUs FSDP2 must multiply separately.
-                # With a single shard, this setting would multiply the gradient twice.
+                # With a single shard, FSDP2 would then multiply the gradient twice by its factor.
                 if parallel_dims.world_mesh.device_type == "cpu":
                     several = parallel_dims.get_mesh("fsdp").size() > 1
                     module.set_force_sum_reduction_for_comms(several)

@@ -297,8 +297,8 @@ class Library:
         """Returns a checksum of each message: the sum of its 32-bit words, each multiplied by an
         odd number that depends on the position of the word.
 
-        Eight bytes of the first line, from byte `skipped` on, count as zeros. If `skipped` is -1,
-        all bytes count as they are.
+        The eight bytes of each message from byte `skipped` on count as zeros; they must be in the
+        first 4,096 bytes. If `skipped` is -1, all bytes count as they are.
         """
         found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
         at = messages.data_ptr(), len(messages), messages.stride(0)

@@ -194,12 +194,13 @@ class StepRecorder(StepObserver, ABC):
         self._numbers: dict[str, int] = {}  # indices of the model's parameters, by name
         self._written: Copies = []  # weights that other code wrote before the current step
         self._warned = False
-        self._hooks: list[str] = []  # the last recorded hooks before steps of the base optimizer
+        # names of the hooks that run before a step of the base optimizer, as last recorded
+        self._hooks: list[str] = []
         self._warned_of: list[str] = []  # the hooks that the last warning named
-        # True if this step took stamps of weights before the hooks that follow the base optimizer.
-        # A stamp changes if its tensor is written.
+        # True if `moved` has already marked the weights of this step as recorded
         self._moved = False
-        # stamps of the base optimizer's state at the last record that ends a step; None at first
+        # For each entry of the base optimizer's state, a stamp that changes when code writes to it.
+        # The stamps are taken when a step has been recorded; None before the first record.
         self._state: dict[Any, Any] | None = None
         self._left = False  # True if training has left the state after the last recorded step
         # digest of the state from which training continues after a load or a reset

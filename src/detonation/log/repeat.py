@@ -143,7 +143,7 @@ class Playback(Player):
         self._optimizer = optimizer
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
-        # after `to` steps, messages of `delay` later steps are still in flight
+        # messages that are in flight after `to` steps are recorded up to `delay` steps later
         last = max(self._to + self._delay, first + 1)
         self.files = [(begun, path) for begun, path in files if usable[-1] <= begun < last]
         self._records = self._read()
@@ -403,7 +403,8 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     """
     if to is not None and to < optimizer.step_count:
         raise ValueError(
-            f"to is {to}, but {optimizer.step_count} steps were taken: load an earlier checkpoint"
+            f"replay cannot stop after step {to}, because the optimizer has already taken"
+            f" {optimizer.step_count} steps: load an earlier checkpoint"
         )
     if not all(isinstance(axis, LoopbackCommunicator) for axis, _ in optimizer.levels):
         return replay_together(Path(directory), optimizer, to)[0]
@@ -550,11 +551,11 @@ def _require_members(texts: Sequence[str], step: int, optimizer: Replicated) -> 
 
 
 def _require_hooks(end: LogRecord, optimizer: Replicated) -> None:
-    """Raises `ValueError` if the base optimizer of the logged training had hooks that ran before
-    this step, and the base optimizer of `optimizer` has no hooks of the same names.
+    """Raises `ValueError` if the base optimizer of the logged training ran hooks before its step,
+    and the base optimizer of `optimizer` has no hooks with the names of these hooks.
 
-    A record lists the names of the hooks only if the list has changed since the last record. Old
-    logs do not have these names.
+    end: the record that ends the step. It lists the names of the hooks only if they have changed
+    since the record before. Logs of earlier versions do not have these names.
     """
     here = {name.rpartition(".")[2] for name in hooks_before(optimizer.base)}
     recorded = end.table().get("hooks", ())

@@ -128,7 +128,8 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            # a new file: at the first step, after a return, after a change of scheme or parameters
+            # A new file begins at the first step, or after training returned to an earlier step.
+            # A new file also begins after a change of the scheme or of the parameters.
             another = not goes_on or optimizer.build() is not self._levels
             if not first:
                 self._keep(messages, what, optimizer, another)
@@ -159,7 +160,7 @@ class UpdateLog(StepRecorder):
             self._kept.clear()
             self._levels = optimizer.build()
             self._identity = _settings(optimizer)
-        # forget what was recorded, so that each kept step has the hooks and all options
+        # record all options and hooks with each step in RAM, because a file may begin with any step
         self._options = []
         self._hooks = []
         self.add_written()

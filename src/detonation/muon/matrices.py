@@ -37,18 +37,19 @@ class MatrixStep(Protocol):
         """Returns the input of `whole`, sharded like the matrix. Every rank calls this method."""
 
     def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Gets the whole tensor whose shards `before` returned. Returns the result of the step, in
-        the same shape, and the notes (numbers about the whole matrix).
+        """Takes the whole tensor `given`, of which `before` returned the shards. Returns the result
+        of the step, in the same shape, and the notes (`noted` numbers about the whole matrix).
         """
 
     def divisors(self, notes: Tensor) -> Tensor:
-        """Returns a divisor for each row of the result of `whole`, `[rows, 1]`. If there are notes,
-        every rank calls this method.
+        """Returns, as `[rows, 1]`, the numbers by which the rows of the result of `whole` must be
+        divided, computed from its `notes`. Every rank calls this method if `noted` is above 0.
         """
 
     def after(self, result: Tensor) -> None:
-        """Moves this rank's shard of the matrix by `result`, the same shard of the divided result.
-        Every rank calls this method.
+        """Moves this rank's shard of the matrix. `result` is this rank's shard of the result of
+        `whole`, after each row was divided by its number in `divisors`. Every rank calls this
+        method.
         """
 
 
@@ -107,7 +108,9 @@ def _axes(matrix: Tensor) -> list[tuple[int, Any]]:
 
 
 def _divided(step: MatrixStep, result: Tensor, notes: Tensor, rows: slice = slice(None)) -> Tensor:
-    """Returns the `rows` of a result. If the step has notes, each row is divided by its divisor."""
+    """Divides `result`, which has the given `rows` of the whole matrix, by the `divisors` of these
+    rows. If the step makes no notes, returns `result` unchanged.
+    """
     if not step.noted:
         return result
     return result / step.divisors(notes)[rows]
@@ -227,7 +230,7 @@ class _Group:
         ]
         sent: list[list[Tensor]] = [[] for _ in self._owned]
         for each, *parts in zip(self._mine, *shards, strict=True):
-            # `cat` copies, because a matrix's address may change the bits of a matrix product
+            # `cat` makes a new, aligned tensor: a matrix's address may change the bits of products
             result, notes = each.step.whole(torch.cat(parts, each.dim))
             for pieces, shard in zip(sent, torch.split(result, each.sizes, each.dim), strict=True):
                 pieces.extend((_to_bytes(shard), _to_bytes(notes)))

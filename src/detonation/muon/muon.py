@@ -171,7 +171,7 @@ class Muon(Optimizer):
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         reshard_gradients(parameters)
         for p in parameters:
-            if "exp_avg" not in self.state[p]:  # it may have the state of a matrix
+            if "exp_avg" not in self.state[p]:  # `p` may have only the state of a matrix
                 step = torch.zeros((), dtype=torch.float32, device="cpu")
                 self.state[p].update(
                     step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
@@ -194,7 +194,7 @@ class Muon(Optimizer):
         )
 
 
-# the test has 64 rows, because products of 512 x 512 numbers would make it slow
+# the self-test of Muon steps a matrix of 64 rows, because it would be slow with 512 rows
 register_step_test(Muon, StepTest(rows=64, is_elementwise=False))
 
 
@@ -324,5 +324,6 @@ def _newton_schulz(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
         polynomial = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
         x = torch.addmm(x, polynomial, x, beta=first)
     if is_tall:
-        x = x.T.contiguous()  # shards arrive so; with other strides, 16-bit sums round differently
+        # contiguous, as shards from other ranks are: with other strides, 16-bit sums differ
+        x = x.T.contiguous()
     return x.to(matrix.dtype)

@@ -135,7 +135,7 @@ class Network:
         round_trip = one.latency_s
         rate = one.rate_bits_per_s / 8
         full = min(nbytes, rate * round_trip)
-        # in the first period of a pause, TCP does not halve its window
+        # minus 1, because TCP does not halve its window in the first period of its timer
         periods = (silent_s + round_trip / 2) / (round_trip + _TIMER_S) - 1
         doublings = min(periods, log2(max(full, 1.0) / _WINDOW))
         if doublings <= 0:
@@ -315,7 +315,7 @@ def _exposed_s(
             # Buckets are sent in the order in which backward computes them: the last layers first.
             buckets = reversed(traffic.buckets_of(scheme, fragment, network.replicas))
             rows = [bucket.layout.rows for bucket in buckets]
-            # Owners (replicas that aggregate) answer after backward, which cannot hide this wait.
+            # The wait for the owners' answers is not hidden, because they answer after backward.
             if kind == "owner":
                 answer = scheme.reply_codec(network.replicas)
                 size = traffic.stage_bytes(answer, sum(rows), network.replicas)

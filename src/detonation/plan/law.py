@@ -30,7 +30,8 @@ LONGEST = 30
 
 
 def cost_of_rounds(parameters: float, replicas: int) -> float:
-    """Returns the relative increase of the loss by rounds of 30 steps, according to the law.
+    """Returns how much higher the loss with rounds of 30 steps is than the loss of one replica, as
+    a fraction of the latter. The law of rounds (see the top of this file) predicts it.
 
     >>> f"{cost_of_rounds(1e9, 8):+.1%}, {cost_of_rounds(125e6, 8):+.1%}"
     '+1.8%, +2.9%'
@@ -41,10 +42,12 @@ def cost_of_rounds(parameters: float, replicas: int) -> float:
 def carried(
     cost: float, interval: tuple[float, float], size: float, replicas: tuple[int, int]
 ) -> tuple[float, tuple[float, float]]:
-    """Returns the expected `cost` of rounds, and its interval, in another run.
+    """Returns the expected cost of rounds (the relative increase of the loss), and the interval of
+    this cost, in a run that has another size or other replicas than the measurement.
 
     Args:
-        cost: Relative increase of the loss in the measurement.
+        cost: Cost of rounds in the measurement.
+        interval: The lower and the upper end of the interval of `cost`.
         size: Parameters of the run, divided by the parameters of the measurement.
         replicas: Number of replicas in the measurement, and in the run; both above 1.
 

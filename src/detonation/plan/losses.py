@@ -116,8 +116,9 @@ class Loss:
 
     @property
     def has_law(self) -> bool:
-        """True if the law of rounds applies: AdamW on text, in rounds of at most `LONGEST` steps
-        that exchange all coordinates.
+        """True if the law of rounds (`plan/law.py`) predicts the loss for other model sizes and
+        other numbers of replicas. The law holds for AdamW on text, in rounds of at most `LONGEST`
+        steps that exchange all coordinates.
         """
         every = self.arguments.get("every")
         rounds = isinstance(every, int) and 1 < every <= LONGEST
@@ -248,10 +249,11 @@ class Estimate:
 def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
     """Returns the estimate for `scheme` with `optimizer`; None if no comparable run was measured.
 
-    It uses the nearest measurement of the goal's recipe, not the best one. The nearest measurement
-    has the nearest number of replicas. Ties are broken by these properties, in this order: two
-    learning rates, the nearest number of steps, the most seeds, the nearest size. Size comes last,
-    because it has the smallest effect.
+    The estimate uses the nearest measurement of the goal's recipe, not the best one. The nearest
+    measurement has the nearest number of replicas. Among measurements with equally near numbers of
+    replicas, one with two learning rates is preferred to one with a single learning rate. Further
+    ties are broken by the nearest number of steps, then the most seeds, then the nearest size. Size
+    comes last, because it has the smallest effect.
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
     found = [loss for loss in found if loss.recipe == goal.recipe]
@@ -356,14 +358,16 @@ def _comparable(loss: Loss, base: Loss) -> bool:
 
 
 def _second_rate(loss: Loss, base: Loss) -> float:
-    """Returns the part by which a second learning rate would lower the loss of `base`. Returns 0 if
-    `base` already has two learning rates, if a second learning rate would lower `loss` as much, or
-    if the recipe does not train on text.
+    """Returns the fraction by which a second learning rate would lower the loss of the baseline
+    `base`, to which the measurement `loss` is compared.
 
     If a baseline has one learning rate, the lead of another optimizer over this baseline is partly
-    due to the missing second learning rate. When AdamW got a second one, the leads of Muon, SignSGD
-    and votes shrank by 7 to 11 percentage points (docs/findings.md). A scheme with the baseline's
-    own optimizer gains as much from a second learning rate as the baseline.
+    due to the missing second learning rate. In measurements, the leads of Muon, SignSGD and votes
+    shrank by 7 to 11 percentage points when AdamW got a second learning rate (docs/findings.md).
+
+    Returns 0 if `base` already has two learning rates, or if the recipe does not train on text.
+    Also returns 0 if `loss` and `base` have the same optimizer, because a second learning rate
+    would lower both losses alike.
     """
     if base.has_two_rates or loss.optimizer == base.optimizer or loss.recipe != TEXT:
         return 0.0
@@ -395,8 +399,8 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
 
 
 def _exponent(base: Loss) -> float:
-    """Returns the exponent with which the loss of the baseline falls in the second half of its run;
-    `STEPS_EXPONENT` if it was not validated then.
+    """Returns the exponent with which the loss of the baseline falls in the second half of its run.
+    If the baseline was not validated after half of its steps, returns `STEPS_EXPONENT`.
     """
     curve = dict(base.curve)
     half = base.steps // 2

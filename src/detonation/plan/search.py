@@ -175,7 +175,8 @@ def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget
     at most `budget` of a step.
 
     If all settings wait longer, chooses among the settings whose step is at most `budget` longer
-    than the shortest step. If latency causes the wait, settings with fewer bytes gain no time.
+    than the shortest step. The setting with the fewest bytes would not be a better choice: if
+    latency causes the wait, fewer bytes save no time.
     """
     priced = [_price(each, work, network) for each in among]
     prices = [price for price in priced if price is not None]
@@ -268,7 +269,7 @@ def advise(
 
 
 def row(option: Option, goal: Goal) -> dict[str, Any]:
-    """Returns an option as plain values."""
+    """Returns an option (a scheme with an optimizer) as a table of plain values."""
     cost = option.cost
     seconds = option.seconds(goal)
     expected: dict[str, Any] = {

@@ -187,7 +187,7 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
 
 def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
     """Returns a figure of the validation loss of finished runs over their bytes per step. Each
-    point is labelled with the time of its run.
+    point is a run, and is labelled with the duration of all its steps.
     """
     points = [(run.summary["bytes_sent_per_step"], run.summary["val_loss"]) for run, _ in runs]
 
@@ -264,8 +264,8 @@ def breakdown(runs: Sequence[Run]) -> Chart:
 def _curves(
     name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}"
 ) -> Chart:
-    """Returns a figure of the training and validation losses of runs. Each curve holds the x values
-    of one run.
+    """Returns a figure of the training and validation losses of runs. Each of `curves` holds a run,
+    its entry in the legend, and the x value of each step. The y values are the losses of the run.
     """
     ends = [across[-1] for _, _, across in curves]
 

@@ -54,7 +54,7 @@ class BlockIntegers:
         """Quantizes each line of `values`. `places` are positions in a line. If `marked` is True
         for a position, the number at this position is encoded as not sent.
         """
-        # shapes: values [..., n] fp32, places, marked [marks] -> [..., bytes of whole blocks] uint8
+        # shapes: values [..., n] fp32, places and marked [m] -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
         if missing:
             lines = pad(values, (0, missing))
@@ -79,7 +79,7 @@ class BlockIntegers:
         """Decodes messages of `count` numbers each. `places` are the positions of numbers that may
         be marked as not sent; a marked number becomes 0.
         """
-        # shapes: encoded [..., bytes] uint8, places [marks] int64 -> [..., count] fp32
+        # shapes: encoded [..., bytes] uint8, places [m] int64 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
         codes = self._codes(encoded, count).sub_(self.largest + 1)
@@ -99,10 +99,10 @@ class BlockIntegers:
         )
 
     def marked(self, encoded: Tensor, count: int, places: Tensor) -> Tensor:
-        """Returns, for messages of `count` numbers, which numbers at `places` are marked as not
-        sent.
+        """Returns, for each message in `encoded` and each position in `places`, True if the message
+        marks the number at this position as not sent. Each message has `count` numbers.
         """
-        # shapes: encoded [..., bytes] uint8, places [marks] int64 -> [..., marks] bool
+        # shapes: encoded [..., bytes] uint8, places [m] int64 -> [..., m] bool
         return self._codes(encoded, count)[..., places] == 0
 
     def _codes(self, encoded: Tensor, count: int) -> Tensor:
@@ -397,7 +397,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self.reference: Tensor | None = None
         self._exchanges = 0  # exchanges since the last exact exchange
         self._seen = -1
-        self._was_trained = False  # True if a weight of the unit was trained at the last gather
+        self._was_trained = False  # what `is_trained` returned at the last gather
         self._warned = False
         WEIGHT_MOVES.gathers.add(self)
         watch_optimizers()
@@ -458,7 +458,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         )
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
-        """Restores a saved reference, of which `own` is this rank's part. Collective."""
+        """Restores a saved reference: the weights as they were last gathered. `own` is this rank's
+        part of the reference. Collective.
+        """
         # shapes: own [n], counts [2] int64 in the order of the method `counts`
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
@@ -469,7 +471,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self.weights.note()
 
     def _exchange(self, reference: Tensor, own: Tensor, exactly: bool) -> None:
-        """Exchanges the change of the weights between nodes, and updates the reference in place."""
+        """Exchanges the change of the weights since the last gather between nodes, and adds it to
+        `reference` (the weights as they were last gathered) in place.
+        """
         self._exchanges += 1
         if self._codec and not own.is_floating_point() and not self._warned:
             self._warned = True
@@ -489,7 +493,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
                 "them to send them exactly",
                 first_names(written),
             )
-        # nonfinite weights can become finite again, so the reference must become finite, too
+        # without nonfinite numbers in `reference`, the weights can become finite again
         reference.nan_to_num_(0.0, 0.0, 0.0)
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])

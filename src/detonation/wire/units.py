@@ -65,7 +65,8 @@ class ShardUnit:
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
-                # from torch 2.13 on, this setting makes the messages of all steps equal in size
+                # From torch 2.13 on, FSDP2 can send zeros in the place of missing gradients.
+                # With these zeros, the messages of all steps are equally long.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
             self._watch_backward(module, self.reduce)
         setattr(module, _UNIT, self)
@@ -122,8 +123,9 @@ class ShardUnit:
             each.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
 
     def state(self) -> dict[str, Tensor]:
-        """Returns this rank's part of the unit's state, by `<kind>.<parameter>`. For each parameter
-        it holds the reference of this rank's shard, and the residual.
+        """Returns this rank's part of the unit's state, by `<kind>.<parameter>`. The state has two
+        tensors for each parameter: this rank's shard of the reference (the weights as they were
+        last gathered), and the residual (rounding errors of gradients).
 
         The counters of exchanges are stored under the name of the first parameter.
 
@@ -146,8 +148,9 @@ class ShardUnit:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores the result of `state`. If the saved reference does not fit, the unit continues
-        from exact weights. A saved residual that does not fit becomes zero.
+        """Restores the result of `state`. If the saved reference (the weights as they were last
+        gathered) does not fit, the next exchange sends the weights without rounding. A saved
+        residual that does not fit becomes zero.
 
         Collective.
         """
@@ -289,8 +292,9 @@ def shard_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restores the result of `shard_state`. A unit whose saved reference does not fit continues
-    from exact weights. Collective.
+    """Restores the result of `shard_state`. If the saved reference of a unit (the weights as they
+    were last gathered) does not fit, the unit next exchanges its weights without rounding.
+    Collective.
     """
     for unit in shard_units(model):
         unit.load(

@@ -3,9 +3,9 @@ equal in value and type.
 
 A value that would not decode to an equal value is refused, and the error names its key. Plain JSON
 values are written unchanged: text, booleans, integers, finite floats, None, lists, and dicts whose
-keys are text. Every other value becomes a table `{"$type": name, "value": ...}`, and the whole
-table is then wrapped in `{"$values": 1, "extra": ...}`. Reading a file imports no module that the
-file names.
+keys are text. Every other value becomes a table `{"$type": name, "value": ...}`. If there is such a
+value, the table of all values is written as the entry "extra" of `{"$values": 1, "extra": ...}`.
+Reading a file imports no module that the file names.
 """
 
 import base64
@@ -200,7 +200,7 @@ class _Leaf:
 
 def _text_of(content: Any) -> str:
     if not isinstance(content, str):
-        raise TypeError("its content is no text")
+        raise TypeError("the content of the value is not text")
     return content
 
 
@@ -227,7 +227,7 @@ def _delta(value: timedelta) -> list[int]:
 def _kind_of_tensor(name: Any) -> torch.dtype:
     found = vars(torch).get(_text_of(name))
     if not isinstance(found, torch.dtype):
-        raise TypeError("its type is no torch.dtype")
+        raise TypeError("the saved name is not the name of a torch.dtype")
     return found
 
 
@@ -324,7 +324,9 @@ def _read_tensor(content: Any) -> Tensor:
 
 
 def _is_simple(kind: Any, numpy: Any) -> bool:
-    """True for a numpy type whose values consist of bytes alone, and whose name describes it."""
+    """True if numpy can rebuild the dtype `kind` from its text, such as "<f4", and if its values
+    contain no Python objects, fields or subarrays.
+    """
     try:
         named = numpy.dtype(kind.str) == kind
     except TypeError:
@@ -387,7 +389,7 @@ def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
 
 def _values(content: Any) -> list[Any]:
     if not isinstance(content, list):
-        raise TypeError("its content is no list")
+        raise TypeError("the content of the value is not a list")
     return [decoded_value(each) for each in content]
 
 

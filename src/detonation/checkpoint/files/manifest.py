@@ -73,11 +73,12 @@ class Manifest:
         return decoded_extra(self.extra)
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
-        """Names of the files on other nodes. If none of the files of a directory is `present` here,
-        the directory is on another node.
+        """Names of the files that other nodes hold. Nodes without a shared file system save to
+        several directories. If no file of a directory is `present` on this node, another node holds
+        this directory.
 
-        If no file of the checkpoint is present, all count as missing files of this node. Then this
-        method returns an empty list.
+        If this node has no file of the checkpoint at all, returns an empty list, because all files
+        then count as missing on this node.
         """
         by_volume = dict(zip(self.files, self.volumes or [0] * len(self.files), strict=True))
         here = {volume for name, volume in by_volume.items() if present(name)}

@@ -222,7 +222,7 @@ class ShardReader:
 
 
 class ReplicaFiles:
-    """All keys, boxes and plain values in the files of several replicas together.
+    """All keys, boxes (parts of whole tensors) and plain values in the files of several replicas.
 
     One file may lack the optimizer state of a parameter, if the parameter never had a gradient on
     that replica.

@@ -64,10 +64,10 @@ of one run, all rows of the owner, and all rows of the flat. See `addressing.dea
 
 
 class StatusInspector(SignalInspector):
-    """Inspects each bucket of gradients in one launch, which writes one line of a table of
-    statuses.
+    """Inspects each bucket of gradients in one launch. The launch writes the status of the bucket
+    to one line of a table.
 
-    one: any status of the engine; it is as long as a line of the table.
+    one: a status, from which the table takes the length, dtype and device of its lines.
     """
 
     def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:
@@ -138,12 +138,13 @@ class TritonEngine(ReferenceEngine):
             self.found_later = Verdict(self._found, self._found)
         # the result of `encode_into`, which has written the selected values into the message
         self._written = Selected(self._nothing, None)
-        # `encode` uses fp32, unless "read" subtracts values from the memory as a message holds them
+        # `encode` returns fp32 values, unless `_releases` is "read".
+        # With "read", the kernel reads values back from the message to subtract them from memory.
         self._selects = codec
         if self._releases != "read":
             self._selects = replace(codec, precision=FP32)
-        # Keys are ids of codecs, because hashing a codec is slow.
-        # Each codec is kept beside its coder, so that no other codec gets the same id.
+        # The keys are Python's `id` of each codec, because hashing a codec is slow.
+        # Each value also holds its codec, so that Python does not reuse the `id` for another codec.
         self._coders: dict[int, tuple[Codec, Any]] = {}
 
     def encode(
@@ -176,7 +177,8 @@ class TritonEngine(ReferenceEngine):
         _, coder = self._coders.get(id(codec)) or self._made(codec)
         if codec.selection.shared:
             self._rotate(coder, codec.selection, step)
-        read: list[Tensor | None] = []  # keeps copies of signals alive until the launch
+        # `read` refers to copies of signals, so that no copy is freed before the launch
+        read: list[Tensor | None] = []
         for signal in signals:
             if signal is not None:
                 if signal.dtype not in launching.KIND_OF:

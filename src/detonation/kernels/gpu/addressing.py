@@ -237,12 +237,12 @@ def places_of_row(
     table, turn, first_row, row, rows, column,
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
 ):  # fmt: skip
-    """Returns the position of each coefficient of the given rows among the shared selected
-    coefficients; -1 for a coefficient that is not selected.
+    """Returns, for each coefficient of the given rows, its position among the `K` coefficients of
+    its row that are sent; -1 if the coefficient is not sent.
 
     table, turn: the output of `rotation_kernel`. first_row: the index, in the whole flat, of the
-    first given row. rows: count of rows in the flat; later rows are padding, of which the first
-    coefficients are sent.
+    first given row. rows: count of rows in the flat; rows from this index on are padding. The first
+    `K` coefficients of each padding row are sent.
     """
     permutation = tl.zeros_like(row)
     if SELECTION == "random":
@@ -261,15 +261,19 @@ def rotation_kernel(
     """Writes, for each coordinate of a row, its position among the coordinates that are sent at
     this step, or -1 if it is not sent. Each program handles `EACH` permutations.
 
-    share, deal: see `selection.Rotation.phase`. Permutation n is stored at index n ^ deal. Shapes:
-    table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for `permutation_of_row`.
+    Args:
+        table: `[permutations, CHUNK]` int32, the positions; permutation n is at index n ^ `deal`.
+        turn: `[1]` int64. The kernel copies `choices` to it, for `permutation_of_row`.
+        words: The int64 that starts the random words of the permutations.
+        choices: The int64 that starts the random words by which rows choose a permutation.
+        share, deal: The second and third number of `selection.Rotation.phase`.
     """
     which = tl.program_id(0) * EACH + tl.arange(0, EACH)
     column = tl.arange(0, COLUMNS)
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-        # a coefficient's position is that of its word when the permutation's words are sorted
+        # a coefficient's position is the rank of its random word among the words of its permutation
     ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)

@@ -150,7 +150,7 @@ def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, R
     """The sum of an all-reduce lies in several runs (ranges of rows). Returns for each row the
     address of the run that contains the row, and the index of the row in this run.
     """
-    # shapes: row [rows] int64 -> address and number, of the same shape
+    # shapes: row [rows] int64 -> address of the run [rows], and index of the row in the run [rows]
     address, local = tl.zeros_like(row) + wide(address0), row
     addresses, begins = (address0, address1, address2, address3), (0, row1, row2, row3)
     for run in tl.static_range(1, RUNS):
@@ -295,8 +295,9 @@ def weigh_kernel(
         size = tl.where(norms > 0, norms, float("inf"))
         rank = ranks_of(size, number)
         heard = tl.sum((norms > 0).to(tl.int32), axis=0)
+        # `middle` is the median of the norms of all messages that are not zero
         middle = tl.min(tl.where(rank == tl.maximum(heard - 1, 0) // 2, size, float("inf")), axis=0)
-        louder = norms > middle  # a message of zeros does not count for the median
+        louder = norms > middle
         weight = tl.where(
             louder, tl.div_rn(tl.zeros_like(norms) + middle, tl.where(louder, norms, 1.0)), 1.0
         )

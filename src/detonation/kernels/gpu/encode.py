@@ -233,7 +233,7 @@ def encode_kernel(
                                 4 * K
                             )
                             octets = octets if BLOCK > 1 else values_out
-                            # bytes from the address `octets` to the indices (one byte each)
+                            # distance in bytes from `octets` to the indices of these rows
                             numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],

@@ -92,7 +92,7 @@ class Inspector:
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
         # counts finished programs; each launch resets the counters to zero
         self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        # the positions of runs are cached, so a later step calls no Python function to compute them
+        # cache the positions of runs (ranges of rows) in a message, so that later steps reuse them
         self._positions = cache(partial(_positions, device))
 
     def seal(
@@ -159,7 +159,7 @@ class Inspector:
             SOME=OCTETS,
             REPLICAS=power(self._count), SIGNALS=signals,
         )  # fmt: skip
-        # on a CPU a readback makes no copy, and the next launch overwrites the table
+        # on a CPU, return a copy of `_table`, because the next launch overwrites `_table`
         if whole.device.type == "cpu":
             return self._table.clone()
         return self._table
@@ -178,8 +178,8 @@ class Inspector:
 
 
 def _positions(device: torch.device, *shapes: RunShape) -> tuple[Tensor, int]:
-    """Returns the positions of the parts of each run in the whole message, and the count of
-    checksum lines of the message.
+    """Returns the positions of all runs (ranges of rows) in the whole message, as `read_message`
+    reads them, and the number of lines of 4,096 bytes over which the checksum is computed.
 
     Shapes: -> `[runs, 16]` int64.
     """
@@ -211,8 +211,8 @@ class SumInspector:
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, added: int) -> None:
-        """Adds `added` to a status, and writes the sum to `digits` as `each` numbers below 256,
-        from `first` on. All other digits become zero.
+        """Adds `added` to a status, and writes the sum to `digits` in base 256, lowest digit first.
+        The sum takes `each` digits, from index `first` on. All other digits become zero.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """

@@ -60,7 +60,7 @@ class Rotations:
 
     @classmethod
     def room(cls, coding: Coding, device: torch.device) -> "Rotations":
-        """Allocates the tables of positions for `coding`."""
+        """Allocates the tables for the positions of the selected coefficients of `coding`."""
         permutations = 1
         if coding.selection == "random":
             permutations = PERMUTATIONS

@@ -23,8 +23,9 @@ _ADDRESSES = ["address0", "address1", "address2", "address3"]
 
 @triton.jit
 def place_number(index):
-    """Returns the factor of column or line number `index` in a checksum, before the lowest bit of
-    the factor is set or cleared. Lines are numbered after all columns; see `checksum._numbers`.
+    """Returns a pseudorandom number for the column or line with this `index`; lines are numbered
+    after all columns. The caller sets the lowest bit for a column and clears it for a line. The
+    result is the factor of the column or line in a checksum, as in `checksum._numbers`.
     """
     at = (index + 1).to(tl.int64) * -7046029254386353131  # the constant 0x9E3779B97F4A7C15 as int64
     return at ^ ((at >> 32) & 0xFFFFFFFF)
@@ -33,7 +34,7 @@ def place_number(index):
 @triton.jit
 def add_run(words, octets, run, line):
     """Reads the bytes of one run of rows that belong to checksum line `line`, and adds them to
-    `words`, the 32-bit words of this line. See `read_message` for the parts of a run.
+    `words`, the 32-bit words of this line. `read_message` describes the parts of a run.
     """
     octet = (
         wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
@@ -425,8 +426,8 @@ def inspect_sum_kernel(
     RUNS: tl.constexpr, PRECISION: tl.constexpr, SOME: tl.constexpr, PARTS: tl.constexpr,
     DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """Inspects the sum of an all-reduce, which is in up to four runs. The last of `parts` programs
-    writes the report.
+    """Inspects the sum of an all-reduce. The rows of the sum are in up to four runs (ranges of
+    rows), each at an address of its own. The last of `parts` programs writes the report.
 
     Args:
         address0: Address of the first run, which has `count0` values.

@@ -58,7 +58,9 @@ def product_of(numbers, matrix, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_bf16(octets, index, mask):
-    """Loads as fp32 the bf16 number `index` after address `octets`, which may be unaligned."""
+    """Loads, as fp32, the numbers at the indices `index` of a bf16 array at address `octets`, which
+    may be unaligned.
+    """
     low = tl.load(octets + 2 * index, mask=mask, other=0).to(tl.int32)
     high = tl.load(octets + 2 * index + 1, mask=mask, other=0).to(tl.int32)
     return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
@@ -66,8 +68,8 @@ def load_bf16(octets, index, mask):
 
 @triton.jit
 def store_bf16(octets, index, numbers, mask):
-    """Stores `numbers` in bf16 as number `index` after address `octets`, which may be unaligned;
-    returns the rounded values.
+    """Stores `numbers` at the indices `index` of a bf16 array at address `octets`, which may be
+    unaligned. Returns the rounded values.
     """
     bits = bf16_bits(numbers)
     tl.store(octets + 2 * index, (bits & 255).to(tl.uint8), mask=mask)
@@ -77,7 +79,9 @@ def store_bf16(octets, index, numbers, mask):
 
 @triton.jit
 def load_fp32(octets, index, mask):
-    """Loads fp32 number `index` after address `octets`, which may be unaligned."""
+    """Loads the numbers at the indices `index` of an fp32 array at address `octets`, which may be
+    unaligned.
+    """
     bits = tl.load(octets + 4 * index, mask=mask, other=0).to(tl.int32)
     for byte in tl.static_range(1, 4):
         bits |= tl.load(octets + 4 * index + byte, mask=mask, other=0).to(tl.int32) << (8 * byte)
@@ -86,7 +90,9 @@ def load_fp32(octets, index, mask):
 
 @triton.jit
 def store_fp32(octets, index, numbers, mask):
-    """Stores fp32 `numbers` as number `index` after address `octets`, which may be unaligned."""
+    """Stores fp32 `numbers` at the indices `index` of an array at address `octets`, which may be
+    unaligned.
+    """
     bits = numbers.to(tl.int32, bitcast=True)
     for byte in tl.static_range(4):
         tl.store(octets + 4 * index + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8), mask=mask)
@@ -222,7 +228,7 @@ def quantised(
     largest = store_bf16(statistics, block, tl.max(size), written)
     code = tl.zeros_like(size).to(tl.int32)
     for octave in tl.static_range(6):
-        # the code grows by 1 where the ratio exceeds 2 ** (octave + 0.5); this needs no logarithm
+        # `code` becomes log2(largest / size), rounded to a whole number from 0 to 6
         code += (largest > size * (2.0 ** (octave + 0.5))).to(tl.int32)
     code = tl.where(size <= largest * 0.0078125, 7, code)
     return code + tl.where(values < 0, 8, 0)
@@ -269,7 +275,7 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
             tl.zeros([SOME], tl.float32) + width,
         )
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
-        code = tl.minimum(tl.maximum(code, 0), 255)  # the limits also turn NaN into a valid code
+        code = tl.minimum(tl.maximum(code, 0), 255)  # clamping makes the code of NaN valid, too
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
         # scaled values exceed 8192 only if all values are so small that their squares are 0
         far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)
@@ -322,12 +328,12 @@ def facts_of(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Adds facts about the content of a message, from the rows of one run. The facts decide whether
-    the message is refused.
+    """Adds facts about the content of a message, from one run (a range of rows) of the message. The
+    facts decide whether the message is refused.
 
-    square: `[SOME]` fp32, partial sums of squares for the norm. found: `[SOME]` int32: 1 for an
-    index outside of its row, 2 for an index out of order, 4 for a statistic that no encoder
-    produces.
+    SOME: the number of values that are read in one operation. square: `[SOME]` fp32, partial sums
+    of squares for the norm. found: `[SOME]` int32: 1 for an index outside of its row, 2 for an
+    index out of order, 4 for a statistic that no encoder produces.
     """
     values = octets + tl.load(run + 5)
     statistics_at = tl.load(run + 8) - tl.load(run + 5)

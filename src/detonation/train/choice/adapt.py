@@ -166,8 +166,8 @@ class Adapter:
         network = followed.network.faster(followed.times, followed.later)
 
         def expected(times: float, later: float) -> tuple[float, float]:
-            """Returns two predictions: the seconds of waiting for a message, and the seconds of
-            waiting for the reports of losses.
+            """Predicts how many seconds a rank waits for a message, and how many seconds it waits
+            until all ranks have reported their training loss.
             """
             link = network.faster(times, later)
             return cost(now, self._work, link).exposed_s, report_s(now, self._work, link)
@@ -177,7 +177,7 @@ class Adapter:
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
         # The link has recovered if the waits fit its first speed better than its current speed.
-        # Without this check `_factors` may find a speed between the first and the current speed.
+        # For a recovered link, `_factors` might find a speed between its first and current speed.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)

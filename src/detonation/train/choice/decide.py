@@ -119,8 +119,8 @@ def _search(
 def _share_local_time(
     steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
 ) -> None:
-    """Changes `steps`: under all settings of the scheme `measured`, a step without an exchange gets
-    the shortest time that was measured for such a step.
+    """Changes `steps`: all measured settings with the scheme and the optimizer of the setting
+    `measured` get the same time of a step without an exchange, the shortest that was measured.
     """
 
     def kind(name: str) -> tuple[str, object]:

@@ -29,7 +29,7 @@ def validate(session: Session) -> dict[str, float]:
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
         # FSDP gathers weights in each forward, so a rank without a batch must run forward, too.
-        # Such a rank repeats a batch, and does not count the loss.
+        # A rank without a batch repeats another batch, and does not count the loss of this batch.
         index = i * session.world_size + session.rank
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):

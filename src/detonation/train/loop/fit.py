@@ -294,7 +294,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
         if len(losses) < passes:
             loss.backward()  # type: ignore[no-untyped-call]
     total = torch.stack(losses).sum().float()
-    # shape [4] fp32: loss, signal, and the last step's seconds of computing and of waiting
+    # shape [4] fp32: loss, number of a Unix signal or 0, busy and waiting seconds of the last step
     report = total.new_tensor([0.0, stop.number, *session.waits.own])
     report[0] = total
     agreement = _Agreement(session, step, stop, session.world.all_gather(report))
@@ -311,7 +311,8 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
 
 @dataclass
 class _Agreement:
-    """The exchange of losses and signals between all ranks for one step, and its outcome.
+    """The exchange, between all ranks, of the losses of one step and of the Unix signals that ask
+    the ranks to stop; and the outcome of this exchange.
 
     Args:
         arriving: Function that waits for the reports of all ranks, and returns them. The first
@@ -327,7 +328,7 @@ class _Agreement:
     arrived: list[list[Any]] | None = None
 
     def reports(self) -> list[list[Any]]:
-        """Waits until the reports of all ranks (losses and signals) have arrived. Returns the
+        """Waits until the reports of all ranks (losses and Unix signals) have arrived. Returns the
         reports in rank order.
         """
         # A cached property has a lock, which would block the threads of other simulated replicas.

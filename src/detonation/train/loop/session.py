@@ -58,8 +58,8 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
         axis: Replaces the outermost axis, such as `surviving_axis` in an elastic run.
     """
     replicas = config.mesh.replicas
-    # An elastic run has one process group for each replica of the outermost level.
-    # In an elastic run `replicas` counts only the replicas inside that process group.
+    # In an elastic run, each replica of the outermost level has a process group of its own.
+    # In an elastic run, `replicas` counts only the replicas in the process group of this rank.
     if config.mesh.elastic:
         replicas = config.nodes_inside
     nodes = config.mesh.nodes or config.mesh.shards

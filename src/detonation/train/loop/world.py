@@ -239,7 +239,9 @@ class ElasticRanks:
 
 
 class Alone(_Together):
-    """Simulated replicas with one shard each; a communicator connects them."""
+    """A simulated run as one of its replicas sees it. All replicas are in one process and have one
+    shard each; `communicator` connects them.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self.rank = communicator.replica
@@ -260,7 +262,7 @@ class Alone(_Together):
 
     def texts(self) -> TextExchange:
         raise NotImplementedError(
-            "simulated replicas share one process: there are no texts to gather"
+            "simulated replicas share one process, so they cannot exchange texts between ranks"
         )
 
 

@@ -180,8 +180,8 @@ class Losses:
         }
 
     def close(self, has_left: bool) -> None:
-        """Leaves the run together with the remaining replicas. If this replica `has_left` earlier,
-        it no longer uses the axis.
+        """Leaves the run together with the other replicas. Does not contact them if this replica
+        `has_left` the run at an earlier step.
         """
         if self._world is not None and not has_left:
             self._world.close()

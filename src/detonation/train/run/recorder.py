@@ -225,7 +225,7 @@ class Recording:
             return []
         try:
             self._publish()
-        # the lost replica may still hold the port, or its machine may have the address
+        # `train.publish` may name an address of another machine, or a port that is still in use
         except OSError as error:
             if str(error) == self._trouble:
                 return []

@@ -65,8 +65,7 @@ def _run(
         return run_task(task, set_up)
 
     def on_this_rank() -> Table:
-        # Rank 0 decides for all ranks whether the run resumes.
-        # If each node decided itself, the decisions might differ without a shared file system.
+        # Rank 0 decides for all ranks whether the run resumes: nodes may see different files.
         said: list[Any] = []
         if place.rank == 0:
             said = [

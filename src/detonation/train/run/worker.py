@@ -82,7 +82,7 @@ def train_on_rank(task: RunTask) -> Table:
 def _join(task: RunTask, address: str, device: torch.device, stop: Stop, set_up: SetUp) -> Table:
     """Joins the run at `address` as a new replica, and trains with the other replicas."""
     out = task.request.out or Path()
-    with stop.at_once():  # a signal ends the wait for an answer of the run
+    with stop.at_once():  # a Unix signal ends the wait until the run admits this replica
         session = joined_session(task.config, task.asked, device, address, out)
     _say_interfaces(task, session.world.listening)
     return train_with_others(task, session, stop, set_up)

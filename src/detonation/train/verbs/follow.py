@@ -60,8 +60,10 @@ class Following:
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name}", value, "at least 1")
             if name != "to" and value is not None and not self.is_live:
-                problem = f"--{name} needs a live run, HOST:PORT, but {self.source} is a directory"
-                raise ValueError(f"{problem}: leave it out")
+                raise ValueError(
+                    f"--{name} needs a live run, HOST:PORT, but {self.source} is a directory:"
+                    f" leave --{name} out"
+                )
 
     @property
     def is_live(self) -> bool:

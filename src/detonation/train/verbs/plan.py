@@ -41,7 +41,8 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 class Question:
     """A user's command; its fields are named after the flags of `detonation plan`.
 
-    It needs `recipe` or `parameters`, and `profile` or `link` with `step_time`.
+    Either `recipe` or `parameters` is needed. Either `profile` or `link` is needed, and `link`
+    needs `step_time`, too.
     """
 
     recipe: Path | None = None
@@ -120,9 +121,11 @@ def _named_optimizer(best: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rates(best: Mapping[str, Any], of_recipe: OptimizerConfig | None) -> list[str]:
-    """Returns a line with the learning rates of the measurement, if those of the training run would
-    differ: without a recipe, or if embeddings have a learning rate of their own only in the
-    measurement.
+    """Returns a line with the learning rates with which the candidate `best` was measured.
+
+    With a recipe, the line is needed only if embeddings had a learning rate of their own in the
+    measurement, and the recipe does not set the same ratio of learning rates. Otherwise returns an
+    empty list. Also returns an empty list if no learning rate is known.
     """
     measured = best["optimizer_settings"]
     ratio = measured.get(TWO_RATES, 1.0)
@@ -210,8 +213,8 @@ def _of_parameters(question: Question, profile: Profile | None) -> _Training:
 
 
 def _world(question: Question, profile: Profile | None) -> tuple[int | None, int | None]:
-    """Returns the replicas and shards of the profile or, if there is no profile, of the
-    question.
+    """Returns the numbers of replicas and shards in the profile. Without a profile, returns the
+    numbers that the user gave, or None.
     """
     if profile is None:
         return question.replicas, question.shards
