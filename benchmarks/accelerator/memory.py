@@ -43,6 +43,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
 
 
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    return dt.Muon(parameters, lr=1e-2)
+
+
+MULOCO = dt.muloco(
+    every=5, precision="2bit", outer_lr=1, outer_momentum=0, aggregate="rescaled_mean"
+)
+"""The README's choice for Muon on a slow link."""
 CASES: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
     "none + AdamW (FSDP alone)": (dt.none(), adamw, torch.float32),
     "none + SignSGD": (dt.none(), signs, torch.float32),
@@ -64,6 +72,8 @@ CASES: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
     "local_sgd + AdamW": (dt.schemes.local_sgd(every=4), adamw, torch.float32),
     "streaming_diloco 4bit + AdamW": (dt.schemes.streaming_diloco(every=8, fragments=4, delay=1), adamw, torch.float32),
     "muloco 4bit + AdamW": (dt.muloco(every=4), adamw, torch.float32),
+    "muloco 2bit + Muon": (MULOCO, muon, torch.float32),
+    "full + Muon": (dt.full(), muon, torch.float32),
     "sparta 1/200 + AdamW": (dt.schemes.sparta(), adamw, torch.float32),
     "sparseloco + AdamW": (dt.schemes.sparseloco(every=4), adamw, torch.float32),
 }  # fmt: skip

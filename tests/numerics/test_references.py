@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import detonation as dt
 import worlds
@@ -66,6 +66,31 @@ def full_against_hsdp(mesh):
 @pytest.mark.parametrize("replicas, shards", [(2, 1), (2, 2)])
 def test_law_6_full_is_torch_hybrid_sharding(replicas, shards):
     worlds.run(full_against_hsdp, replicas, shards)
+
+
+def mixed_against_hsdp(mesh, precision):
+    """Local weights, ours and torch's, where the policy reduces gradients in bf16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    found = []
+    for ours in (True, False):
+        model = built(Plain)
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh["shard"] if ours else mesh, mp_policy=policy)
+        optimizer = adamw(model.parameters())
+        if ours:
+            optimizer = dt.replicate(optimizer, model, mesh["replicate"], dt.full(precision))
+        for step in range(STEPS):
+            model(batch(mesh.get_rank(), step, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([local(p).detach() for p in model.parameters()])
+    return all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("precision, equal", [("bf16", True), ("fp32", False)])
+def test_law_6_full_in_bf16_is_hybrid_sharding_that_reduces_in_bf16(precision, equal, shards):
+    assert worlds.run(mixed_against_hsdp, 2, shards, precision) == [equal] * (2 * shards)
 
 
 def unused_against_hsdp(mesh, make):
