@@ -1,6 +1,7 @@
 """What a run goes on without is counted: by parameter, over all shards, over all its starts, and shown."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from detonation.core.compute import kernel_library
 from detonation.core.flat.tensors import local
 from detonation.report.terminal import run_rows
 from detonation.train.loop.summary import NOTHING, Counts, saved_counts
-from detonation.train.run import worker
+from detonation.train.run import elastic_run, worker
 
 NAME = "model.embed_tokens.weight"
 
@@ -93,3 +94,20 @@ def test_the_table_of_an_elastic_run_says_which_replicas_were_lost_and_joined():
     assert rows["world"] == f"{start}, {end}: 1 lost, 1 left, 1 joined"
     assert rows["full synchronisation"] == "100 B per step, with the replicas that each step had"
     assert "replicas equal" not in rows  # it has no other to be equal to
+
+
+@pytest.mark.parametrize(
+    "norm, words", [(0.0, ""), (0.41, ", with the unsent momentum (on this replica of norm 0.41)")]
+)
+def test_the_line_of_a_lost_replica_names_momentum_only_where_there_is_some(
+    norm, words, monkeypatch
+):
+    monkeypatch.setattr(elastic_run, "memory_norm", lambda optimizer: norm)
+    monkeypatch.setattr(elastic_run.Losses, "_share", lambda self, replica: range(0))
+    losses = elastic_run.Losses(
+        SimpleNamespace(world=None, optimizer=None), elastic_run.SetUp("", None)
+    )
+    change = SimpleNamespace(replicas=[1], left=False, next_step=60, recovered_s=0.09)
+    assert [*losses._lines(change)] == [
+        f"lost replica 1 after step 60{words}; the other replicas went on 0.09 s after the notice"
+    ]

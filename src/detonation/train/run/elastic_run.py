@@ -152,11 +152,10 @@ class Losses:
         shares = [share for share in map(self._share, change.replicas) if share]
         examples = [[share.start, share.stop - 1] for share in shares]
         self._losses.append({**found, "memory_norm": norm, "examples": examples})
-        line = (
-            f"lost {names} after step {change.next_step}, with the unsent momentum (on this"
-            f" replica of norm {norm:.3g}); the other replicas went on {seconds:.2f} s after the"
-            " notice"
-        )
+        line = f"lost {names} after step {change.next_step}"
+        if norm:  # 0 under schemes that send everything, such as `full`
+            line += f", with the unsent momentum (on this replica of norm {norm:.3g})"
+        line += f"; the other replicas went on {seconds:.2f} s after the notice"
         if shares:
             line += f"; step {change.next_step} may lack its {examples_in_words(shares)}"
         yield line
