@@ -303,7 +303,8 @@ def test_what_is_where_is_told_and_files_that_were_brought_there_load(tmp_path):
         first, empty, wide = [text for _, text in errors]
         assert (
             re.search(swapped, first)
-            and "start the nodes in the order that saved it, or copy its files" in first
+            and "start the nodes in the same order as in the saved run, or copy the missing files"
+            in first
         )
         assert re.search(
             rf"manifest.json cannot be read \(No such file or directory\) {host} \(ranks 2-3\): "
@@ -348,7 +349,10 @@ def require_named(kind, volumes):
         assert found == ""
     else:
         assert found.startswith(told)
-        assert "start the nodes in the order that saved it, or copy its files" in found
+        assert (
+            "start the nodes in the same order as in the saved run, or copy the missing files"
+            in found
+        )
 
 
 def test_a_node_loads_weights_from_the_replica_whose_files_it_has(tmp_path):

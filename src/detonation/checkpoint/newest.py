@@ -166,7 +166,7 @@ def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str
     if not texts:
         return ""
     if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
-        remedy = "start the nodes in the order that saved it, or copy its files"
+        remedy = "start the nodes in the same order as in the saved run, or copy the missing files"
     else:
         remedy = (
             f"to go on as {own.replicas} x {own.shards} copy the files of all replicas to each node"
