@@ -13,7 +13,7 @@ import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
-from detonation.log.repeat import Playback
+from detonation.log.playback import Playback
 from steps import following
 from worlds import caught
 from zoo import SCHEMES, Plain, batch, built

@@ -13,8 +13,8 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement.desync import numbers_of, options_of
 from detonation.core.agreement.options import recorded_options, take_recorded
 from detonation.core.flat.tensors import digest
+from detonation.log.playback import Playback
 from detonation.log.records import whole_records
-from detonation.log.repeat import Playback
 from zoo import Plain, batch, built
 
 KINDS = {

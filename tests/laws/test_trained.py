@@ -321,7 +321,7 @@ def test_a_phase_of_training_that_is_over_hides_no_frozen_weights():
         new = dt.replicate(
             torch.optim.SGD(others, lr=0.1), model, LoopbackCommunicator(2), dt.full()
         )
-        assert [*map(id, new.frozen.values())] == [id(first)]
+        assert [*map(id, new._trained.frozen.values())] == [id(first)]
     finally:
         gc.enable()
 
@@ -335,5 +335,5 @@ def test_an_optimizer_that_a_later_one_replaces_hides_no_frozen_weights():
     )
     first.requires_grad_(False)
     new = dt.replicate(torch.optim.SGD(others, lr=0.1), model, LoopbackCommunicator(2), dt.full())
-    assert [*map(id, new.frozen.values())] == [id(first)]
+    assert [*map(id, new._trained.frozen.values())] == [id(first)]
     del old

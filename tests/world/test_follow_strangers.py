@@ -334,10 +334,16 @@ def test_a_token_is_long_and_its_file_private(tmp_path):
             read_token(env)
 
 
-@pytest.mark.parametrize("token", [b"", b"15 bytes, short"])
-def test_a_token_that_is_given_is_long_too(token, monkeypatch):
+@pytest.mark.parametrize(
+    "token, said",
+    [
+        (b"", "the token has 0 bytes, must have at least 16"),
+        (b"15 bytes, short", "the token has 15 bytes, must have at least 16"),
+        ("0123456789abcdef", "the token is of type str, must be bytes"),
+    ],
+)
+def test_a_token_that_is_given_is_long_too(token, said, monkeypatch):
     monkeypatch.setenv("DETONATION_TOKEN", TOKEN.decode())  # not taken in its place
-    said = f"the token has {len(token)} bytes, must have at least 16"
     model = nn.Linear(8, 8)
     axis = dt.elastic(replica=0, replicas=1, store=HashStore())
     optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.full())
@@ -347,7 +353,7 @@ def test_a_token_that_is_given_is_long_too(token, monkeypatch):
         lambda: dt.follow(model, "127.0.0.1:1", token=token, wait=False),
         lambda: dt.admitted(model, None, token=token),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((TypeError, ValueError), match=said):
             opens()
     axis.close()
 

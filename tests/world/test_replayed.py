@@ -11,7 +11,7 @@ import worlds
 from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.tensors import digest
-from detonation.log import repeat
+from detonation.log import playback
 from steps import STEPS, advance, bases, started
 from zoo import REGISTERED, Plain, built
 
@@ -62,13 +62,13 @@ def resumed(mesh, name, folder, more=0, spoil=None, to=None):
     loaded = dt.load_checkpoint(folder / "checkpoints", model, optimizer)
     before = digest(model.parameters())
     replaced = {} if spoil is None else spoil(replica)
-    kept = {name: getattr(repeat, name) for name in replaced}
-    vars(repeat).update(replaced)
+    kept = {name: getattr(playback, name) for name in replaced}
+    vars(playback).update(replaced)
     said.clear()
     try:
         step = dt.replay(folder / "updates", optimizer, to)
     finally:
-        vars(repeat).update(kept)
+        vars(playback).update(kept)
         logging.getLogger("detonation").filters.clear()
     assert step == optimizer.step_count and (
         step > loaded.step or digest(model.parameters()) == before

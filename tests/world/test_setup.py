@@ -644,6 +644,27 @@ def other_frozen(mesh):
     return caught(dt.replicate(trained, model, mesh["replicate"], dt.full()).set_up)
 
 
+def other_plain(mesh):
+    """Both replicas train the head alone; the body requires gradients, too, and differs."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("detonation").addHandler(handler)
+    model = built(Held).requires_grad_(True)
+    with torch.no_grad():
+        model.frozen.bias += mesh.get_rank()
+    trained = torch.optim.SGD(model.trained.parameters(), lr=0.1)
+    dt.replicate(trained, model, mesh["replicate"], dt.full()).set_up()
+    logging.getLogger("detonation").removeHandler(handler)
+    return said
+
+
+def test_weights_of_no_replicated_optimizer_that_differ_are_warned_of_once():
+    first, second = worlds.run(other_plain, 2, 1)
+    assert len(first) == 1 and second == []
+    assert first[0].startswith("replicas differ in frozen.bias, which no replicated optimizer")
+
+
 def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():
     model = built(Plain)
 

@@ -21,9 +21,9 @@ from detonation.checkpoint.snapshot import (
     generators,
     groups,
     held_shards,
+    point_in,
     replicators_of_shards,
     run_identity,
-    run_in,
     weights,
 )
 from detonation.choices import first_names
@@ -78,9 +78,9 @@ def restore(
         load_base_state(described, source, optimizer, name, parameter, manifest.alike)
     for group, saved_options in zip(optimizer.param_groups, options, strict=True):
         group |= saved_options
-    optimizer.run.known = ""
-    if manifest.step:  # a checkpoint of step 0 may begin several runs, so its run id is not used
-        optimizer.run.known = run_in(file.values)
+    known, completed = point_in(file.values)
+    # a checkpoint of step 0 may begin several runs, so its run id is not used
+    optimizer.run.load(known if manifest.step else "", completed)
     stays_close = bool(same and moved and optimizer.settings.safety.equal != "bits")
     if stays_close:
         optimizer.closeness = Closeness(moved)

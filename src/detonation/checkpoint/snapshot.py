@@ -123,14 +123,21 @@ FIRST_OPTIONS = "first options"
 """Key under which a checkpoint holds the options that its run gave to `replicate`."""
 RUN = "run"
 """Key under which a checkpoint holds the id of its run."""
+COMPLETED = "completed"
+"""Key under which a checkpoint says how often rounds were completed since its step."""
 
 
-def run_in(values: Mapping[str, Any]) -> str:
-    """The id of the run in the plain values of a checkpoint; "" if an older version wrote it."""
-    found = values.get(RUN)
-    if isinstance(found, str):
-        return found
-    return ""
+def point_in(values: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The id of the run, and the count of completions, in the plain values of a checkpoint; see
+    `RunPoint`. "" and None if an older version wrote the checkpoint.
+    """
+    known = values.get(RUN)
+    completed = values.get(COMPLETED)
+    if not isinstance(known, str):
+        known = ""
+    if type(completed) is not int:
+        completed = None
+    return known, completed
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,8 @@ def take_snapshot(
     values[FIRST_OPTIONS] = optimizer.first_options
     if run := optimizer.run.use():
         values[RUN] = run
+    if optimizer.run.completed is not None:
+        values[COMPLETED] = optimizer.run.completed
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
     # make contiguous copies on the host that share no memory with the model

@@ -21,8 +21,8 @@ from detonation.core.schemes import Scheme, scheme
 from detonation.feed import shared_state
 from detonation.feed.pace import NO_LIMIT, Point
 from detonation.feed.stream import Joined, Stepped
-from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord
-from detonation.log.repeat import Player, repeat_step, show_agreed
+from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord, Player
+from detonation.log.repeat import repeat_step, show_agreed
 from detonation.log.writer import identity, round_like, use_padding_of
 
 Moment = tuple[str, int, int]
@@ -270,7 +270,7 @@ def joined_optimizer(
     chosen = scheme_of_training(about)
     alike = {key: about[key] for key in ("clip", "balance", "seed", "kernels")}
     optimizer = replicate(base, model, axis, chosen, **alike, safety=safety)
-    optimizer.run.known = before.run.known
+    optimizer.run.load(before.run.known, before.run.completed)
     _hand_over(shards, optimizer, parameters)
     if isinstance(axis, ElasticCommunicator):
         optimizer.step_count = before.step_count

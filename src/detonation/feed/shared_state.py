@@ -13,7 +13,7 @@ from detonation.checkpoint.files.manifest import versions
 from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_content
 from detonation.checkpoint.restore import load_base_state
-from detonation.checkpoint.snapshot import Snapshot, run_in, weights
+from detonation.checkpoint.snapshot import Snapshot, point_in, weights
 from detonation.choices import first_names
 from detonation.core.flat.padding_rows import note_padding
 from detonation.core.flat.tensors import local, padding_row
@@ -177,7 +177,7 @@ def load_shared_state(
         load_base_state(saved, saved, optimizer, name, parameter)
     for group, options in zip(optimizer.param_groups, saved.groups, strict=True):
         group |= options_of_group(options)
-    optimizer.run.known = run_in(saved.values)
+    optimizer.run.load(*point_in(saved.values))
     optimizer.build()
     current = optimizer.local_state()
     found = {key.removeprefix("replica."): key for key in saved.keys if key.startswith("replica.")}

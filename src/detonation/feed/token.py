@@ -64,10 +64,12 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
 def checked_token(token: bytes | None) -> bytes:
     """Returns `token`, or the result of `read_token` if it is None.
 
-    Raises `ValueError` as `read_token` does.
+    Raises `ValueError` as `read_token` does, and `TypeError` for text.
     """
     if token is None:
         return read_token()
+    if not isinstance(token, bytes):
+        raise TypeError(f"the token is of type {type(token).__name__}, must be bytes")
     return _long_enough(token, "the token")
 
 

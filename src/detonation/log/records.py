@@ -1,5 +1,5 @@
-"""Records of an update log, each with a checksum, and the recorder that makes records of the
-messages of training.
+"""Records of an update log, each with a checksum, the recorder that makes records of the messages
+of training, and the player that plays messages back.
 """
 
 import json
@@ -9,6 +9,7 @@ import re
 import struct
 import zlib
 from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from detonation.core.agreement import members_of, recorded_options
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
 from detonation.core.flat.written import WrittenWeights, stamp, weight_places
-from detonation.core.integrity.observer import StepObserver
+from detonation.core.integrity.observer import PlayedMessages, StepObserver
 from detonation.core.optim import hooks_after, hooks_before
 from detonation.core.optimizer import Replicated, local_parameters, reshard
 from detonation.core.runtime import Readback
@@ -54,9 +55,10 @@ class DamagedLog(DetonationError, ValueError):
 class LogRecord:
     """One record of an update log.
 
-    place: for messages the code of their channel and bucket, for weights the index of the parameter
-    in the model. step: for messages the step that sent these messages, for other records the number
-    of steps before the record. content: messages, the local shard of the parameter, or JSON.
+    place: for messages the code of their channel and bucket; for weights the index of the parameter
+    in the model; for `synchronize` calls how many there were since the last step, 0 if unknown.
+    step: for messages the step that sent these messages; for other records the number of steps
+    before the record. content: messages, the local shard of the parameter, or JSON.
     """
 
     kind: int
@@ -80,8 +82,8 @@ class LogRecord:
         return found
 
 
-def noted(kind: int, step: int, table: dict[str, Any]) -> LogRecord:
-    return LogRecord(kind, 0, step, json.dumps(table, separators=(",", ":")).encode())
+def noted(kind: int, step: int, table: dict[str, Any], place: int = 0) -> LogRecord:
+    return LogRecord(kind, place, step, json.dumps(table, separators=(",", ":")).encode())
 
 
 def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
@@ -136,21 +138,24 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
     return record
 
 
-def last_step(path: Path) -> int:
-    """Returns the last step in a file; 0 if there is no step. Reads only the headers of the
-    records, so this takes little time even for a large file.
+def heads(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Yields kind, place and step of each record of a file that holds no message. Reads only the
+    headers of the records, so this takes little time even for a large file.
     """
-    last = 0
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         while len(head := file.read(_HEADER.size)) == _HEADER.size:
-            magic, kind, _, step, count, _ = _HEADER.unpack(head)
+            magic, kind, place, step, count, _ = _HEADER.unpack(head)
             if magic != _MAGIC or count > size - file.tell():
                 break
             if kind != MESSAGE:
-                last = max(last, step)
+                yield kind, place, step
             file.seek(count, os.SEEK_CUR)
-    return last
+
+
+def last_step(path: Path) -> int:
+    """Returns the last step in a file; 0 if there is no step."""
+    return max((step for _, _, step in heads(path)), default=0)
 
 
 def _found(octets: memoryview) -> LogRecord | None:
@@ -337,7 +342,10 @@ class StepRecorder(StepObserver, ABC):
         if hooks != self._hooks:
             self._hooks = about["hooks"] = hooks
             self._warn_of_hooks(hooks)
-        self._waiting.append((messages, noted(kind, optimizer.step_count, about)))
+        completed = 0
+        if kind == SYNCHRONIZE:
+            completed = optimizer.run.completed or 0
+        self._waiting.append((messages, noted(kind, optimizer.step_count, about, completed)))
         self.flush(self._late)
 
     @property
@@ -414,6 +422,66 @@ class StepRecorder(StepObserver, ABC):
 def exchanged_by(optimizer: Replicated) -> dict[str, Tensor]:
     """Returns the parameters that the replicas of `optimizer` exchange, by name."""
     return {name: p for each in optimizer.build() for name, p in each.parameters.items()}
+
+
+class Player(PlayedMessages, ABC):
+    """Plays back records instead of exchanging messages: one process represents all replicas.
+
+    Raises `DamagedLog` if a record is missing.
+    """
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[int, int], deque[LogRecord]] = defaultdict(deque)
+        self._ends: deque[LogRecord] = deque()
+
+    @abstractmethod
+    def read(self) -> LogRecord | None:
+        """Returns the next record; returns None after the last record."""
+
+    def take(self, place: int, step: int) -> Tensor:
+        """Returns the next recorded messages of `place` (channel and bucket) in step `step`."""
+        # -> [bytes] uint8
+        while not self._messages[place, step]:
+            if not self._load():
+                raise DamagedLog(
+                    f"the log has no message of step {step} for channel and bucket {place}: it"
+                    " is the log of another run"
+                )
+        content = self._messages[place, step].popleft().content
+        if not self._messages[place, step]:
+            del self._messages[place, step]
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    def find(self, place: int, step: int) -> Tensor | None:
+        """Returns the next recorded messages of `place` (channel and bucket) in step `step`; None
+        if the step has no messages. The record that ends the step must have been read before this
+        call.
+        """
+        # -> [bytes] uint8
+        if (place, step) in self._messages:
+            return self.take(place, step)
+        return None
+
+    def next_end(self) -> LogRecord | None:
+        """Returns the record that ends the next step or `synchronize` call; None after the last
+        record.
+        """
+        while not self._ends and self._load():
+            pass
+        if self._ends:
+            return self._ends.popleft()
+        return None
+
+    def _load(self) -> bool:
+        """Reads one record. Returns False if there are no more records."""
+        record = self.read()
+        if record is None:
+            return False
+        if record.kind == MESSAGE:
+            self._messages[record.place, record.step].append(record)
+        else:
+            self._ends.append(record)
+        return True
 
 
 class Tapes(StepObserver):

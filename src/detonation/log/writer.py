@@ -26,11 +26,12 @@ from detonation.log.records import (
     Copies,
     LogRecord,
     StepRecorder,
+    heads,
     last_step,
     noted,
     whole_records,
 )
-from detonation.whole_files import replaced
+from detonation.whole_files import opened, replaced
 
 SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16
@@ -92,6 +93,7 @@ class UpdateLog(StepRecorder):
         self.directory = Path(directory)
         self._fsync_every = fsync_every
         self._file = -1
+        self._path: Path | None = None  # of the file that was begun last
         self._length = 0
         self._closing: Callable[[], object] = lambda: None
         self._levels: object = None  # the optimizer's levels when the current file began
@@ -112,12 +114,14 @@ class UpdateLog(StepRecorder):
         self.note(optimizer)
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """Returns the names of the weights of this optimizer, and of weights that no optimizer
-        trains. Other optimizers have their own logs.
+        """Returns the names of the weights of this optimizer, and of weights that no replicated
+        optimizer trains. Other replicated optimizers have their own logs.
         """
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = local_parameters(optimizer.model)
-        return {name for name, p in parameters.items() if id(p) in own} | optimizer.frozen.keys()
+        return {
+            name for name, p in parameters.items() if id(p) in own
+        } | optimizer.unreplicated.keys()
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Writes the records of the step or the `synchronize` call that has just ended."""
@@ -142,7 +146,8 @@ class UpdateLog(StepRecorder):
                 if self._kept:
                     self._write_kept(optimizer)
                 first_step = optimizer.step_count - (what == "step")
-                self._begin(optimizer, first_step, _settings(optimizer) | self._origin)
+                if another or not self._continue(optimizer, first_step):
+                    self._begin(optimizer, first_step, _settings(optimizer) | self._origin)
                 self._levels = optimizer.build()
             self.add_written()
             self.add(messages, what, optimizer)
@@ -184,14 +189,15 @@ class UpdateLog(StepRecorder):
 
     def rotate(self, oldest: int = 0) -> None:
         """Begins a new file, for example after a checkpoint. Removes files whose last step is
-        `oldest` or earlier.
+        `oldest` or earlier. A file whose last step is `oldest` stays if it ends with a write or a
+        `synchronize` call, which a checkpoint of that step may not include.
         """
         self.close()
         if not self.records:
             return
         try:
             for (rank, _, path), (other, end, _) in pairwise(segments(self.directory, "")):
-                if rank == other and end <= oldest:
+                if rank == other and (end < oldest or (end == oldest and _ends_with_step(path))):
                     path.unlink(missing_ok=True)
         except OSError as error:
             _log.warning(
@@ -250,12 +256,26 @@ class UpdateLog(StepRecorder):
             # remove files whose steps training will repeat, because it returned to an earlier step
             if begun > first:
                 later.unlink(missing_ok=True)
-        path = self.directory / f"{rank.name}-{first}{SUFFIX}"
-        self._file = replaced(path)
+        self._path = self._path_of(optimizer, first)
+        self._file = replaced(self._path)
         self._closing = weakref.finalize(self, os.close, self._file)
         self._options = []
         self._length = 0
         self.hand_on([noted(START, first, about)])
+
+    def _continue(self, optimizer: Replicated, first: int) -> bool:
+        """Opens the last file again if that file, too, begins after `first` steps: it may hold a
+        `synchronize` call, which a new file of the same name would remove. Returns whether it did.
+        """
+        if self._path != self._path_of(optimizer, first) or not self._path.exists():
+            return False
+        self._file = opened(self._path, os.O_WRONLY | os.O_APPEND)
+        self._closing = weakref.finalize(self, os.close, self._file)
+        self._length = os.lseek(self._file, 0, os.SEEK_END)
+        return True
+
+    def _path_of(self, optimizer: Replicated, first: int) -> Path:
+        return self.directory / f"{optimizer.coordinates.name}-{first}{SUFFIX}"
 
     def _warn_of_earlier(self, rank: str, run: str) -> None:
         """Warns if this log replaces the log of another run in the same directory."""
@@ -313,6 +333,12 @@ def _run_of(path: Path) -> str:
         for record in whole_records(path):
             return str(record.table().get("run", ""))
     return ""
+
+
+def _ends_with_step(path: Path) -> bool:
+    """True if the last record of a file ends a step."""
+    kinds = [START, *(kind for kind, _, _ in heads(path))]
+    return kinds[-1] in (START, STEP)
 
 
 def _end_of(begun: int, path: Path) -> int:

@@ -52,7 +52,11 @@ from detonation.core.link import (
 )
 from detonation.core.optim import BaseStep
 from detonation.core.optimizer.gathered import late_parameters, local_parameters
-from detonation.core.optimizer.setup_checks import warn_of_rounding, warn_of_second_momentum
+from detonation.core.optimizer.setup_checks import (
+    warn_of_rounding,
+    warn_of_second_momentum,
+    warn_of_unreplicated,
+)
 from detonation.core.replicator import (
     Channel,
     GradientReplicator,
@@ -288,7 +292,7 @@ def compare_replicas(
     settings: Settings,
     optimizer: Optimizer,
     joining: Collection[str] | None = None,
-    frozen: Mapping[str, Tensor] | None = None,
+    unreplicated: Mapping[str, Tensor] | None = None,
     begun: bool = False,
     close: bool = False,
     again: bool = False,
@@ -299,7 +303,9 @@ def compare_replicas(
     Args:
         optimizer: The base optimizer, for the options of its parameter groups.
         joining: The parameters whose weights are compared; None: all, and the self-tests, too.
-        frozen: Weights that no step moves, which are compared too.
+        unreplicated: Weights that no replicated optimizer trains, which are compared, too. Of those
+            that require a gradient, differences are only a warning: a plain optimizer may train
+            them.
         begun: Whether steps were taken, so that weights may differ if replicas round differently.
         close: Whether this replica already knows that replicas round differently.
         again: Whether a comparison found that replicas round differently, so that each operation
@@ -312,7 +318,13 @@ def compare_replicas(
         return ""
     bits = settings.safety.equal == "bits"
     comparison = _FirstComparison(
-        settings, optimizer, joining, frozen, begun, close, replicators[0].channel.runtime.device
+        settings,
+        optimizer,
+        joining,
+        unreplicated,
+        begun,
+        close,
+        replicators[0].channel.runtime.device,
     )
     if not bits:
         comparison.free = TESTS
@@ -324,6 +336,9 @@ def compare_replicas(
     shards = links_of_shards(parameters)
     with mismatch_on_all(shards, comparison.device):
         comparison.run(replicators)
+    differ = comparison.take_unreplicated()
+    if replicators[0].link.replica == 0:
+        warn_of_unreplicated(differ)
     links = dict.fromkeys(replicator.link for replicator in replicators)
     # With one link and no shards, all ranks took part in one comparison, and know its result.
     if shards or len(links) > 1:
@@ -366,6 +381,12 @@ def compare_rounding_singly(
     return still
 
 
+_PLAIN = " (in no replicated optimizer)"
+"""What follows the name of a weight that requires a gradient, but that no replicated optimizer
+trains. Replicas may differ in such weights, because a plain optimizer may train them.
+"""
+
+
 @dataclass
 class _FirstComparison:
     """Compares settings and weights of replicas along one link after the other.
@@ -381,7 +402,7 @@ class _FirstComparison:
     settings: Settings
     optimizer: Optimizer
     joining: Collection[str] | None
-    frozen: Mapping[str, Tensor] | None
+    unreplicated: Mapping[str, Tensor] | None
     begun: bool
     close: bool
     device: torch.device
@@ -403,12 +424,12 @@ class _FirstComparison:
             engine = replicator.channel.engine.name
             conditions = f"{selftest_conditions(self.device)}, engine={engine}"
             notes = dict.fromkeys(TESTS, conditions)
-            weights: list[str] = []
+            free = [*self.free, *(name for name in description if name.endswith(_PLAIN))]
             if self.begun:
-                weights = [name for name in description if name.endswith("weights)")]
+                free += [name for name in description if name.endswith("weights)")]
             try:
                 self.found |= replicator.link.require_same(
-                    description, self.device, notes, free=(*self.free, *weights)
+                    description, self.device, notes, free=free
                 )
             except Mismatch as error:
                 refused.append(error)
@@ -433,21 +454,31 @@ class _FirstComparison:
         if self.settings.clip:
             description["clip"] = str(self.settings.clip)
             description[NORM_SELFTEST] = norm_selftest(self.device)
-        if self.frozen and replicator.link not in self.compared:
-            description |= self._frozen_weights(replicator.part_of(self.frozen))
+        if self.unreplicated and replicator.link not in self.compared:
+            plain = {name for name, p in self.unreplicated.items() if p.requires_grad}
+            sums = self._checksums(replicator.part_of(self.unreplicated))
+            for name, checksum_text in sums.items():
+                kind = " (frozen weights)"
+                if name in plain:
+                    kind = _PLAIN
+                description[name + kind] = checksum_text
         return description
 
-    def _frozen_weights(self, frozen: Mapping[str, Tensor]) -> dict[str, str]:
-        """Returns a checksum of each weight in `frozen`. The host reads all checksums in one copy
-        from the device.
+    def _checksums(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
+        """Returns a checksum of each weight, as text. The host reads all checksums in one copy from
+        the device.
         """
-        if not frozen:
+        if not weights:
             return {}
-        sums = torch.stack([checksum(tensor).to(self.device) for tensor in frozen.values()])
-        return {
-            f"{name} (frozen weights)": str(one)
-            for name, one in zip(frozen, sums.tolist(), strict=True)
-        }
+        sums = torch.stack([checksum(tensor).to(self.device) for tensor in weights.values()])
+        return {name: str(one) for name, one in zip(weights, sums.tolist(), strict=True)}
+
+    def take_unreplicated(self) -> list[str]:
+        """Removes the weights of `_PLAIN` from the allowed differences, and returns their names."""
+        odd = [key for key in self.found if key.endswith(_PLAIN)]
+        for key in odd:
+            del self.found[key]
+        return [key.removesuffix(_PLAIN) for key in odd]
 
 
 def _description(

@@ -84,7 +84,7 @@ class Replicated(OptimizerWrapper):
         self.model = model
         # options of the parameter groups at creation, before schedulers and steps change options
         self.first_options = options_of(base, {})
-        self.run = states.RunId()
+        self.run = states.RunPoint()
         self._buffers = BufferSync(model)
         self._trained = TrainedParameters(model, base)
         # True if a loaded state dict had no replica state; the next step logs a warning
@@ -121,9 +121,9 @@ class Replicated(OptimizerWrapper):
         return coordinates_of(self.levels, self._trained.everyone, self.settings.intra_node)
 
     @property
-    def frozen(self) -> dict[str, Tensor]:
-        """The weights of the model that no optimizer step currently changes, by name."""
-        return self._trained.frozen
+    def unreplicated(self) -> dict[str, Tensor]:
+        """The weights of the model that no step of a replicated optimizer changes, by name."""
+        return self._trained.unreplicated
 
     @property
     def is_built(self) -> bool:
@@ -190,6 +190,7 @@ class Replicated(OptimizerWrapper):
                 if "parameters" in signals:
                     consensus.end(step)
                 self.step_count = step + 1
+                self.run.completed = 0
                 halfway = None
                 if self.observer:
                     self.observer.end("step", self)
@@ -305,7 +306,7 @@ class Replicated(OptimizerWrapper):
             if self._padding:
                 self._padding.agree()
             options = options_of(self.base, parameters)
-            self._consensus.verify(self.build(), self.step_count, options, self.frozen)
+            self._consensus.verify(self.build(), self.step_count, options, self._trained.frozen)
             self._buffers(self.build())
 
     @_disable_dynamo
@@ -394,9 +395,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:
-        """Continues training at step number `step`. The caller has already loaded the state of all
-        replicators. Collective.
-        """
+        """Continues at step number `step`, after all other state was loaded. Collective."""
         self.step_count = step
         if self.observer:
             self.observer.left()
@@ -405,7 +404,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None:
             self._consensus.forget()
             self.build()
-            self._compare(frozen=self.frozen)
+            self._compare(others=self.unreplicated)
             if self.closeness:
                 self.verify()
 
@@ -414,7 +413,7 @@ class Replicated(OptimizerWrapper):
         """Builds the levels and compares the replicas, as the first step does. Collective."""
         if self._replicators is None:
             self.build()
-            self._compare(frozen=self.frozen)
+            self._compare(others=self.unreplicated)
         return self.build()
 
     @torch.no_grad()
@@ -487,12 +486,12 @@ class Replicated(OptimizerWrapper):
             replicator.drop_overlap()
 
     def _begin_anew(self) -> None:
-        """Makes observers start a new record, which lists all padding rows that move from now on.
-        The old record does not list the rows that were just released."""
+        """Makes observers start a new record, which lists the padding rows that now move, too."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
         changes.complete(self.build(), consensus, self._buffers, self.step_count)
+        self.run.complete()
         if self.observer:
             self.observer.end("synchronize", self)
 
@@ -508,7 +507,7 @@ class Replicated(OptimizerWrapper):
         self._lay_out(now)
         joining = [name for name, p in now.items() if before.get(name) is not p]
         changes.hand_over_by_name(old, self._by_level, joining)
-        self._compare(joining, self.frozen)
+        self._compare(joining, self.unreplicated)
 
     @torch.no_grad()
     def renumber(self) -> None:
@@ -571,9 +570,9 @@ class Replicated(OptimizerWrapper):
         return replicators
 
     def _compare(
-        self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None
+        self, joining: Collection[str] | None = None, others: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Compares the settings and weights of all replicas. Collective.
+        """Compares the settings and weights (also `others`) of all replicas. Collective.
 
         If replicas round differently, each operation of a step is rounded separately from now on.
         If replicas still round differently, a gate keeps their weights close to each other.
@@ -584,7 +583,7 @@ class Replicated(OptimizerWrapper):
             self.settings,
             self.base,
             joining,
-            frozen,
+            others,
             begun=self.step_count > 0,
             close=self.closeness is not None,
         )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from detonation.choices import first_names
 from detonation.core.agreement import Safety
 from detonation.core.codec import Sign
 from detonation.core.link import (
@@ -217,6 +218,19 @@ def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
     """
     if (here.replica, here.shard) == (0, 0):
         _log.warning(_CLOSE if closely else _SINGLY, found)
+
+
+def warn_of_unreplicated(names: Sequence[str]) -> None:
+    """Logs a warning that replicas differ in the weights `names`, which require a gradient, but
+    which no replicated optimizer trains.
+    """
+    if names:
+        _log.warning(
+            "replicas differ in %s, which no replicated optimizer trains: if no plain optimizer"
+            " trains them either, freeze them with requires_grad_(False), and start from equal"
+            " weights (same_weights)",
+            first_names(names),
+        )
 
 
 _CLOSE = (

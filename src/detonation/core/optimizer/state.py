@@ -29,18 +29,33 @@ _MARKED = re.compile(r"replica\d+\.")
 _log = logging.getLogger("detonation")
 
 
-class RunId:
-    """The id of a run: a random text that names the run in checkpoints and update logs.
+class RunPoint:
+    """The id of a run, and the point between two of its steps that training has reached.
 
-    Each rank draws an id at random, and `agree` replaces it by the first rank's id (the drawn id).
+    The id is a random text that names the run in checkpoints and update logs. Each rank draws an id
+    at random, and `agree` replaces it by the first rank's id (the drawn id).
 
     known: the id of the checkpoint or the log that this process has loaded, replayed or written; ""
     before that. The known id may differ between ranks. After `agree`, the drawn id does not.
+    completed: how often rounds were completed since the last step, as by `synchronize`; None if the
+    loaded state does not say it. With this count, a replay knows which completions after a step a
+    checkpoint includes.
     """
 
     def __init__(self) -> None:
         self.known = ""
+        self.completed: int | None = 0
         self._drawn = secrets.token_hex(8)
+
+    def load(self, known: str = "", completed: int | None = None) -> None:
+        """Continues at the point of a loaded state, which may say neither id nor count."""
+        self.known = known
+        self.completed = completed
+
+    def complete(self) -> None:
+        """Counts one completion of rounds."""
+        if self.completed is not None:
+            self.completed += 1
 
     def agree(self, replicators: Sequence[Replicator]) -> None:
         """Gives all ranks the id that the first rank drew. Collective.
@@ -57,7 +72,7 @@ class RunId:
 
     def use(self) -> str:
         """Returns the id for a checkpoint or a log: `known` or, if `known` is empty, the drawn id
-        (see `RunId`). The returned id becomes `known`.
+        (see `RunPoint`). The returned id becomes `known`.
         """
         self.known = self.known or self._drawn
         return self.known
@@ -157,7 +172,7 @@ def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) ->
     Collective.
     """
     optimizer.memory_lost = False
-    optimizer.run.known = ""
+    optimizer.run.load()
     if not saved and optimizer.is_built and optimizer.local_state():
         optimizer.forget_levels()  # the state was saved before the first step, without memory
     for index, replicator in enumerate(optimizer.build() if saved else ()):
@@ -245,7 +260,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     else:
         optimizer.base.load_state_dict({**rest, "state": own})
         schemes = [scheme for _, scheme in optimizer.levels]
-        optimizer.run.known = ""
+        optimizer.run.load()
         optimizer.forget_levels()  # the old anchor would overwrite the loaded weights
         optimizer.memory_lost = any(
             s.feedback or s.round.delay or s.signal == "parameters" for s in schemes

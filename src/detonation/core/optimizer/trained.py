@@ -72,18 +72,28 @@ class TrainedParameters:
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The parameters of the model that no optimizer trains, by name. Parameters on the meta
-        device are left out.
+        """The parameters in `unreplicated` that require no gradient, by name. A plain optimizer may
+        train the others, differently on each replica.
+        """
+        everyone = local_parameters(self.model)
+        return self._unreplicated({name: p for name, p in everyone.items() if not p.requires_grad})
+
+    @property
+    def unreplicated(self) -> dict[str, Tensor]:
+        """The parameters of the model that no replicated optimizer trains, by name. Parameters on
+        the meta device are left out.
 
         Frozen parameters of another replicated optimizer are left out, too, because they may be
-        frozen only for a time, as by Lightning's `toggle_optimizer`. Parameters that a plain
-        optimizer trains are left out, because they may differ between replicas.
+        frozen only for a time, as by Lightning's `toggle_optimizer`.
         """
+        return self._unreplicated(local_parameters(self.model))
+
+    def _unreplicated(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns those of `parameters` that `unreplicated` describes."""
         found = {
-            name: parameter
-            for name, parameter in local_parameters(self.model).items()
-            if not (parameter.requires_grad or name in self.laid_out)
-            and parameter.device.type != "meta"
+            name: p
+            for name, p in parameters.items()
+            if name not in self.laid_out and p.device.type != "meta"
         }
         ids = {id(p) for p in found.values()}
         trained = self._trained_elsewhere()

@@ -106,5 +106,5 @@ def _agreed(session: Session, out: Path) -> Path:
     for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)
-    optimizer.run.known = replayed.run.known
+    optimizer.run.load(replayed.run.known, replayed.run.completed)
     return saved_run(out, session.model, optimizer, session.config)

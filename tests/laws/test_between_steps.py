@@ -1,0 +1,161 @@
+"""The law of the log, for what comes between two steps: writes, `synchronize`, saves and new files in any order."""
+
+import copy
+from itertools import permutations
+
+import pytest
+import torch
+from torch import nn
+
+import detonation as dt
+import worlds
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.flat.tensors import digest
+from steps import STEPS, advance, bases, started
+from zoo import Plain, batch, built
+
+AT = 3
+"""The step after which all events come: in the middle of a round, with updates in flight."""
+SCHEMES = {
+    "demo": dt.demo(),
+    "demo, late": dt.demo(delay=1),
+    "loco, late": dt.loco(delay=2),
+    "diloco": dt.diloco(every=4),
+    "streaming": dt.schemes.streaming_diloco(every=4, fragments=2, delay=1),
+}
+ORDERS = [
+    *permutations(("write", "synchronize", "save", "rotate")),
+    ("synchronize", "save", "synchronize"),
+    ("write", "synchronize", "write", "save", "synchronize", "write"),
+    ("write", "synchronize", "save", "write", "synchronize"),
+    ("save", "rotate", "synchronize", "rotate", "write"),
+    ("rotate", "synchronize", "rotate", "save", "write", "rotate", "synchronize"),
+    ("synchronize", "rotate", "write", "save", "rotate", "synchronize", "rotate"),
+]
+
+
+def trained(folder, scheme, order, oldest):
+    """The weights at the end of a run whose `order` of events comes after step `AT`."""
+    model, optimizer = started(LoopbackCommunicator(1), scheme)
+    log = dt.UpdateLog(folder / "updates")
+    optimizer.record(log)
+    advance(model, optimizer, 0, range(AT))
+    for event in order:
+        if event == "write":
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+        elif event == "synchronize":
+            optimizer.synchronize()
+        elif event == "save":
+            dt.save_checkpoint(folder / "checkpoints", model, optimizer)
+        else:
+            log.rotate(oldest)
+    advance(model, optimizer, 0, range(AT, STEPS))
+    optimizer.synchronize()
+    log.close()
+    return digest(model.parameters())
+
+
+def repeated(folder, scheme, saved):
+    """The weights after a replay, from the checkpoint or from the beginning."""
+    model, optimizer = started(LoopbackCommunicator(1), scheme)
+    if saved:
+        dt.load_checkpoint(folder / "checkpoints", model, optimizer)
+    if dt.replay(folder / "updates", optimizer) != STEPS:
+        return ""
+    return digest(model.parameters())
+
+
+def wrong(_, folder, name):
+    """The orders of events after which a replay ends with other weights than training."""
+    found = []
+    for number, order in enumerate(ORDERS):
+        for oldest in (0, AT):
+            place = folder / f"{number}-{oldest}"
+            end = trained(place, SCHEMES[name], order, oldest)
+            starts = [True, False][: 2 - bool(oldest)]  # files up to `oldest` are gone
+            for saved in starts:
+                if repeated(place, SCHEMES[name], saved) != end:
+                    found.append((order, oldest, saved))
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_checkpoint_and_its_log_end_alike_whatever_comes_between_two_steps(name, tmp_path):
+    assert worlds.run(wrong, 1, 1, tmp_path, name) == [[]]
+
+
+def test_a_replay_may_stop_after_any_step(tmp_path):
+    """Also where a parameter that a step did not use was settled while its update was in flight."""
+    scheme = dt.loco(precision="bf16", delay=2)
+    model, optimizer = started(LoopbackCommunicator(1), scheme)
+    optimizer.record(dt.UpdateLog(tmp_path))
+    weights = []
+    for step in range(STEPS):
+        if step == AT + 2:
+            optimizer.state_dict()
+        model(batch(0, step, 32)).mean().backward()
+        if step == AT + 1:
+            next(model.parameters()).grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(digest(model.parameters()))
+    again, replaying = started(LoopbackCommunicator(1), scheme)
+    found = []
+    for step in range(1, STEPS + 1):
+        dt.replay(tmp_path, replaying, to=step)
+        found.append(digest(again.parameters()))
+    assert found == weights
+
+
+def test_a_state_that_does_not_tell_the_order_is_refused_only_where_the_order_counts(tmp_path):
+    """A state dict does not say how often rounds were completed after its step."""
+    for order in (("synchronize",), ("write",), ("write", "synchronize")):
+        folder = tmp_path / "-".join(order)
+        model, optimizer = started(LoopbackCommunicator(1), dt.demo(delay=1))
+        optimizer.record(dt.UpdateLog(folder))
+        advance(model, optimizer, 0, range(AT))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        for event in order:
+            if event == "write":
+                with torch.no_grad():
+                    next(model.parameters()).mul_(0.5)
+            else:
+                optimizer.synchronize()
+        advance(model, optimizer, 0, range(AT, STEPS))
+        again, replaying = started(LoopbackCommunicator(1), dt.demo(delay=1))
+        again.load_state_dict(saved[0])
+        replaying.load_state_dict(saved[1])
+        if len(order) > 1:
+            with pytest.raises(
+                ValueError, match="does not tell whether it was saved before or after"
+            ):
+                dt.replay(folder, replaying)
+            continue
+        assert dt.replay(folder, replaying) == STEPS
+        assert digest(again.parameters()) == digest(model.parameters())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_write_to_a_weight_of_no_optimizer_is_repeated(frozen, tmp_path):
+    def new():
+        model = nn.Sequential(built(Plain), nn.Linear(4, 1))
+        model[0].requires_grad_(not frozen)
+        with torch.no_grad():
+            for parameter in model[1].parameters():
+                parameter.fill_(0.5)
+        base = bases(model[1].parameters())
+        return model, dt.replicate(base, model, LoopbackCommunicator(2), dt.full())
+
+    model, optimizer = new()
+    optimizer.record(dt.UpdateLog(tmp_path))
+    for step in range(STEPS):
+        if step == AT:
+            with torch.no_grad():
+                next(model[0].parameters()).mul_(0.5)
+        model(batch(0, step, 32)).mean().backward()
+        optimizer.step()
+        model.zero_grad()
+    again, replaying = new()
+    assert dt.replay(tmp_path, replaying) == STEPS
+    assert digest(again.parameters()) == digest(model.parameters())
