@@ -159,3 +159,40 @@ def test_a_write_to_a_weight_of_no_optimizer_is_repeated(frozen, tmp_path):
     again, replaying = new()
     assert dt.replay(tmp_path, replaying) == STEPS
     assert digest(again.parameters()) == digest(model.parameters())
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming", "loco, late"])
+@pytest.mark.parametrize("at", [AT, AT + 1])
+def test_a_state_dict_that_includes_a_completion_goes_on_as_training_did(name, at, tmp_path):
+    """Repeating the completion changes nothing, and its messages do not serve the next round."""
+    model, optimizer = started(LoopbackCommunicator(2), SCHEMES[name])
+    optimizer.record(dt.UpdateLog(tmp_path))
+    advance(model, optimizer, 0, range(at))
+    optimizer.synchronize()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    advance(model, optimizer, 0, range(at, STEPS))
+    optimizer.synchronize()
+    again, replaying = started(LoopbackCommunicator(2), SCHEMES[name])
+    again.load_state_dict(saved[0])
+    replaying.load_state_dict(saved[1])
+    assert dt.replay(tmp_path, replaying) == STEPS
+    assert digest(again.parameters()) == digest(model.parameters())
+
+
+@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_last_step_of_a_replay_includes_what_came_after_it(name, rotates, tmp_path):
+    """Also where that stands in a file of its own."""
+    model, optimizer = started(LoopbackCommunicator(1), SCHEMES[name])
+    log = dt.UpdateLog(tmp_path)
+    optimizer.record(log)
+    advance(model, optimizer, 0, range(AT))
+    if rotates:
+        log.rotate()
+    optimizer.synchronize()
+    end = digest(model.parameters())
+    advance(model, optimizer, 0, range(AT, STEPS))
+    log.close()
+    again, replaying = started(LoopbackCommunicator(1), SCHEMES[name])
+    assert dt.replay(tmp_path, replaying, to=AT) == AT
+    assert digest(again.parameters()) == end

@@ -70,9 +70,9 @@ class Playback(Player):
         self._delay = scheme.round.delay
         self._completed = optimizer.run.completed
         # messages that are in flight after `to` steps are recorded up to `delay` steps later
-        last = max(self._to + self._delay, first + 1)
+        last = max(self._to + self._delay, first)
         oldest = self._oldest_file(files[: len(usable)])
-        self.files = [(begun, path) for begun, path in files if oldest <= begun < last]
+        self.files = [(begun, path) for begun, path in files if oldest <= begun <= last]
         self._records = self._read()
 
     def read(self) -> LogRecord | None:
@@ -85,8 +85,8 @@ class Playback(Player):
         """
         try:
             end = super().next_end()
-        except DamagedLog:
-            # if step `to` is reached, damage in later records does no harm
+        except ValueError:
+            # if step `to` is reached, faults of later records do no harm
             if self._optimizer.step_count < self._to:
                 raise
             return None

@@ -445,7 +445,8 @@ class Player(PlayedMessages, ABC):
             if not self._load():
                 raise DamagedLog(
                     f"the log has no message of step {step} for channel and bucket {place}: it"
-                    " is the log of another run"
+                    " is the log of another run, or a process ended before it received that"
+                    " message: replay from a later checkpoint"
                 )
         content = self._messages[place, step].popleft().content
         if not self._messages[place, step]:
@@ -471,6 +472,12 @@ class Player(PlayedMessages, ABC):
         if self._ends:
             return self._ends.popleft()
         return None
+
+    def drop_messages(self) -> None:
+        """Drops the messages that were read and not taken. After `synchronize` no update is in
+        flight; if the state included the call already, the messages of the call are left.
+        """
+        self._messages.clear()
 
     def _load(self) -> bool:
         """Reads one record. Returns False if there are no more records."""

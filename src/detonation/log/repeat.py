@@ -19,6 +19,7 @@ from detonation.log.playback import Playback, require_hooks
 from detonation.log.records import (
     MEMBERS,
     STEP,
+    SYNCHRONIZE,
     WRITTEN,
     DamagedLog,
     LogRecord,
@@ -182,6 +183,8 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
     optimizer.record(reader)
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
+        if end.kind == SYNCHRONIZE:
+            reader.drop_messages()
     optimizer.run.known = reader.run or optimizer.run.known
     # the gradients still hold the last update, to which the next backward would add
     optimizer.zero_grad()
