@@ -138,7 +138,7 @@ def test_law_15_a_replay_without_the_hook_before_a_step_is_refused_by_its_name(t
         tmp_path, SCHEMES["demo"], torch.optim.AdamW, lambda b: b.register_step_pre_hook(halve)
     )
     other, again = started(LoopbackCommunicator(2), SCHEMES["demo"])
-    with pytest.raises(ValueError, match=r"hooks before step 1 .*: halve; register hooks"):
+    with pytest.raises(ValueError, match=r"before step 1, .* hooks .*: halve; register functions"):
         dt.replay(tmp_path, again)
     again.base.register_step_pre_hook(halve)
     assert dt.replay(tmp_path, again) == STEPS

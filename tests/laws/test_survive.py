@@ -657,8 +657,8 @@ def test_a_replica_that_dies_once_all_have_agreed_on_it_keeps_nobody_waiting(mon
     [
         ({"min_replicas": 3}, "min_replicas is 3, must be from 1 to the number of replicas, 2"),
         ({"silence_s": 0.5}, "silence_s is 0.5, must be above 1"),
-        ({"replica": 2}, "replica is 2 of 2: pass a number from 0"),
-        ({"replica": None}, "or a whole mesh"),
+        ({"replica": 2}, "replica is 2, replicas is 2: pass both"),
+        ({"replica": None}, "or only a mesh of all replicas"),
         ({"store": None}, "need a store"),
     ],
 )

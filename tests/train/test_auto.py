@@ -309,7 +309,8 @@ def test_levels_name_their_schemes(tmp_path, capsys):
     path.write_text(tomli_w.dumps({**RECIPE, "scheme": LEVELS, "mesh": {"shards": 1}}))
     assert run_command(["train", str(path)]) == 2
     assert capsys.readouterr().err == (
-        "error: scheme auto needs a recipe with a single [scheme]: in each [[scheme]], set name to another scheme\n"
+        "error: scheme auto needs a recipe with a single [scheme]:"
+        " in each [[scheme]], set name to a scheme other than auto\n"
     )
 
 

@@ -274,8 +274,8 @@ def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, H
 
 
 def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[Replicator]]:
-    """The replicators of the parameters in each shard that this rank holds, by number of the
-    shard.
+    """Returns, for each shard index in `held`, the replicators of the parameters in this shard.
+    `held` has all shards that this rank holds (see `held_shards`).
     """
     found: dict[int, list[Replicator]] = {shard: [] for shard in held}
     shard_of = {

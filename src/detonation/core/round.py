@@ -47,7 +47,7 @@ class Round:
             raise ValueError(f"delay is {self.delay}, must be at least 0")
         if not 0 <= self.offset < self.every:
             raise ValueError(
-                f"offset is {self.offset}, must be from 0 to below every ({self.every})"
+                f"offset is {self.offset}, must be from 0 to less than every, which is {self.every}"
             )
 
     @property

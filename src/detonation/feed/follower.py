@@ -85,8 +85,8 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def ahead(self) -> int:
-        """A number that the feed sent with the last copy of the state. For a joining replica it is
-        the number of the optimizer's turn minus the step number (see `Turns`).
+        """The number of the optimizer's turn minus the number of its step (see `Turns`), as the
+        feed sent it with the last copy of the state. 0 if the feed does not let replicas join.
         """
         return int(self._shards[0].about.get("ahead", 0))
 

@@ -130,8 +130,8 @@ class Feed(StepRecorder):
         no pause between two copies.
         """
         self.ahead: Callable[[], int] = lambda: 0
-        """Returns the number that followers read as `Follower.ahead`. The feed sends it with each
-        copy of the state.
+        """Returns the optimizer's turn minus its step, which followers read as `Follower.ahead`.
+        The feed sends this difference with each copy of the state.
         """
         self.has_joined: Callable[[], bool] = lambda: False
         """Returns True if the process that follows this feed has joined training as a replica."""

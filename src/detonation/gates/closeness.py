@@ -113,7 +113,7 @@ class Closeness(StepGate):
         mark = torch.ones(1, dtype=torch.uint8, device=device)
         sent = torch.cat([*(each.to(device).view(torch.uint8) for each in mine), mark])
         # The sum has the bits of replica 0, because all other replicas send zeros.
-        # The last byte of the sum is 0 if replica 0 was absent.
+        # The last byte of the sum is the 1 in `mark` of replica 0, or 0 if replica 0 was lost.
         if link.replica != 0:
             sent.zero_()
         total = link.all_reduce(sent)()

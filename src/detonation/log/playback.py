@@ -360,6 +360,7 @@ def require_hooks(end: LogRecord, optimizer: Replicated) -> None:
     lacks = [name for name in recorded if name.rpartition(".")[2] not in here]
     if lacks:
         raise ValueError(
-            f"training ran hooks before step {end.step} of its base optimizer, which may change"
-            f" gradients: {first_names(lacks)}; register hooks of these names on optimizer.base"
+            f"before step {end.step}, the logged training ran hooks of its base optimizer that may"
+            f" change gradients: {first_names(lacks)}; register functions with these names by"
+            " optimizer.base.register_step_pre_hook"
         )

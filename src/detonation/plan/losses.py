@@ -416,8 +416,11 @@ def _uses_law(loss: Loss, goal: Goal) -> bool:
 def _at_size(
     loss: Loss, goal: Goal, cost: float, ends: tuple[float, float]
 ) -> tuple[float, tuple[float, float]]:
-    """Returns the cost and the ends of its interval at the size and with the replicas of `goal`:
-    by the law of rounds, or otherwise with a wider interval.
+    """Converts `cost` and the `ends` of its interval to the model size and replicas of `goal`.
+    `cost` is the fraction by which the loss of a scheme is above the baseline's.
+
+    If the law of rounds applies, this law converts both. Otherwise the cost stays, and the interval
+    becomes wider.
     """
     size = goal.parameters / loss.parameters
     if _uses_law(loss, goal):

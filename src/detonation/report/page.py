@@ -1,5 +1,6 @@
-"""Writes an HTML page about one or several runs. A written page is a single file without scripts.
-Only the page of a run in training has a script, which reloads the content.
+"""Makes HTML pages about one or several runs. `try_write` writes a page to a single file, which
+has no script. The page that a server shows while a run trains has a script, which reloads the
+content.
 """
 
 import re

@@ -64,14 +64,17 @@ class Claim:
             self._require_size(first[2])
 
     def offer(self, axis: Store) -> None:
-        """On the first rank, writes to `axis` the counts of replicas and shards with which this
-        rank was started. All other ranks must have been started with equal counts; `hold` checks
-        these.
+        """Writes to the store `axis` how many replicas and shards this rank was started with. Only
+        the first rank calls this method. `hold` compares the counts of each other rank with these.
         """
         axis.set(_SIZE, self._size)
 
     def hold(self, axis: Store) -> None:
-        """Claims the number of this rank in `axis`, a store that only this start uses."""
+        """Claims the index of this rank in the store `axis`, which only this start of the run uses.
+
+        Raises `RefusedStart` if another process claimed this index, or if the first rank was
+        started with another count of replicas or shards.
+        """
         claim = json.dumps(self._own)
         self._require_own(json.loads(axis.compare_set(self._key, "", claim)))
         self._require_size(axis.compare_set(_SIZE, "", self._size).decode())

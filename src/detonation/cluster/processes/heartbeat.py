@@ -343,8 +343,10 @@ class Heartbeat:
                 self._end(self._explained(self._lost_message([neighbour], silence), silence))
 
     def _explained(self, text: str, silence: float) -> Reason:
-        """Finds the reason for a lost connection, and posts it, as `explain` says. The calling
-        thread must hold the lock `_reporting`.
+        """Finds out why this rank lost a connection, and posts the reason on the heartbeat board.
+        Returns the reason that the board has after that.
+
+        The calling thread must hold the lock `_reporting`.
         """
         try:
             lost = self._silent_ranks()
@@ -365,8 +367,8 @@ class Heartbeat:
     def _post(self, reason: Reason) -> Reason:
         """Posts `reason` on the heartbeat board. Returns the reason that the board has after that.
 
-        A rank with another token may overwrite the posted notice immediately. In this case the
-        board has no valid reason, and `reason` is returned.
+        A process without the token of this run (see `StoreBoard`) may overwrite the posted reason
+        immediately. The board then has no valid reason, and this method returns `reason`.
         """
         notice = self._board.post_notice(str(reason))
         if not notice:

@@ -272,8 +272,8 @@ def elastic(
         replicas = mesh["replicate"].size()
     if replica is None or replicas is None or not 0 <= replica < replicas:
         raise ValueError(
-            f"replica is {replica} of {replicas}: pass a number from 0 to below replicas, or a"
-            " whole mesh"
+            f"replica is {replica}, replicas is {replicas}: pass both, with 0 <= replica <"
+            " replicas, or only a mesh of all replicas"
         )
     if not 1 <= min_replicas <= replicas:
         raise ValueError(

@@ -1,6 +1,8 @@
-"""gloo process groups that are not in torch's registry: they are created in milliseconds, and
-abandoned when one of their ranks is lost. The module also has numbered collectives and the record
-of a loss.
+"""Creates gloo process groups outside of torch's registry of process groups. Ranks create such a
+group in milliseconds, and abandon it when one of its ranks is lost.
+
+The module also defines two records: `NumberedCollective`, a collective that this rank has started,
+and `SurvivedLoss`, a change of the members after which training continued.
 """
 
 import threading

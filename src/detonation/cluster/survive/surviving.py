@@ -511,7 +511,7 @@ class SurvivingCommunicator(AxisEnd):
             ended = each.flight is not None and each.flight.ended
             if each.result is None and each.kind != "all_to_all" and ended:
                 floor = each.floor
-                each.floor = 0  # with floor 0, `_take` deletes nothing from `_kept`
+                each.floor = 0  # `_take` deletes collectives up to number `floor`: with 0, none
                 self._take(each)
                 each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]

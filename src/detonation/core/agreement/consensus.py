@@ -106,7 +106,7 @@ class StopConsensus:
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
         # The exchange between shards comes last, as only some shards may know a reason to stop.
-        # For example, the last messages of a lost replica may have reached only some shards.
+        # An example is a reason that came in the last messages of a lost replica to some shards.
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
@@ -319,11 +319,12 @@ class StopConsensus:
         texts: Mapping[str, str],
         step: int,
     ) -> dict[str, Tensor]:
-        """Compares `tensors` and `texts` between the replicas of `replicator`. Returns the repaired
-        values of the tensors that differ. Collective.
+        """Compares `tensors` and `texts` of this replica with those of the other replicas.
+        Collective.
 
-        Records a reason to stop for each difference that is not repaired, and records the replicas
-        that announced a change of their trained parameters.
+        Returns repaired values of the tensors that differ, by name. No tensor is repaired unless
+        `on_desync` is "repair". Each difference that is not repaired becomes a reason to stop. If a
+        replica announces that it began or stopped training a parameter, records this instead.
         """
         link = replicator.link
         counts = replicator.counts

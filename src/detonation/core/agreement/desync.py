@@ -174,9 +174,12 @@ def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
 
 
 def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
-    """Decodes `words`, the integers that `Link.collect` received, one from each replica. For each
-    replica that announced a change, returns the index of the announced parameter. Each integer is
-    the weighted sum over the ranks of a node.
+    """Returns, for each replica that announced that it began or stopped training a parameter, the
+    index of this parameter.
+
+    words: one integer of each replica, as `Link.collect` returns them. Each integer is the sum of
+    equal integers of the replica's `local_ranks` ranks with the weights 1, 3, 5, ..., so it is
+    `local_ranks` squared times one of these integers.
     """
     numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}

@@ -222,7 +222,7 @@ class TwoBit(BlockCodebook):
         return codes, torch.cat([small, over, -small, under], 1)
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
-        # two codes are looked up together, as one code of four bits for two levels
+        # Two codes of 2 bits are one index of 4 bits into `pairs`, the 16 pairs of decoded values.
         each = levels.unsqueeze(-2).expand(*levels.shape, 4)
         pairs = torch.stack([each, each.mT], -1).view(torch.int64).flatten(-3)
         codes = unpack(packed, levels.shape[-2] * self.block // 2, 4, torch.uint8)

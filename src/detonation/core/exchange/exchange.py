@@ -235,7 +235,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    # keeps no reference norm, unlike an all-gather: a sum hides the norms of single messages
+    # has no state: an all-reduce cannot check the norm of single messages, unlike an all-gather
     def state(self) -> dict[str, Tensor]:
         return {}
 

@@ -136,7 +136,9 @@ class RowOwners:
 
     @property
     def in_turns(self) -> int:
-        """Number of rows of each replica that are assigned round robin."""
+        """Number of rows that each replica owns by round robin. Rows that are left over are not
+        counted.
+        """
         return self._turns * self.run
 
     def of_bucket(self, rows: int) -> RowOwners:

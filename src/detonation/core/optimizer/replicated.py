@@ -166,7 +166,7 @@ class Replicated(OptimizerWrapper):
         # index of the step, from its first message until the weights have moved; otherwise None
         halfway: int | None = None
         try:
-            # 1. Begin the step with the current replicas and trained parameters.
+            # 1. Begin the step; lost or new replicas and added or removed parameters take effect.
             consensus, first, last = self._enter(overlapping)
             with consensus.runtime.exact_arithmetic():
                 halfway = step = self.step_count

@@ -148,8 +148,8 @@ class Pending:
         used = [(~each.marked()).long() for each in updates]
         first = torch.tensor([blanks], dtype=torch.int64, device=self._device)
         found = torch.cat([first, *used])
-        # A shard without rows takes every parameter for used, and every update for a blank entry.
-        # So the minimum over shards is right, for flags (1: used) and for the blank entries.
+        # A shard without any rows reports each parameter as used (1) and each update as blank.
+        # The smallest report of all shards is right, both for "used" and for the count of blanks.
         for link in shards:
             found = link.collect(found).amin(0)
         self._blanks = int(found[0])

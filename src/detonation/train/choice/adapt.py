@@ -174,10 +174,11 @@ class Adapter:
 
         times = 1 / followed.times
         later = 1 / followed.later
+        # `w1`, `r1`: predicted at the first speed of the link. `w0`, `r0`: at its current speed.
         (w1, r1) = expected(times, later)
         (w0, r0) = expected(1.0, 1.0)
-        # The link has recovered if the waits fit its first speed better than its current speed.
-        # For a recovered link, `_factors` might find a speed between its first and current speed.
+        # The link has its first speed again if `w1` and `r1` are closer to the measured waits.
+        # For such a link, `_factors` might find a speed between the first and the current speed.
         apart = max(abs(w1 - w0), abs(r1 - r0))
         unexplained = max(abs(w1 - waited), abs(r1 - reported))
         returned = apart > max(certain, 2 * unexplained)

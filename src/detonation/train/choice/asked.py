@@ -51,7 +51,7 @@ class Auto:
         if len(names) > 1:
             raise ValueError(
                 "scheme auto needs a recipe with a single [scheme]: in each [[scheme]], set name to"
-                " another scheme"
+                " a scheme other than auto"
             )
         return make("scheme", {AUTO: cls}, AUTO, config.scheme.arguments)
 
