@@ -196,3 +196,33 @@ def test_the_last_step_of_a_replay_includes_what_came_after_it(name, rotates, tm
     again, replaying = started(LoopbackCommunicator(1), SCHEMES[name])
     assert dt.replay(tmp_path, replaying, to=AT) == AT
     assert digest(again.parameters()) == end
+
+
+@pytest.mark.parametrize("name", ["demo, late", "loco, late", "streaming", "diloco"])
+def test_a_log_goes_on_in_another_process_with_updates_in_flight(name, tmp_path):
+    """From the beginning, from a checkpoint before the end of the first process, and from the one at its end."""
+    assert worlds.run(restarted, 1, 1, tmp_path, name) == [[]]
+
+
+def restarted(_, folder, name):
+    """The states from which a replay ends with other weights than training."""
+    scheme = SCHEMES[name]
+    for part, steps in enumerate((range(AT), range(AT, AT + 2), range(AT + 2, STEPS))):
+        model, optimizer = started(LoopbackCommunicator(1), scheme)
+        if part:
+            dt.load_checkpoint(folder / f"checkpoints-{part - 1}", model, optimizer)
+        log = dt.UpdateLog(folder / "updates")
+        optimizer.record(log)
+        advance(model, optimizer, 0, steps)
+        dt.save_checkpoint(folder / f"checkpoints-{part}", model, optimizer)
+        if part == 2:
+            optimizer.synchronize()
+        log.close()
+    end, found = digest(model.parameters()), []
+    for part in (None, 0, 1):
+        again, replaying = started(LoopbackCommunicator(1), scheme)
+        if part is not None:
+            dt.load_checkpoint(folder / f"checkpoints-{part}", again, replaying)
+        if dt.replay(folder / "updates", replaying) != STEPS or digest(again.parameters()) != end:
+            found.append(part)
+    return found

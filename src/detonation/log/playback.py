@@ -202,15 +202,25 @@ class Playback(Player):
                 continue
             if record.step > following + self._delay:
                 return
-            if record.step > following:
-                # Training returned to an earlier step, so the next file has this step again.
-                # Of this file, keep only messages that were in flight when the next file began.
-                waiting = [each for each in waiting if each.step < following]
-            if self._is_before_first(record):
-                waiting = self._in_flight(waiting)
-            if waiting:
-                yield waiting
+            if needed := self._needed(waiting, record, following):
+                yield needed
             waiting = []
+        # messages that a save received before the process ended, without the step in progress
+        waiting = [each for each in waiting if each.step < following < math.inf]
+        if waiting:
+            yield waiting
+
+    def _needed(
+        self, records: list[LogRecord], end: LogRecord, following: float
+    ) -> list[LogRecord]:
+        """Returns those of the `records` up to `end` that the replay may need."""
+        if end.step > following:
+            # Training returned to an earlier step, so the next file has this step again.
+            # Of this file, keep only messages that were in flight when the next file began.
+            records = [each for each in records if each.step < following]
+        if self._is_before_first(end):
+            records = self._in_flight(records)
+        return records
 
     def _records_of(self, path: Path) -> Iterator[LogRecord]:
         """Checks the START record of a file, and yields all later records."""

@@ -14,13 +14,14 @@ from typing import Any
 
 from detonation.core.agreement import selftest
 from detonation.core.flat.padding_rows import used_rows
-from detonation.core.flat.tensors import digest
+from detonation.core.flat.tensors import digest, octets
 from detonation.core.link import ElasticCommunicator
 from detonation.core.optim import hooks_of
 from detonation.core.optimizer import Replicated, local_parameters
 from detonation.core.replicator import use_rows
 from detonation.log.records import (
     LOG_VERSION,
+    MESSAGE,
     START,
     STEP,
     Copies,
@@ -210,7 +211,22 @@ class UpdateLog(StepRecorder):
         """Writes all queued steps and closes the file. A later step opens a new file."""
         if self._file >= 0:
             self.take_last_writes()
+            self._write_arrived()
         self._close_file()
+
+    def _write_arrived(self) -> None:
+        """Writes the messages that a save or `state_dict` has received since the last step. If this
+        process ends now, no other process receives them: a checkpoint holds their updates.
+        """
+        with self._forgiving():
+            self.flush()
+            records = [
+                LogRecord(MESSAGE, place, step, octets(copy.wait()))
+                for steps, (place, step, copy) in self._messages
+                if steps == self._last
+            ]
+            if records:
+                self.hand_on(records)
 
     def _close_file(self) -> None:
         if self._file >= 0:
