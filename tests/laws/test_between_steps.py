@@ -226,3 +226,17 @@ def restarted(_, folder, name):
         if dt.replay(folder / "updates", replaying) != STEPS or digest(again.parameters()) != end:
             found.append(part)
     return found
+
+
+def test_a_state_dict_taken_after_reconfigure_goes_on_with_the_new_settings(tmp_path):
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo(topk=2))
+    optimizer.record(dt.UpdateLog(tmp_path))
+    advance(model, optimizer, 0, range(AT))
+    optimizer.reconfigure(dt.demo(topk=4))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    advance(model, optimizer, 0, range(AT, STEPS))
+    again, replaying = started(LoopbackCommunicator(2), dt.demo(topk=4))
+    again.load_state_dict(saved[0])
+    replaying.load_state_dict(saved[1])
+    assert dt.replay(tmp_path, replaying) == STEPS
+    assert digest(again.parameters()) == digest(model.parameters())

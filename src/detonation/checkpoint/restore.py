@@ -588,13 +588,11 @@ def _require_alike(key: str, target: Tensor, dtype: torch.dtype, shape: tuple[in
 def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
     """Describes how the state of the saved replicas and shards becomes the state of this run."""
     worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
+    weights = "weights exact where replicas agreed, else their mean"
     if replicas == own.replicas:
-        return f"{worlds}: weights and memory exact, resharded"
+        return f"{worlds}: {weights}; memory exact, resharded"
     joiners = " of neighbours"
     if own.replicas > replicas:
         joiners = "; joiners start with none"
     mean = "its mean over the replicas is kept"
-    return (
-        f"{worlds}: weights exact where replicas agreed, else their mean; memory merged by"
-        f" mean{joiners}, {mean}"
-    )
+    return f"{worlds}: {weights}; memory merged by mean{joiners}, {mean}"

@@ -129,8 +129,7 @@ class Playback(Player):
         checkpoint does not include.
         """
         begun, path = files[-1]
-        start = next(whole_records(path), None)
-        goes_on = start is not None and not start.table().get("state")
+        goes_on = not _start_of(path).get("state")
         if begun == self.first and goes_on and len(files) > 1 and self._lacks(files[-2][1]):
             return files[-2][0]
         return begun
@@ -140,6 +139,11 @@ class Playback(Player):
         at the beginning of the replay may not include.
         """
         lacks = False
+        about = _start_of(path)
+        if self._completed is None and any(
+            about.get(key) != value for key, value in self._identity.items() if key != "replicas"
+        ):
+            return False  # the state has the settings of the next file, so `reconfigure` made it
         for kind, place, step in heads(path):
             if step == self.first and kind in (SYNCHRONIZE, WRITTEN):
                 lacks = kind == WRITTEN or not self._includes(place)
@@ -355,6 +359,13 @@ def _first_options(path: Path) -> dict[str, Any]:
         if record.kind in (STEP, SYNCHRONIZE):
             first = [*record.table().get("groups", []), {}][0]
             return {key: value for key, value in first.items() if not key.startswith("$")}
+    return {}
+
+
+def _start_of(path: Path) -> dict[str, Any]:
+    """Returns the content of the START record of a file; empty if the file has no whole record."""
+    for record in whole_records(path):
+        return record.table()
     return {}
 
 
