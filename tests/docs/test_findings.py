@@ -16,6 +16,8 @@ from benchmarks.paper import experiment as paper
 from benchmarks.second_round import corrected
 from benchmarks.second_round import experiment as second_round
 from benchmarks.size_law.laws import published
+from benchmarks.size_law.run import rows as size_law_rows
+from benchmarks.size_law.table import table as size_law_table
 from pages import ROOT
 
 from detonation.train.verbs.plan import Question, plan
@@ -29,6 +31,7 @@ PAGES = [
     ),
 ]
 PAGES += ["docs/tutorials/larger-than-a-node.md", "research/frontier.md", "research/long-rounds.md"]
+PAGES.append("research/size-law.md")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def printed():
         long_rounds_table.table(long_rounds_grid.methods, queue.rows(ROOT / long_rounds.RESULTS))
     )
     text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
-    text.append(published())
+    text += [published(), size_law_table(size_law_rows(ROOT / "benchmarks/results/size-law"))]
     text += shard_wire.table([json.loads(line) for line in shards])
     asked = Question(
         parameters="1.2b", link="1gbit,1ms", step_time=0.35, replicas=8, shards=8
