@@ -99,8 +99,8 @@ class Elastic:
         return _merge([first for first, *_ in found], key)
 
     def memory(self, key: str, box: Box) -> Tensor:
-        """The part `box` of the memory of unsent values with which this replica starts: its share
-        of the saved memories."""
+        """The part `box` of the memory of unsent values with which this replica starts. The memory
+        is the sum of the memories of `memory_sources`, times new replicas / saved replicas."""
         sources = memory_sources(self._own.replica, self._before, self._own.replicas)
         total = torch.zeros(box.shape, dtype=torch.float64)
         for replica in sources:

@@ -81,7 +81,7 @@ class LocalSteps:
         self.counts = torch.full((replicas,), every, dtype=torch.int64, device="cpu")
 
     def restart(self, every: int) -> None:
-        """Makes all replicas run all `every` steps until they agree on other counts."""
+        """Sets the local steps of each replica per round to `every`, until `agree` changes them."""
         self.every = every
         self.counts.fill_(every)
 

@@ -105,8 +105,8 @@ def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
 
 
 def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
-    """Returns the ids of all documents, one document after another. Tokens are cached on disk, so
-    that each text is encoded only once.
+    """Returns the token ids of all documents, one document after another. Without a tokenizer, each
+    byte is an id. Tokens are cached on disk, so that each text is encoded only once.
 
     Shapes: `[ids]`, uint8 for bytes and int32 for tokens.
     """

@@ -126,8 +126,7 @@ class Admission:
             self._asked = False
         self._asked |= feed.is_asked
         if not self._asked and self._others_ask():
-            # The other shards of the new replica have not received the last copy of the state.
-            # If only one shard has received the last copy of the state, all shards need a new copy.
+            # if one shard of the guest lacks a copy of the state, all its shards need a new copy
             feed.disconnect("another shard of it needs a new copy")
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
@@ -148,7 +147,7 @@ class Admission:
 
     def _open(self, guest: int) -> None:
         if self._several_optimizers():
-            gc.collect()  # delete dropped optimizers that only reference cycles keep alive
+            gc.collect()  # frees optimizers that no code uses, but that reference cycles hold
         if self._several_optimizers():
             raise ValueError(
                 "several optimizers use the axis, but a joining replica can receive the state of"

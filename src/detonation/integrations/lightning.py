@@ -357,8 +357,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         return rest
 
     def _shard(self, module: LightningModule) -> None:
-        """Shards a module that has no `configure_model`. FSDP2 also gathers the parameters before
-        the module's step methods, such as `training_step`.
+        """Shards a module that has no `configure_model`. FSDP2 then gathers the parameters before
+        each call of a step method, such as `training_step`, as before a call of `forward`.
         """
         if isinstance(module, FSDPModule):
             return

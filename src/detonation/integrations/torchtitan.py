@@ -143,7 +143,7 @@ class _Sharding:
     def replicate(
         self, optimizers: "ReplicaOptimizers", parts: Sequence[nn.Module], dims: ParallelDims
     ) -> None:
-        """Replicates the optimizer of the model between replicas."""
+        """Makes the model's `optimizers` exchange updates between replicas."""
         options = {"clip": self._clip, **self._settings}
         optimizers.replicate(dims.get_mesh("dp_replicate"), self._scheme, self._steps, options)
         if self._spec.post_optimizer_build_fn is not None:

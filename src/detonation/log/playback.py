@@ -243,8 +243,8 @@ class Playback(Player):
         return record.step < self.first + (record.kind == STEP)
 
     def _in_flight(self, records: list[LogRecord]) -> list[LogRecord]:
-        """Returns the messages among `records` that were recorded up to step `first`, but that an
-        earlier replay to step `first` has not used, because their update is applied later.
+        """Returns the messages among `records` whose update is applied after step `first`, because
+        the scheme has a delay.
         """
         if self._exact:
             return []

@@ -404,8 +404,8 @@ def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) 
 
 
 def rounding(optimizer: Replicated) -> dict[str, Any]:
-    """Returns the settings and digests with which another process can round as this process
-    does.
+    """Returns the setting that makes another process round as this process does, if possible, and
+    digests that show whether both processes round equally.
     """
     return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
 

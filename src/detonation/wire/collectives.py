@@ -461,7 +461,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         """Restores a saved reference: the weights as they were last gathered. `own` is this rank's
         part of the reference. Collective.
         """
-        # shapes: own [n], counts [2] int64 in the order of the method `counts`
+        # shapes: own [n], counts [2] int64 (a result of the method `counts`)
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
         self._seen = WEIGHT_MOVES.count

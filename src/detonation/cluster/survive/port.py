@@ -197,7 +197,7 @@ class Running:
         if not changed:
             return
         pause_s = 4 * max([_PRESENT_S, *map(pace_of, beats)])
-        # after a pause without new heartbeats, `_began` is the time of the next heartbeats
+        # `_began` is the time of the first new heartbeats after a pause
         if now - self._changed > pause_s:
             self._began = now
         self._changed = now

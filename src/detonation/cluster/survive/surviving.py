@@ -425,8 +425,8 @@ class SurvivingCommunicator(AxisEnd):
                 return
 
     def _recover(self) -> None:
-        """Agrees with all other ranks on the members, and continues with these members.
-        Collective.
+        """Agrees on the members with all ranks that are not lost, and hands the new members to all
+        optimizers. Collective.
         """
         membership = self._membership
         noticed = time.monotonic()

@@ -145,15 +145,15 @@ class Host:
         self.membership.store.set(axis_key("entry", guest), told)
 
     def awaits(self, guest: int, turn: str) -> bool:
-        """Announces that this rank has reached the `turn` (a step of an optimizer) before which the
-        replica `guest` joins. Returns True once all ranks of the members have reached this turn.
+        """Announces that this rank has reached `turn`, the optimizer step before which the replica
+        `guest` joins. Returns True once all ranks of all members have reached `turn`.
         """
         self.membership.store.set(axis_key("at", guest, self.membership.rank), turn)
         return not self.not_at(guest, turn)
 
     def not_at(self, guest: int, turn: str) -> list[int]:
-        """Returns the ranks of members that have not reached the `turn` (a step of an optimizer)
-        before which the replica `guest` joins.
+        """Returns the ranks that have not reached `turn`, among the ranks of all members. The
+        replica `guest` joins before the optimizer step `turn`.
         """
         store = self.membership.store
         ranks = ranks_of_replicas(self.membership.members, self.membership.shards)

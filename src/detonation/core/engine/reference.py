@@ -397,7 +397,7 @@ class ReferenceEngine(Rule):
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
                 del part  # frees this part of the update before the next part is computed
             return
-        # the update of a single message with whole rows may share memory with this message
+        # a message of whole rows must not change in place, but `part` may be a view of the message
         may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
             received.aggregation, Mean
         )

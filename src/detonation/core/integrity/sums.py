@@ -55,7 +55,7 @@ class SumGuard:
         self.usual = usual
         self._forget = forget
         self.statuses = 1 + len(self._names)
-        # a status number also reports parameters without a gradient; see `Missing`
+        # each status also contains a report on parameters without a gradient; see `Missing.says`
         self.most_known = max(1, (1 << 16) // self.statuses - FIRST_KNOWN)
         self._most_said = FIRST_KNOWN + min(self.most_known, MOST_KNOWN)
         # the last of the three status numbers also contains a mark of the step, and stays below 256

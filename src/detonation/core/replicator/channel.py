@@ -194,7 +194,7 @@ class Channel:
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        # all guards share one reference norm, because messages of all buckets have similar norms
+        # all buckets share this reference norm (see `decide_usable`): their norms are similar
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)
         # True if messages omit indices because all replicas can compute the indices themselves.
         # A scheme that sends whole rows needs no indices, but compiled kernels read them.

@@ -123,8 +123,8 @@ class Inspector:
         coding: Coding, places: Places, identity: int, schema: int, step: int, place: int,
         parameters: int, usual: Tensor, signals: bool, limits: Limits,
     ) -> Tensor:  # fmt: skip
-        """Joins the runs of each message, replaces invalid messages by zeros, and returns the table
-        of `decide_usable`.
+        """Joins the runs of each message (its ranges of rows) to one whole message, and replaces
+        invalid messages by zeros. Returns the table for `explain_faults` (see `decide_usable`).
 
         Args:
             runs, shapes: As in `seal`.

@@ -1,4 +1,4 @@
-"""Trains from the first step of this start to the summary, and writes records and checkpoints."""
+"""Trains to the end of the run or to a stop; writes records, checkpoints and the summary."""
 
 import dataclasses
 from pathlib import Path

@@ -76,8 +76,8 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
 
 
 def _config(manifest: Manifest) -> Config | None:
-    """Returns the recipe in a checkpoint; None for a checkpoint of a user's own training loop,
-    because the values of such a checkpoint may have any name.
+    """Returns the recipe in a checkpoint of `detonation train`. Returns None for a checkpoint of a
+    user's own training loop, in which a value named "config" need not be a recipe.
     """
     extra = manifest.given
     config = extra.get("config")
