@@ -48,14 +48,14 @@ CEILINGS: dict[str, float] = {
     # values, `shard` refuses what is no policy, and names of the package 0.5 point to their page;
     # a replay knows the order of what came between two steps, and weights that no replicated
     # optimizer trains are compared and logged (core: counts of completions, this comparison)
-    "tokens of src": 348_890,
-    "tokens of core": 95_270,
+    "tokens of src": 348_950,
+    "tokens of core": 95_330,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_630,  # for the same reasons
+    "cognitive complexity of src": 8_632,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,
@@ -65,7 +65,7 @@ CEILINGS: dict[str, float] = {
     "names of tape in core": 0,
     "names of balance in core": 14,
     "names of closeness in core": 12,
-    "names of trained in core": 30,  # weights that no replicated optimizer trains
+    "names of trained in core": 31,  # weights that no replicated optimizer trains
 }
 """Each measure, at most. A ceiling falls with the measure. It may move up when a message, a diagnostic
 or a plainer form needs it, with one sentence why.

@@ -659,10 +659,10 @@ def other_plain(mesh):
     return said
 
 
-def test_weights_of_no_replicated_optimizer_that_differ_are_warned_of_once():
+def test_weights_of_no_optimizer_that_differ_are_warned_of_once():
     first, second = worlds.run(other_plain, 2, 1)
     assert len(first) == 1 and second == []
-    assert first[0].startswith("replicas differ in frozen.bias, which no replicated optimizer")
+    assert first[0].startswith("replicas differ in frozen.bias, which this optimizer")
 
 
 def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():

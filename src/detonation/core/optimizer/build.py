@@ -53,9 +53,9 @@ from detonation.core.link import (
 from detonation.core.optim import BaseStep
 from detonation.core.optimizer.gathered import late_parameters, local_parameters
 from detonation.core.optimizer.setup_checks import (
+    warn_of_others,
     warn_of_rounding,
     warn_of_second_momentum,
-    warn_of_unreplicated,
 )
 from detonation.core.replicator import (
     Channel,
@@ -292,7 +292,7 @@ def compare_replicas(
     settings: Settings,
     optimizer: Optimizer,
     joining: Collection[str] | None = None,
-    unreplicated: Mapping[str, Tensor] | None = None,
+    others: Mapping[str, Tensor] | None = None,
     begun: bool = False,
     close: bool = False,
     again: bool = False,
@@ -303,9 +303,8 @@ def compare_replicas(
     Args:
         optimizer: The base optimizer, for the options of its parameter groups.
         joining: The parameters whose weights are compared; None: all, and the self-tests, too.
-        unreplicated: Weights that no replicated optimizer trains, which are compared, too. Of those
-            that require a gradient, differences are only a warning: a plain optimizer may train
-            them.
+        others: Weights that this optimizer does not train, which are compared, too. Of those that
+            require a gradient, differences are only a warning: another optimizer may train them.
         begun: Whether steps were taken, so that weights may differ if replicas round differently.
         close: Whether this replica already knows that replicas round differently.
         again: Whether a comparison found that replicas round differently, so that each operation
@@ -321,7 +320,7 @@ def compare_replicas(
         settings,
         optimizer,
         joining,
-        unreplicated,
+        others,
         begun,
         close,
         replicators[0].channel.runtime.device,
@@ -336,21 +335,21 @@ def compare_replicas(
     shards = links_of_shards(parameters)
     with mismatch_on_all(shards, comparison.device):
         comparison.run(replicators)
-    differ = comparison.take_unreplicated()
+    differ = comparison.take_others()
     if replicators[0].link.replica == 0:
-        warn_of_unreplicated(differ)
+        warn_of_others(differ)
     links = dict.fromkeys(replicator.link for replicator in replicators)
     # With one link and no shards, all ranks took part in one comparison, and know its result.
     if shards or len(links) > 1:
-        others = [*shards, *links]
+        further = [*shards, *links]
     else:
-        others = []
+        further = []
     tests = [text for key, text in comparison.found.items() if key in TESTS]
-    rounded = first_text(others, "; ".join(tests), comparison.device)
+    rounded = first_text(further, "; ".join(tests), comparison.device)
     if not begun:
         return rounded
     weights = [text for key, text in comparison.found.items() if key not in TESTS]
-    apart = first_text(others, "; ".join(weights[:3]), comparison.device)
+    apart = first_text(further, "; ".join(weights[:3]), comparison.device)
     if not apart or rounded or close:
         return rounded
     if again and not bits:
@@ -381,9 +380,9 @@ def compare_rounding_singly(
     return still
 
 
-_PLAIN = " (in no replicated optimizer)"
-"""What follows the name of a weight that requires a gradient, but that no replicated optimizer
-trains. Replicas may differ in such weights, because a plain optimizer may train them.
+_PLAIN = " (not in this optimizer)"
+"""What follows the name of a weight that requires a gradient, but that this optimizer does not
+train. Replicas may differ in such weights, because another optimizer may train them.
 """
 
 
@@ -402,7 +401,7 @@ class _FirstComparison:
     settings: Settings
     optimizer: Optimizer
     joining: Collection[str] | None
-    unreplicated: Mapping[str, Tensor] | None
+    others: Mapping[str, Tensor] | None
     begun: bool
     close: bool
     device: torch.device
@@ -454,9 +453,9 @@ class _FirstComparison:
         if self.settings.clip:
             description["clip"] = str(self.settings.clip)
             description[NORM_SELFTEST] = norm_selftest(self.device)
-        if self.unreplicated and replicator.link not in self.compared:
-            plain = {name for name, p in self.unreplicated.items() if p.requires_grad}
-            sums = self._checksums(replicator.part_of(self.unreplicated))
+        if self.others and replicator.link not in self.compared:
+            plain = {name for name, p in self.others.items() if p.requires_grad}
+            sums = self._checksums(replicator.part_of(self.others))
             for name, checksum_text in sums.items():
                 kind = " (frozen weights)"
                 if name in plain:
@@ -473,7 +472,7 @@ class _FirstComparison:
         sums = torch.stack([checksum(tensor).to(self.device) for tensor in weights.values()])
         return {name: str(one) for name, one in zip(weights, sums.tolist(), strict=True)}
 
-    def take_unreplicated(self) -> list[str]:
+    def take_others(self) -> list[str]:
         """Removes the weights of `_PLAIN` from the allowed differences, and returns their names."""
         odd = [key for key in self.found if key.endswith(_PLAIN)]
         for key in odd:

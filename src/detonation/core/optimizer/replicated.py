@@ -404,7 +404,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None:
             self._consensus.forget()
             self.build()
-            self._compare(others=self.unreplicated)
+            self._compare(others=True)
             if self.closeness:
                 self.verify()
 
@@ -413,7 +413,7 @@ class Replicated(OptimizerWrapper):
         """Builds the levels and compares the replicas, as the first step does. Collective."""
         if self._replicators is None:
             self.build()
-            self._compare(others=self.unreplicated)
+            self._compare(others=True)
         return self.build()
 
     @torch.no_grad()
@@ -507,7 +507,7 @@ class Replicated(OptimizerWrapper):
         self._lay_out(now)
         joining = [name for name, p in now.items() if before.get(name) is not p]
         changes.hand_over_by_name(old, self._by_level, joining)
-        self._compare(joining, self.unreplicated)
+        self._compare(joining, others=True)
 
     @torch.no_grad()
     def renumber(self) -> None:
@@ -569,10 +569,9 @@ class Replicated(OptimizerWrapper):
         self._padding = held_rows(replicators, self.base_step, self._begin_anew)
         return replicators
 
-    def _compare(
-        self, joining: Collection[str] | None = None, others: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Compares the settings and weights (also `others`) of all replicas. Collective.
+    def _compare(self, joining: Collection[str] | None = None, others: bool = False) -> None:
+        """Compares the settings and weights of all replicas, with `others` also those that this
+        optimizer does not train. Collective.
 
         If replicas round differently, each operation of a step is rounded separately from now on.
         If replicas still round differently, a gate keeps their weights close to each other.
@@ -583,7 +582,7 @@ class Replicated(OptimizerWrapper):
             self.settings,
             self.base,
             joining,
-            others,
+            self._trained.others if others else None,
             begun=self.step_count > 0,
             close=self.closeness is not None,
         )

@@ -220,15 +220,15 @@ def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
         _log.warning(_CLOSE if closely else _SINGLY, found)
 
 
-def warn_of_unreplicated(names: Sequence[str]) -> None:
+def warn_of_others(names: Sequence[str]) -> None:
     """Logs a warning that replicas differ in the weights `names`, which require a gradient, but
-    which no replicated optimizer trains.
+    which this optimizer does not train.
     """
     if names:
         _log.warning(
-            "replicas differ in %s, which no replicated optimizer trains: if no plain optimizer"
-            " trains them either, freeze them with requires_grad_(False), and start from equal"
-            " weights (same_weights)",
+            "replicas differ in %s, which this optimizer does not train: if no other optimizer"
+            " trains them, freeze them with requires_grad_(False), and start from equal weights"
+            " (same_weights)",
             first_names(names),
         )
 

@@ -72,35 +72,38 @@ class TrainedParameters:
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The parameters in `unreplicated` that require no gradient, by name. A plain optimizer may
-        train the others, differently on each replica.
-        """
-        everyone = local_parameters(self.model)
-        return self._unreplicated({name: p for name, p in everyone.items() if not p.requires_grad})
-
-    @property
-    def unreplicated(self) -> dict[str, Tensor]:
-        """The parameters of the model that no replicated optimizer trains, by name. Parameters on
-        the meta device are left out.
+        """The parameters of the model that require no gradient, by name, without parameters on the
+        meta device.
 
         Frozen parameters of another replicated optimizer are left out, too, because they may be
         frozen only for a time, as by Lightning's `toggle_optimizer`.
         """
-        return self._unreplicated(local_parameters(self.model))
-
-    def _unreplicated(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns those of `parameters` that `unreplicated` describes."""
-        found = {
-            name: p
-            for name, p in parameters.items()
-            if name not in self.laid_out and p.device.type != "meta"
-        }
+        found = {name: p for name, p in self._not_here().items() if not p.requires_grad}
         ids = {id(p) for p in found.values()}
         trained = self._trained_elsewhere()
         if ids & trained:
             gc.collect()  # frees old optimizers that reference cycles keep alive on some ranks only
             trained = self._trained_elsewhere()
         return {name: p for name, p in found.items() if id(p) not in trained}
+
+    @property
+    def others(self) -> dict[str, Tensor]:
+        """The `frozen` parameters, and all parameters that only another optimizer can train."""
+        return self.frozen | {n: p for n, p in self._not_here().items() if p.requires_grad}
+
+    @property
+    def unreplicated(self) -> dict[str, Tensor]:
+        """The parameters of the model that no replicated optimizer trains, by name."""
+        trained = self._trained_elsewhere()
+        return {name: p for name, p in self.others.items() if id(p) not in trained}
+
+    def _not_here(self) -> dict[str, Tensor]:
+        """Returns the parameters that are in no message layout and not on the meta device."""
+        return {
+            name: p
+            for name, p in local_parameters(self.model).items()
+            if name not in self.laid_out and p.device.type != "meta"
+        }
 
     def _trained_elsewhere(self) -> set[int]:
         """Returns the ids of the parameters of all other replicated optimizers that are in use.
