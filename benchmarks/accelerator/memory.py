@@ -47,10 +47,6 @@ def muon(parameters: Any) -> torch.optim.Optimizer:
     return dt.Muon(parameters, lr=1e-2)
 
 
-MULOCO = dt.muloco(
-    every=5, precision="2bit", outer_lr=1, outer_momentum=0, aggregate="rescaled_mean"
-)
-"""The README's choice for Muon on a slow link."""
 CASES: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
     "none + AdamW (FSDP alone)": (dt.none(), adamw, torch.float32),
     "none + SignSGD": (dt.none(), signs, torch.float32),
@@ -72,11 +68,20 @@ CASES: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
     "local_sgd + AdamW": (dt.schemes.local_sgd(every=4), adamw, torch.float32),
     "streaming_diloco 4bit + AdamW": (dt.schemes.streaming_diloco(every=8, fragments=4, delay=1), adamw, torch.float32),
     "muloco 4bit + AdamW": (dt.muloco(every=4), adamw, torch.float32),
-    "muloco 2bit + Muon": (MULOCO, muon, torch.float32),
-    "full + Muon": (dt.full(), muon, torch.float32),
     "sparta 1/200 + AdamW": (dt.schemes.sparta(), adamw, torch.float32),
     "sparseloco + AdamW": (dt.schemes.sparseloco(every=4), adamw, torch.float32),
 }  # fmt: skip
+MULOCO = dt.muloco(
+    every=5, precision="2bit", outer_lr=1, outer_momentum=0, aggregate="rescaled_mean"
+)
+"""The README's choice for Muon on a slow link."""
+OF_MUON: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
+    "muloco 2bit + Muon": (MULOCO, muon, torch.float32),
+    "full + Muon": (dt.full(), muon, torch.float32),
+}
+"""Cases whose temporaries no law bounds: `rescaled_mean` compares whole messages, and Muon computes
+whole matrices.
+"""
 
 
 def main() -> None:
@@ -97,7 +102,7 @@ def main() -> None:
     side = int((args.millions * 2**20 / 16) ** 0.5) // 64 * 64
     print("| case | replicas | kept | gradients | messages | peak | over | the peak is in | base |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for name, case in CASES.items():
+    for name, case in (CASES | OF_MUON).items():
         if not args.schemes or any(word in name for word in args.schemes):
             for replicas in args.replicas:
                 found = measured(*case, [(side, side)] * 16, replicas, args.kernels)
