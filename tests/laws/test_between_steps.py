@@ -28,6 +28,7 @@ ORDERS = [
     ("synchronize", "save", "synchronize"),
     ("write", "synchronize", "write", "save", "synchronize", "write"),
     ("write", "synchronize", "save", "write", "synchronize"),
+    ("save", "write", "rotate", "synchronize", "save"),
     ("save", "rotate", "synchronize", "rotate", "write"),
     ("rotate", "synchronize", "rotate", "save", "write", "rotate", "synchronize"),
     ("synchronize", "rotate", "write", "save", "rotate", "synchronize", "rotate"),

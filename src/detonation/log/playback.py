@@ -23,6 +23,7 @@ from detonation.log.records import (
     Player,
     agreed_digest,
     heads,
+    start_of,
     whole_records,
 )
 from detonation.log.writer import identity, round_like, segments, use_padding_of
@@ -129,9 +130,11 @@ class Playback(Player):
         checkpoint does not include.
         """
         begun, path = files[-1]
-        goes_on = not _start_of(path).get("state")
-        if begun == self.first and goes_on and len(files) > 1 and self._lacks(files[-2][1]):
-            return files[-2][0]
+        if begun != self.first or len(files) == 1 or start_of(path).get("state"):
+            return begun
+        before, path = files[-2]
+        if self._lacks(path):
+            return before
         return begun
 
     def _lacks(self, path: Path) -> bool:
@@ -139,13 +142,11 @@ class Playback(Player):
         at the beginning of the replay may not include.
         """
         lacks = False
-        about = _start_of(path)
-        if self._completed is None and any(
-            about.get(key) != value for key, value in self._identity.items() if key != "replicas"
-        ):
+        about = start_of(path) | {"replicas": self._identity["replicas"]}
+        if self._completed is None and not self._identity.items() <= about.items():
             return False  # the state has the settings of the next file, so `reconfigure` made it
         for kind, place, step in heads(path):
-            if step == self.first and kind in (SYNCHRONIZE, WRITTEN):
+            if step == self.first and kind != STEP:
                 lacks = kind == WRITTEN or not self._includes(place)
         return lacks
 
@@ -162,21 +163,31 @@ class Playback(Player):
         """
         written = list[LogRecord]()  # weights that were written after `first` steps
         for records in self._groups():
-            end = records[-1]
-            if end.step > self.first or end.kind == MESSAGE:
+            if self._holds_back(records, written):
+                continue
+            if records[-1].kind != MESSAGE:  # messages in flight alone end nothing
                 yield from written
-                yield from records
                 written.clear()
-            elif end.kind == WRITTEN:
-                written += records
-            elif self._includes(end.place):
-                written.clear()
-            else:
-                self._require_order(written, end)
-                yield from written
-                yield from records
-                written.clear()
+            yield from records
         yield from written
+
+    def _holds_back(self, records: list[LogRecord], written: list[LogRecord]) -> bool:
+        """True if the replay must not repeat the `records` of an event now.
+
+        Weights that were written after `first` steps wait in `written` for the next event. If the
+        state includes that event, it includes these weights, too, and both are left out.
+        """
+        end = records[-1]
+        if end.kind == MESSAGE or end.step > self.first:
+            return False
+        if end.kind == WRITTEN:
+            written += records
+            return True
+        if self._includes(end.place):
+            written.clear()
+            return True
+        self._require_order(written, end)
+        return False
 
     def _require_order(self, written: list[LogRecord], end: LogRecord) -> None:
         """Raises `ValueError` if it is unknown whether the state at the beginning of the replay
@@ -210,8 +221,7 @@ class Playback(Player):
                 yield needed
             waiting = []
         # messages that a save received before the process ended, without the step in progress
-        waiting = [each for each in waiting if each.step < following < math.inf]
-        if waiting:
+        if waiting := [each for each in waiting if each.step < following < math.inf]:
             yield waiting
 
     def _needed(
@@ -248,8 +258,8 @@ class Playback(Player):
         """
         if self._exact:
             return []
-        first = self.first - self._delay
-        return [each for each in records if each.kind == MESSAGE and each.step >= first]
+        late = self.first - self._delay
+        return [each for each in records if late <= each.step and each.kind == MESSAGE]
 
     def _check(self, path: Path, start: LogRecord, options: dict[str, Any]) -> None:
         """Raises `ValueError` if a file belongs to another version of the format, another run or
@@ -359,13 +369,6 @@ def _first_options(path: Path) -> dict[str, Any]:
         if record.kind in (STEP, SYNCHRONIZE):
             first = [*record.table().get("groups", []), {}][0]
             return {key: value for key, value in first.items() if not key.startswith("$")}
-    return {}
-
-
-def _start_of(path: Path) -> dict[str, Any]:
-    """Returns the content of the START record of a file; empty if the file has no whole record."""
-    for record in whole_records(path):
-        return record.table()
     return {}
 
 

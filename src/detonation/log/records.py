@@ -138,6 +138,13 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
     return record
 
 
+def start_of(path: Path) -> dict[str, Any]:
+    """Returns the content of the START record of a file; empty if the file has no whole record."""
+    for record in whole_records(path):
+        return record.table()
+    return {}
+
+
 def heads(path: Path) -> Iterator[tuple[int, int, int]]:
     """Yields kind, place and step of each record of a file that holds no message. Reads only the
     headers of the records, so this takes little time even for a large file.

@@ -30,7 +30,7 @@ from detonation.log.records import (
     heads,
     last_step,
     noted,
-    whole_records,
+    start_of,
 )
 from detonation.whole_files import opened, replaced
 
@@ -225,8 +225,7 @@ class UpdateLog(StepRecorder):
                 for steps, (place, step, copy) in self._messages
                 if steps == self._last
             ]
-            if records:
-                self.hand_on(records)
+            self.hand_on(records)
 
     def _close_file(self) -> None:
         if self._file >= 0:
@@ -346,14 +345,13 @@ class UpdateLog(StepRecorder):
 def _run_of(path: Path) -> str:
     """Returns the id of the run in the first record of a file; "" if there is none."""
     with suppress(OSError, ValueError):
-        for record in whole_records(path):
-            return str(record.table().get("run", ""))
+        return str(start_of(path).get("run", ""))
     return ""
 
 
 def _ends_with_step(path: Path) -> bool:
     """True if the last record of a file ends a step."""
-    kinds = [START, *(kind for kind, _, _ in heads(path))]
+    kinds = [START, *(head[0] for head in heads(path))]
     return kinds[-1] in (START, STEP)
 
 
