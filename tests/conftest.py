@@ -30,6 +30,7 @@ from torch.distributed.tensor import _op_schema, _sharding_prop
 from detonation.cluster.processes import heartbeat
 from detonation.cluster.survive import groups, membership, surviving
 from detonation.core.agreement import self_tests as selftest
+from detonation.feed import frames
 from limits import LIMIT_S
 
 torch.set_num_threads(1)
@@ -78,7 +79,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-_made: list[membership.Membership | surviving.SurvivingCommunicator] = []
+_made: list[membership.Membership | surviving.SurvivingCommunicator | frames.Subscription] = []
 
 
 def _note_each(kind: type) -> None:
@@ -94,11 +95,12 @@ def _note_each(kind: type) -> None:
 
 _note_each(membership.Membership)
 _note_each(surviving.SurvivingCommunicator)
+_note_each(frames.Subscription)
 
 
 @pytest.fixture(autouse=True)
-def elastic_axes_end_with_their_test() -> Iterator[None]:
-    """Otherwise their threads beat, and look for losses, as long as other tests run."""
+def threads_end_with_their_test() -> Iterator[None]:
+    """Otherwise they beat, look for losses and log lines about followers as long as other tests run."""
     _made.clear()
     yield
     for made in _made:
@@ -106,6 +108,8 @@ def elastic_axes_end_with_their_test() -> Iterator[None]:
             with made._changed:
                 made._closed = True
                 made._changed.notify_all()
+        elif isinstance(made, frames.Subscription):
+            made._hang_up()
         else:
             made._stopped.set()
     for made in _made:
