@@ -665,6 +665,25 @@ def test_weights_of_no_optimizer_that_differ_are_warned_of_once():
     assert first[0].startswith("replicas differ in frozen.bias, which this optimizer")
 
 
+def other_freezes(mesh):
+    """Another replicated optimizer trains the body, of which one replica freezes a bias for now."""
+    model = built(Held).requires_grad_(True)
+    body = dt.replicate(
+        torch.optim.SGD(model.frozen.parameters(), lr=0.1), model, mesh["replicate"], dt.full()
+    )
+    if mesh.get_rank():
+        model.frozen.bias.requires_grad_(False)
+    head = torch.optim.SGD(model.trained.parameters(), lr=0.1)
+    found = caught(dt.replicate(head, model, mesh["replicate"], dt.full()).set_up)
+    return found, caught(body.set_up)
+
+
+def test_weights_of_another_optimizer_that_one_replica_freezes_are_judged_alike_on_all():
+    first, second = worlds.run(other_freezes, 2, 1)
+    assert first == second
+    assert first[1][0] == "Mismatch" and "frozen.bias (shape)" in first[1][1]
+
+
 def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():
     model = built(Plain)
 

@@ -6,7 +6,7 @@ A link does not know what the bytes mean.
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -69,7 +69,7 @@ def require_same(
     device: torch.device,
     notes: Mapping[str, str],
     remedy: str = SAME_START,
-    free: Collection[str] = (),
+    free: tuple[str, ...] = (),
 ) -> dict[str, str]:
     """Compares the `description` of all ranks. If entries differ, every rank raises a `Mismatch`
     that names the difference. Collective.
@@ -81,7 +81,8 @@ def require_same(
     Args:
         description: Compared entry by entry.
         notes: Shown with an entry of the description; not compared.
-        free: Entries that may differ; the result names those that do, and how.
+        free: Endings of the names of entries that may differ, also of those that only one rank has.
+            The result names the entries that differ, and how.
 
     Raises:
         Mismatch: Entries differ that are not in `free`.
@@ -102,7 +103,7 @@ def require_same(
                 name += f" local rank {local}"
             ranks.append((name, described))
     found = [difference for other in ranks[1:] for difference in _differences(ranks[0], other)]
-    if differences := [text for key, text in found if key not in free]:
+    if differences := [text for key, text in found if not key.endswith(free)]:
         listed = "; ".join(differences[:3])
         if len(differences) > 3:
             listed += f" (and {len(differences) - 3} more)"

@@ -405,7 +405,7 @@ class _FirstComparison:
     begun: bool
     close: bool
     device: torch.device
-    free: Sequence[str] = ()
+    free: tuple[str, ...] = ()
     found: dict[str, str] = field(default_factory=dict)
     tested: dict[Scheme, dict[str, str]] = field(default_factory=dict)
     compared: set[Link] = field(default_factory=set)
@@ -423,9 +423,9 @@ class _FirstComparison:
             engine = replicator.channel.engine.name
             conditions = f"{selftest_conditions(self.device)}, engine={engine}"
             notes = dict.fromkeys(TESTS, conditions)
-            free = [*self.free, *(name for name in description if name.endswith(_PLAIN))]
+            free = (*self.free, _PLAIN)
             if self.begun:
-                free += [name for name in description if name.endswith("weights)")]
+                free += ("weights)",)
             try:
                 self.found |= replicator.link.require_same(
                     description, self.device, notes, free=free
