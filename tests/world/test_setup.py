@@ -684,6 +684,13 @@ def test_weights_of_another_optimizer_that_one_replica_freezes_are_judged_alike_
     assert first[1][0] == "Mismatch" and "frozen.bias (shape)" in first[1][1]
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_rescales_the_rows_that_it_looks_up_is_refused(kind):
+    model = nn.Sequential(kind(8, 4, max_norm=1.0))
+    with pytest.raises(ValueError, match=r"the embedding 0 has max_norm=1\.0"):
+        dt.replicate(sgd(model), model, LoopbackCommunicator(), dt.full())
+
+
 def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():
     model = built(Plain)
 

@@ -53,16 +53,20 @@ def check_arguments(optimizer: object, model: object) -> None:
             " another optimizer"
         )
     for name, module in model.named_modules():
-        sparse = (
-            isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            and module.sparse
-            and module.weight.requires_grad
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check_embedding(name, module)
+
+
+def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.max_norm is not None:
+        raise ValueError(
+            f"the embedding {name} has max_norm={module.max_norm}, which rescales in forward the"
+            " rows that this replica looks up, so replicas would differ: use max_norm=None"
         )
-        if sparse and isinstance(module.weight, DTensor):
-            raise ValueError(
-                f"the gradient of {name}.weight is sparse, which cannot be replicated: use"
-                " sparse=False"
-            )
+    if module.sparse and module.weight.requires_grad and isinstance(module.weight, DTensor):
+        raise ValueError(
+            f"the gradient of {name}.weight is sparse, which cannot be replicated: use sparse=False"
+        )
 
 
 def check_options(
@@ -75,7 +79,7 @@ def check_options(
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}, must be True or False")
     for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise TypeError(f"{name} is {value!r}, must be a number, or None")
     if not isinstance(safety, Safety | None):
         raise TypeError(
@@ -185,11 +189,12 @@ def warn_of_second_momentum(
         since: True if the optimizer had no momentum when it was replicated: OneCycleLR and CyclicLR
             set one later.
     """
-    gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
     sparse = [
         scheme
-        for scheme in gradients
-        if scheme.feedback is not None and scheme.codec.selection.period != 1
+        for _, scheme in levels
+        if isinstance(scheme, GradientScheme)
+        and scheme.feedback is not None
+        and scheme.codec.selection.period != 1
     ]
     own = next(filter(None, map(_own_momentum, optimizer.param_groups)), "")
     if not sparse or not own or optimizer in _warned:
@@ -205,11 +210,14 @@ def warn_of_second_momentum(
             " was called"
         )
     if _is_first(levels):
-        text = (
+        _log.warning(
             "%s keeps its own momentum, and the additional momentum of %s (%s) makes the loss"
-            " far higher: %s"
+            " far higher: %s",
+            sparse[0].name,
+            type(optimizer).__name__,
+            own,
+            remedy,
         )
-        _log.warning(text, sparse[0].name, type(optimizer).__name__, own, remedy)
 
 
 def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
