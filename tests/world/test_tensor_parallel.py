@@ -85,3 +85,135 @@ def apart(_, base):
 def test_tensor_parallelism_changes_no_weight(base):
     for distances in worlds.run_alone(apart, 2, 2, base):
         assert max(distances) < 1e-5, distances
+
+
+class Norms(nn.Module):
+    """A normalisation over the features that a rank holds: its statistics are those of this rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 8)
+        self.batch_norm = nn.BatchNorm1d(4, affine=False)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(self.batch_norm(self.up(self.norm(x))).tanh())
+
+
+def cut(shape=(2, 2)):
+    """A model whose matrices are cut over the ranks of a node, and its mesh."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "tensor"))
+    torch.manual_seed(0)
+    layout = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(Norms(), mesh["tensor"], layout), mesh
+
+
+def replicated(parameters, model, mesh, scheme, lr=0.1, **options):
+    sgd = torch.optim.SGD(parameters, lr=lr)
+    return dt.replicate(sgd, model, mesh["replicate"], scheme, intra_node=mesh["tensor"], **options)
+
+
+def backward(model, mesh, step):
+    numbers = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("replicate"))
+    model(50 * torch.randn(16, 8, generator=numbers)).square().mean().backward()
+
+
+def wholes(model):
+    """Copies of the weights, those of cut weights of all shards."""
+    parameters = (p.detach() for p in model.parameters())
+    return [p.full_tensor().clone() if isinstance(p, DTensor) else p.clone() for p in parameters]
+
+
+def clipped(_, by_synchronize):
+    """How far the weights of a rank's shards move by one update, which is in flight before."""
+    model, mesh = cut()
+    scheme = dt.loco(precision="bf16", delay=1)
+    optimizer = replicated(model.parameters(), model, mesh, scheme, lr=1.0, clip=1e-3)
+    backward(model, mesh, 0)
+    optimizer.step()
+    before = wholes(model)
+    if by_synchronize:
+        optimizer.synchronize()
+    else:
+        optimizer.zero_grad()
+        backward(model, mesh, 1)
+        optimizer.step()
+    return [(a - b).norm().item() for a, b in zip(wholes(model), before, strict=True)]
+
+
+def test_an_update_in_flight_is_clipped_as_a_whole_by_synchronize_too():
+    by_step, by_synchronize = (worlds.run_alone(clipped, 2, 2, how) for how in (False, True))
+    assert by_step == by_synchronize
+    assert sum(moved**2 for moved in by_step[0]) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
+
+
+def frozen_shards(_, begins):
+    """A cut weight is frozen from the first or from the third step on; then one replica's differs."""
+    model, mesh = cut()
+    model.up.requires_grad_(not begins)
+    optimizer = replicated(
+        [p for p in model.parameters() if p.requires_grad],
+        model,
+        mesh,
+        dt.full(),
+        safety=dt.Safety(on_desync="repair"),
+    )
+    for step in range(4):
+        if step == 2:
+            model.up.requires_grad_(False)
+        backward(model, mesh, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    shard = model.up.weight.to_local()
+    right = shard.clone()
+    with torch.no_grad():
+        shard += mesh.get_local_rank("replicate")
+    optimizer.verify()
+    return torch.equal(shard, right)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_weights_that_are_cut_over_a_node_may_be_frozen(begins):
+    assert all(worlds.run_alone(frozen_shards, 2, 2, begins))
+
+
+def other_shards(_):
+    model, mesh = cut()
+    model.requires_grad_(False)
+    model.norm.requires_grad_(True)
+    with torch.no_grad():
+        model.up.weight.to_local()[:] += mesh.get_local_rank("replicate")
+    try:
+        replicated(model.norm.parameters(), model, mesh, dt.full()).set_up()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_frozen_shards_that_differ_between_replicas_are_refused_on_all_ranks():
+    for text in worlds.run_alone(other_shards, 2, 2):
+        assert "replica 1 local rank 0 has up.weight (shard) (frozen weights)" in text
+        assert "replica 1 local rank 1 has up.weight (shard) (frozen weights)" in text
+
+
+def own_statistics(_):
+    """One optimizer trains only weights that all ranks of a node hold whole."""
+    model, mesh = cut()
+    whole = [*model.norm.parameters(), model.down.bias]
+    matrices = [*model.up.parameters(), model.down.weight]
+    both = [replicated(each, model, mesh, dt.full()) for each in (whole, matrices)]
+    backward(model, mesh, 0)
+    own = model.batch_norm.running_mean.clone()
+    for optimizer in both:
+        optimizer.step()
+    both[0].synchronize()
+    everyone = [torch.empty_like(own) for _ in range(4)]
+    torch.distributed.all_gather(everyone, own)
+    tensor_rank = mesh.get_local_rank("tensor")
+    right = (everyone[tensor_rank] + everyone[tensor_rank + 2]) / 2
+    return torch.equal(model.batch_norm.running_mean, right)
+
+
+def test_statistics_of_a_rank_are_averaged_with_those_of_its_place_in_other_replicas():
+    assert all(worlds.run_alone(own_statistics, 2, 2))

@@ -51,7 +51,8 @@ class BufferSync:
         each buffer that differs to one value on all replicas. Collective.
 
         The comparison sends 8 bytes per buffer, which the link does not count as sent. A buffer
-        that differs is sent whole, and the link counts its bytes.
+        that differs is sent whole, and the link counts its bytes. Each rank of a node has buffers
+        of its own, as it has under tensor parallelism or without synchronised BatchNorm.
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
@@ -96,7 +97,7 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
         if buffer.is_floating_point():
             buffer.copy_(_mean_of_finite(link, buffer, device))
         else:
-            buffer.copy_(repaired(link, difference, buffer, device))
+            buffer.copy_(repaired(link, difference, buffer, device, apart=True))
         found.append(name)
     return found
 
@@ -113,14 +114,14 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     finite = values.isfinite()
     whole = finite.all().to(values.dtype).view(1)
     own = values.where(finite, values.new_zeros(()))
-    total = link.all_reduce(torch.cat([own, whole]))()
+    total = link.all_reduce(torch.cat([own, whole]), apart=True)()
     sums = total[:-1]
     counts = total[-1:]
-    # all replicas have equal `counts`, so either all of them or none enter this branch
+    # ranks that add up have equal `counts`, so either all of them or none enter this branch
     if int(counts) < link.replicas:
-        counts = link.all_reduce(finite.to(values.dtype))()
+        counts = link.all_reduce(finite.to(values.dtype), apart=True)()
         nowhere = counts == 0
-        others = link.all_reduce(values.where(nowhere, values.new_zeros(())))()
+        others = link.all_reduce(values.where(nowhere, values.new_zeros(())), apart=True)()
         sums = torch.where(nowhere, others, sums)
         counts = counts.clamp(min=1)
     return (sums / counts).view(buffer.shape)

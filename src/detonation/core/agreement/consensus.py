@@ -304,7 +304,7 @@ class StopConsensus:
                 texts = options
                 others = replicator.part_of(frozen)
             compared.add(replicator.link)
-            mended = self._mended(replicator, others | tensors, texts, step)
+            mended = self._mended(replicator, tensors, others, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
             if mended:  # a scheme that exchanges parameters also mends nonfinite weights
@@ -316,11 +316,12 @@ class StopConsensus:
         self,
         replicator: Replicator,
         tensors: Mapping[str, Tensor],
+        others: Mapping[str, Tensor],
         texts: Mapping[str, str],
         step: int,
     ) -> dict[str, Tensor]:
-        """Compares `tensors` and `texts` of this replica with those of the other replicas.
-        Collective.
+        """Compares `tensors`, `others` and `texts` of this replica with those of other replicas. Of
+        `others`, each rank of a node may have shards of its own. Collective.
 
         Returns repaired values of the tensors that differ, by name. No tensor is repaired unless
         `on_desync` is "repair". Each difference that is not repaired becomes a reason to stop. If a
@@ -329,14 +330,17 @@ class StopConsensus:
         link = replicator.link
         counts = replicator.counts
         mended: dict[str, Tensor] = {}
-        for difference in self.compare(link, tensors, self.runtime.device, texts):
+        compared = {**others, **tensors}
+        for difference in self.compare(link, compared, self.runtime.device, texts):
             name = difference.name
             if name == CHANGE:
                 for sender in difference.odd:
                     counts.announced(sender, counts.names[difference.source])
                 continue
-            if self.safety.on_desync == "repair" and name in tensors:
-                mended[name] = repaired(link, difference, tensors[name], self.runtime.device)
+            if self.safety.on_desync == "repair" and name in compared:
+                mended[name] = repaired(
+                    link, difference, compared[name], self.runtime.device, name in others
+                )
                 outcome = "repaired"
             else:
                 counts.desync(difference.odd[0], name)

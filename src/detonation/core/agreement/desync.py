@@ -185,7 +185,13 @@ def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
 
 
-def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.device) -> Tensor:
+def repaired(
+    link: Link,
+    difference: Difference,
+    tensor: Tensor,
+    device: torch.device,
+    apart: bool = False,
+) -> Tensor:
     """Copies the tensor of the replica `difference.source` to all replicas, and returns the copy.
     If this source replica has been lost, returns the local tensor. Collective.
 
@@ -194,13 +200,14 @@ def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.d
 
     Args:
         device: Device of the tensors that the link sends.
+        apart: True if the ranks of a node may have different tensors, as shards are.
     """
     octets = tensor.contiguous().view(-1).view(torch.uint8).to(device)
     mark = torch.ones(1, dtype=torch.uint8, device=device)
     mine = torch.cat([octets, mark])
     if link.replica != difference.source:
         mine.zero_()
-    total = link.all_reduce(mine)()
+    total = link.all_reduce(mine, apart)()
     if not total[-1]:
         return tensor
     return total[:-1].view(tensor.dtype).view(tensor.shape).to(tensor.device)

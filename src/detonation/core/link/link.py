@@ -70,6 +70,7 @@ def require_same(
     notes: Mapping[str, str],
     remedy: str = SAME_START,
     free: tuple[str, ...] = (),
+    shards: tuple[str, ...] = (),
 ) -> dict[str, str]:
     """Compares the `description` of all ranks. If entries differ, every rank raises a `Mismatch`
     that names the difference. Collective.
@@ -83,6 +84,8 @@ def require_same(
         notes: Shown with an entry of the description; not compared.
         free: Endings of the names of entries that may differ, also of those that only one rank has.
             The result names the entries that differ, and how.
+        shards: Endings of the names of entries that differ between the ranks of a node, as their
+            shards do. They are compared between ranks with the same number in their nodes.
 
     Raises:
         Mismatch: Entries differ that are not in `free`.
@@ -102,7 +105,7 @@ def require_same(
             if intra_node is not None:
                 name += f" local rank {local}"
             ranks.append((name, described))
-    found = [difference for other in ranks[1:] for difference in _differences(ranks[0], other)]
+    found = _all_differences(ranks, len(node), shards)
     if differences := [text for key, text in found if not key.endswith(free)]:
         listed = "; ".join(differences[:3])
         if len(differences) > 3:
@@ -113,6 +116,20 @@ def require_same(
 
 _Rank = tuple[str, Sequence[Mapping[str, str]]]
 """The name of a rank, and its description and notes for `require_same`."""
+
+
+def _all_differences(
+    ranks: Sequence[_Rank], local_ranks: int, shards: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    """Compares each of `ranks` with the first one; entries of `shards` with those of the rank that
+    has the same number in the first node.
+    """
+    found = []
+    for number, other in enumerate(ranks):
+        for first, is_cut in ((ranks[0], False), (ranks[number % local_ranks], True)):
+            differences = _differences(first, other)
+            found += [each for each in differences if each[0].endswith(shards) == is_cut]
+    return found
 
 
 def _differences(one: _Rank, other: _Rank) -> list[tuple[str, str]]:
@@ -193,15 +210,24 @@ class Link:
         self.observer = observer
         self.playback = observer if isinstance(observer, PlayedMessages) else None
 
-    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+    def all_reduce(self, values: Tensor, apart: bool = False) -> Callable[[], Tensor]:
         """Starts to add `values` over all replicas. Returns a function that waits for the sum. The
         sum is bitwise equal on all replicas.
 
         The caller must not use `values` afterwards.
+
+        Args:
+            apart: True if the ranks of a node may have different values. Each rank then adds its
+                values to those of the ranks with the same number in the other nodes.
         """
-        nbytes = bytes_per_rank(values.nbytes, self.local_ranks, values.itemsize)
+        communicator = self._communicator
+        local_ranks = self.local_ranks
+        if apart:
+            communicator = self._inter_node
+            local_ranks = 1
+        nbytes = bytes_per_rank(values.nbytes, local_ranks, values.itemsize)
         self.bytes_sent += ring_bytes("all-reduce", nbytes, self.replicas)
-        return self._communicator.all_reduce(values)
+        return communicator.all_reduce(values)
 
     def all_gather(self, message: Tensor) -> Callable[[], Tensor]:
         """Starts to send `message` to all replicas, and to receive the message of each replica.

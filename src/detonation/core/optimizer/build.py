@@ -384,6 +384,10 @@ _PLAIN = " (not in this optimizer)"
 """What follows the name of a weight that requires a gradient, but that this optimizer does not
 train. Replicas may differ in such weights, because another optimizer may train them.
 """
+_FROZEN = " (frozen weights)"
+_SHARD = " (shard)"
+_SHARDS = _SHARD + _FROZEN, _SHARD + _PLAIN
+"""Endings of the names of weights of which each rank of a node has another shard."""
 
 
 @dataclass
@@ -428,7 +432,7 @@ class _FirstComparison:
                 free += ("weights)",)
             try:
                 self.found |= replicator.link.require_same(
-                    description, self.device, notes, free=free
+                    description, self.device, notes, free=free, shards=_SHARDS
                 )
             except Mismatch as error:
                 refused.append(error)
@@ -454,14 +458,25 @@ class _FirstComparison:
             description["clip"] = str(self.settings.clip)
             description[NORM_SELFTEST] = norm_selftest(self.device)
         if self.others and replicator.link not in self.compared:
-            plain = {name for name, p in self.others.items() if p.requires_grad}
-            sums = self._checksums(replicator.part_of(self.others))
-            for name, checksum_text in sums.items():
-                kind = " (frozen weights)"
-                if name in plain:
-                    kind = _PLAIN
-                description[name + kind] = checksum_text
+            description |= self._describe_others(replicator)
         return description
+
+    def _describe_others(self, replicator: Replicator) -> dict[str, str]:
+        """Returns the checksums of the weights that this optimizer does not train. Their keys show
+        which of these weights are cut over the ranks of a node.
+        """
+        sums = self._checksums(replicator.part_of(self.others or {}))
+        keys = {}
+        for part, local_ranks in split_by_sharding(self.others or {}, self.settings.intra_node):
+            cut = ""
+            if self.settings.intra_node is not None and local_ranks == 1:
+                cut = _SHARD
+            for name, parameter in part.items():
+                kind = _FROZEN
+                if parameter.requires_grad:
+                    kind = _PLAIN
+                keys[name] = name + cut + kind
+        return {keys[name]: checksum_text for name, checksum_text in sums.items()}
 
     def _checksums(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Returns a checksum of each weight, as text. The host reads all checksums in one copy from
@@ -477,7 +492,7 @@ class _FirstComparison:
         odd = [key for key in self.found if key.endswith(_PLAIN)]
         for key in odd:
             del self.found[key]
-        return [key.removesuffix(_PLAIN) for key in odd]
+        return [key.removesuffix(_PLAIN).removesuffix(_SHARD) for key in odd]
 
 
 def _description(

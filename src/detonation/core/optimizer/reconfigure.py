@@ -150,7 +150,7 @@ def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:
 
 
 def complete(
-    replicators: Sequence[Replicator],
+    by_level: Sequence[Sequence[Replicator]],
     consensus: StopConsensus,
     buffers: Callable[[Sequence[Replicator]], None],
     step: int,
@@ -160,9 +160,10 @@ def complete(
     """
     if consensus.decides_on_device:
         consensus.begin(step)
-    for replicator in replicators:
-        replicator.synchronize(step)
-    buffers(replicators)
+    for level in by_level:
+        if level:
+            level[0].synchronize_level(level, step)
+    buffers([each for level in by_level for each in level])
     consensus.conclude(step)
 
 

@@ -95,6 +95,13 @@ class Replicator(ABC):
         the same weights.
         """
 
+    def synchronize_level(self, level: Sequence["Replicator"], step: int) -> None:
+        """Calls `synchronize` for all replicators of a level of replication, of which this is
+        one.
+        """
+        for each in level:
+            each.synchronize(step)
+
     @contextmanager
     def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
         """Context manager in which backward sends the gradients of `step`, if this kind of

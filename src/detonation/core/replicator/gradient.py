@@ -31,11 +31,6 @@ from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError
 from detonation.core.runtime import Readback
 from detonation.core.schemes import GradientScheme
 
-Applies = Callable[["Update | Flat", Collection[int]], None]
-"""A function that makes the next step of the base optimizer apply an update. Its second argument
-holds the numbers of the parameters that no replica used, which the step leaves unchanged.
-"""
-
 
 @dataclass(frozen=True)
 class Flat:
@@ -96,7 +91,7 @@ class Pending:
     """The pending updates: the updates of the last `delay` steps, oldest first, whose messages may
     still be in flight.
 
-    Before the first message, and after `step_on`, the list begins with blank entries, which have no
+    Before the first message, and after `take`, the list begins with blank entries, which have no
     message. A blank entry is a tensor of negative zeros. So a saved state distinguishes a blank
     entry from an update of positive zeros.
     """
@@ -166,34 +161,18 @@ class Pending:
         """
         return [self.wait(index) for index in range(len(self._updates))]
 
-    def step_on(self, base: BaseStep, applies: Applies, unused: Unused, step: int) -> None:
-        """Applies all pending updates at once: makes one step of the base optimizer for each
-        update, and replaces the updates by blank entries. Blank entries make no step.
+    def due(self) -> range:
+        """Returns the numbers of the updates that are no blank entries, counted from the oldest."""
+        return range(self._blanks, len(self._updates))
 
-        Afterwards the parameters have the gradients that they had before, because a later backward
-        pass may add to these gradients.
-
-        Args:
-            step: Of the oldest update.
+    def take(self, index: int) -> Update | Flat:
+        """Waits for update number `index` and returns it. A blank entry replaces this update, and
+        all older updates must have been taken.
         """
-        due = range(self._blanks, len(self._updates))
-        if not due:
-            return
-        everyone = [
-            parameter for group in base.optimizer.param_groups for parameter in group["params"]
-        ]
-        kept = [parameter.grad for parameter in everyone]
-        for parameter in everyone:
-            parameter.grad = None
-        for index in due:
-            update = self._updates[index].receive()
-            alone = unused.settle(update.missing, step + index)
-            applies(update, alone)
-            base()
-            self._updates[index] = self._blank()
-        self._blanks = len(self._updates)
-        for parameter, gradient in zip(everyone, kept, strict=True):
-            parameter.grad = gradient
+        update = self._updates[index].receive()
+        self._updates[index] = self._blank()
+        self._blanks = index + 1
+        return update
 
     def _blank(self) -> Flat:
         return Flat(self._layout, self._layout.zeros(self._device).fill_(-0.0))
@@ -283,13 +262,40 @@ class GradientReplicator(Replicator):
         self.refuse_overlap()
 
     def synchronize(self, step: int) -> None:
-        first = step - self.scheme.round.delay
+        self.synchronize_level([self], step)
 
-        def applies(update: Update | Flat, unused: Collection[int]) -> None:
-            weights = locals_of(self.parameters)
-            update.apply(self.parameters, unused, self._signs, weights)
+    def synchronize_level(self, level: Sequence[Replicator], step: int) -> None:
+        """Applies all pending updates of `level` at once: makes one step of the base optimizer for
+        each update, which holds the parts of all replicators.
 
-        self._updates.step_on(self._base, applies, self.channel.unused, first)
+        Afterwards the parameters have the gradients that they had before, because a later backward
+        pass may add to these gradients.
+        """
+        parts = [each for each in level if isinstance(each, GradientReplicator)]
+        due = sorted({index for each in parts for index in each._updates.due()})
+        if not due:
+            return
+        groups = self._base.optimizer.param_groups
+        everyone = [parameter for group in groups for parameter in group["params"]]
+        kept = [parameter.grad for parameter in everyone]
+        for parameter in everyone:
+            parameter.grad = None
+        for index in due:
+            for each in parts:
+                each.apply_pending(index, step - self.scheme.round.delay + index)
+            self._base()
+        for parameter, gradient in zip(everyone, kept, strict=True):
+            parameter.grad = gradient
+
+    def apply_pending(self, index: int, step: int) -> None:
+        """Makes the next step of the base optimizer apply pending update number `index`, which
+        belongs to `step`. A blank entry applies nothing.
+        """
+        if index not in self._updates.due():
+            return
+        update = self._updates.take(index)
+        unused = self.channel.unused.settle(update.missing, step)
+        update.apply(self.parameters, unused, self._signs, locals_of(self.parameters))
 
     @contextmanager
     def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
