@@ -10,6 +10,8 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Mismatch
 from detonation.errors import Desync
+from limits import LIMIT_S
+from steps import following
 
 
 def made(axis, swapped=False, verify_every=100):
@@ -87,6 +89,50 @@ def test_a_replay_refuses_a_group_that_training_changed(count, tmp_path):
     with pytest.raises(ValueError, match="in step 3 of training, parameter group 0 held other"):
         dt.replay(tmp_path, again)
     assert again.step_count == 2
+
+
+def with_one_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    base = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+    return model, dt.replicate(base, model, LoopbackCommunicator(2), dt.loco(delay=1))
+
+
+def add_a_group_and_synchronize(model, optimizer):
+    """The step after it begins to train the group."""
+    optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 3e-3})
+    optimizer.synchronize()
+
+
+def test_a_replay_ends_before_a_group_that_was_added_before_synchronize(tmp_path):
+    model, optimizer = with_one_layer()
+    optimizer.record(dt.UpdateLog(tmp_path))
+    for number in range(4):
+        if number == 2:
+            add_a_group_and_synchronize(model, optimizer)
+        step(model, optimizer, number)
+    optimizer.record(None)
+    _, again = with_one_layer()
+    with pytest.raises(ValueError, match="was written with parameters 4, "):
+        dt.replay(tmp_path, again)
+    assert again.step_count == 2
+
+
+def test_a_follower_gets_a_new_copy_after_a_group_was_added_before_synchronize():
+    model, optimizer = with_one_layer()
+    served, _ = with_one_layer()
+    with following(model, optimizer, served, b"a token for tests only") as (_, follower):
+        step(model, optimizer, 0)
+        while follower.step < optimizer.step_count:
+            step(model, optimizer, optimizer.step_count)
+            follower.update(wait_s=0.1)
+        add_a_group_and_synchronize(model, optimizer)
+        started = optimizer.step_count
+        while follower.step <= started:
+            step(model, optimizer, optimizer.step_count)
+            follower.update(wait_s=0.1)
+        follower.update(to=optimizer.step_count, wait_s=LIMIT_S)
+        assert all(map(torch.equal, model.parameters(), served.parameters()))
 
 
 def test_an_option_that_only_one_group_has_is_compared():

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from detonation.log.records import (
     start_of,
     whole_records,
 )
-from detonation.log.writer import identity, round_like, segments, use_padding_of
+from detonation.log.writer import identity, round_like, segments, use_padding_of, writer_of
 
 _log = logging.getLogger("detonation")
 _NEAR = (
@@ -47,7 +46,7 @@ class Playback(Player):
         self, directory: Path, optimizer: Replicated, first: int, to: int | None = None
     ) -> None:
         super().__init__()
-        self._rank = replace(optimizer.coordinates, replica=0).name
+        self._rank = writer_of(optimizer)
         self._exact = False
         self.first = first
         self.run = ""  # the id of the run in the last file that was read
@@ -237,11 +236,13 @@ class Playback(Player):
         return records
 
     def _records_of(self, path: Path) -> Iterator[LogRecord]:
-        """Checks the START record of a file, and yields all later records."""
+        """Checks the START records of a file, and yields all other records. A START record that is
+        not the first one tells that settings changed after a `synchronize` call.
+        """
         for number, record in enumerate(whole_records(path)):
-            if (record.kind == START) != (number == 0):
+            if number == 0 and record.kind != START:
                 raise DamagedLog(
-                    f"{path} is no log of one rank: only its first record must be a START record"
+                    f"{path} is no log of one rank: its first record must be a START record"
                 )
             if record.kind == START:
                 self._check(path, record, _first_options(path))

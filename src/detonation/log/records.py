@@ -36,7 +36,8 @@ _MAGIC = b"DTLG"
 _HEADER = struct.Struct("<4sB3xIQQI")
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
-"""Kinds of records: START holds the settings of the run, as the first record of each file; MESSAGE
+"""Kinds of records: START holds the settings of the run, as the first record of each file, and
+again after a `synchronize` call that a change of the settings follows; MESSAGE
 holds messages; STEP and SYNCHRONIZE end a step or a `synchronize` call, after its messages; WRITTEN
 holds weights that other code wrote between steps.
 """
@@ -341,7 +342,7 @@ class StepRecorder(StepObserver, ABC):
         kind = SYNCHRONIZE
         if what == "step":
             kind = STEP
-        changed = self._changed(optimizer)
+        changed = self._changed(optimizer, kind)
         about: dict[str, Any] = {}
         if kind == STEP or any(changed):
             about["groups"] = changed
@@ -402,16 +403,18 @@ class StepRecorder(StepObserver, ABC):
                 first_names(hooks),
             )
 
-    def _changed(self, optimizer: Replicated) -> list[dict[str, Any]]:
+    def _changed(self, optimizer: Replicated, kind: int) -> list[dict[str, Any]]:
         """Returns, for each parameter group, the options that have changed since the group was last
-        recorded.
+        recorded. Only a step records a group that was added: the step begins to train it.
         """
         before = self._options
         groups = optimizer.param_groups
+        if before and kind == SYNCHRONIZE:
+            groups = groups[: len(before)]
         members = [tuple(map(id, group["params"])) for group in groups]
         if not before or members != self._members:
             self._members = members
-            self._texts = members_of(optimizer.base, exchanged_by(optimizer))
+            self._texts = members_of(optimizer.base, exchanged_by(optimizer))[: len(groups)]
         self._options = [
             {**recorded_options(group), MEMBERS: text}
             for group, text in zip(groups, self._texts, strict=True)

@@ -202,6 +202,12 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         return
     groups = optimizer.param_groups
     recorded = end.table().get("groups", [{}] * len(groups))
+    if len(recorded) != len(groups):
+        raise ValueError(
+            f"after step {end.step}, training had {len(recorded)} parameter groups, and here are"
+            f" {len(groups)}: make the same groups, or replay from a checkpoint that is saved after"
+            " the change"
+        )
     _require_members([options.pop(MEMBERS, "") for options in recorded], end.step, optimizer)
     for group, options in zip(groups, recorded, strict=True):
         take_recorded(group, options)

@@ -4,10 +4,10 @@ import hashlib
 import logging
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from detonation.core.link import ElasticCommunicator
 from detonation.core.optim import hooks_of
 from detonation.core.optimizer import Replicated, local_parameters
 from detonation.core.replicator import use_rows
+from detonation.log.kept import KeptSteps
 from detonation.log.records import (
     LOG_VERSION,
     MESSAGE,
@@ -38,10 +39,6 @@ SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16
 """Largest number of bytes of a step that is written without a thread, because starting a thread
 would take as long as writing.
-"""
-_KEPT = 4
-"""Number of recent steps that each further replica keeps in memory. If the first replica is lost,
-the next replica writes these steps to the log.
 """
 _log = logging.getLogger("detonation")
 
@@ -101,8 +98,7 @@ class UpdateLog(StepRecorder):
         self._thread: ThreadPoolExecutor | None = None
         # the write of the last step, which a thread may still execute
         self._writing: Future[None] | None = None
-        self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
-        self._identity: dict[str, Any] = {}  # settings of the run in the steps that `_kept` holds
+        self._kept = KeptSteps()
         self._start: dict[str, Any] = {}  # digest of the weights before the first step
 
     def begin(self, optimizer: Replicated) -> None:
@@ -144,12 +140,7 @@ class UpdateLog(StepRecorder):
             if not self.records:  # closing the last file may have failed, which ends the log
                 return
             if self._file < 0:
-                if self._kept:
-                    self._write_kept(optimizer)
-                first_step = optimizer.step_count - (what == "step")
-                if another or not self._continue(optimizer, first_step):
-                    self._begin(optimizer, first_step, _settings(optimizer) | self._origin)
-                self._levels = optimizer.build()
+                self._open(optimizer, optimizer.step_count - (what == "step"), goes_on, another)
             self.add_written()
             self.add(messages, what, optimizer)
             self.note(optimizer)
@@ -157,15 +148,29 @@ class UpdateLog(StepRecorder):
                 self._finish()
                 os.fsync(self._file)
 
+    def _open(self, optimizer: Replicated, first: int, goes_on: bool, another: bool) -> None:
+        """Opens a file for what follows after `first` steps.
+
+        Args:
+            goes_on: True if no step is missing before it.
+            another: True if it has other settings, or follows a gap.
+        """
+        if self._kept:
+            self._write_kept(optimizer)
+        if not (goes_on and self._continue(optimizer, first)):
+            self._begin(optimizer, first, _settings(optimizer) | self._origin)
+        elif another:
+            self._change(optimizer, first)
+        self._levels = optimizer.build()
+
     def _keep(self, messages: Copies, what: str, optimizer: Replicated, another: bool) -> None:
         """Keeps the last steps in RAM. If the first replica is lost before it has written these
         steps, this replica can write them.
         """
         if another:
             self.flush()
-            self._kept.clear()
             self._levels = optimizer.build()
-            self._identity = _settings(optimizer)
+            self._kept.begin(_settings(optimizer), self._origin)
         # record all options and hooks with each step in RAM, because a file may begin with any step
         self._options = []
         self._hooks = []
@@ -178,13 +183,11 @@ class UpdateLog(StepRecorder):
         replica had already written some of these steps, the new records are equal to the old ones.
         """
         self.flush()
-        kept = list(self._kept)
-        self._kept = deque(maxlen=_KEPT)
-        end = kept[0][-1]
-        self._begin(
-            optimizer, end.step - (end.kind == STEP), {**self._identity, "taken_over": True}
+        first, settings, events = self._kept.take(
+            lambda first: self._path_of(optimizer, first).exists()
         )
-        for records in kept:
+        self._begin(optimizer, first, {**settings, "taken_over": True})
+        for records in events:
             self.hand_on(records)
         self._close_file()
 
@@ -212,6 +215,9 @@ class UpdateLog(StepRecorder):
         if self._file >= 0:
             self.take_last_writes()
             self._write_arrived()
+        elif self._kept and self._optimizer and _others_are_lost(self._optimizer):
+            with self._forgiving():
+                self._write_kept(self._optimizer)
         self._close_file()
 
     def _write_arrived(self) -> None:
@@ -261,13 +267,13 @@ class UpdateLog(StepRecorder):
                     os.ftruncate(self._file, self._length)
 
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
-        rank = optimizer.coordinates
-        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
+        rank = writer_of(optimizer)
+        about = {"version": LOG_VERSION, "first": first, "rank": rank, **settings}
         if not first:
             about |= self._start
-            self._warn_of_earlier(rank.name, about.get("run", ""))
+            self._warn_of_earlier(rank, about.get("run", ""))
         self.directory.mkdir(parents=True, exist_ok=True)
-        for _, begun, later in segments(self.directory, rank.name):
+        for _, begun, later in segments(self.directory, rank):
             # remove files whose steps training will repeat, because it returned to an earlier step
             if begun > first:
                 later.unlink(missing_ok=True)
@@ -289,8 +295,17 @@ class UpdateLog(StepRecorder):
         self._length = os.lseek(self._file, 0, os.SEEK_END)
         return True
 
+    def _change(self, optimizer: Replicated, step: int) -> None:
+        """Records changed settings in the middle of a file, after the `synchronize` call before the
+        change.
+        """
+        self._options = []
+        self._hooks = []
+        about = {"version": LOG_VERSION, "first": step, "rank": writer_of(optimizer)}
+        self.hand_on([noted(START, step, about | _settings(optimizer))])
+
     def _path_of(self, optimizer: Replicated, first: int) -> Path:
-        return self.directory / f"{optimizer.coordinates.name}-{first}{SUFFIX}"
+        return self.directory / f"{writer_of(optimizer)}-{first}{SUFFIX}"
 
     def _warn_of_earlier(self, rank: str, run: str) -> None:
         """Warns if this log replaces the log of another run in the same directory."""
@@ -312,7 +327,7 @@ class UpdateLog(StepRecorder):
         A thread writes a large step while the next step computes.
         """
         if self._file < 0:
-            self._kept.append([*records])
+            self._kept.add(records)
             return
         self._finish()
         if sum(len(record.content) for record in records) <= AT_ONCE_BYTES:
@@ -340,6 +355,17 @@ class UpdateLog(StepRecorder):
             if written:
                 parts[0] = parts[0][written:]
         self._length = os.lseek(self._file, 0, os.SEEK_CUR)
+
+
+def writer_of(optimizer: Replicated) -> str:
+    """Returns the name of the rank that writes the log of this shard: of the first replica."""
+    return replace(optimizer.coordinates, replica=0).name
+
+
+def _others_are_lost(optimizer: Replicated) -> bool:
+    """True if the last exchange has found that all replicas before this one are lost."""
+    axis = optimizer.levels[0][0]
+    return isinstance(axis, ElasticCommunicator) and {*range(axis.replica)} <= {*axis.absent}
 
 
 def _run_of(path: Path) -> str:

@@ -1,0 +1,128 @@
+"""Law 15 where the replica that writes the log is lost: the next one goes on, and nothing is lost or repeated."""
+
+import pytest
+import torch
+from torch import nn
+
+import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.survive.agreement import ReplicaLeft
+from detonation.core.flat.tensors import digest
+from steps import Died, replicas
+
+SCHEMES = {
+    "loco, late": lambda: dt.loco(delay=1, link="all-gather"),
+    "demo, late": lambda: dt.demo(topk=2, chunk=8, delay=1, link="all-gather"),
+    "diloco": lambda: dt.diloco(every=3),
+    "full": dt.full,
+}
+STEPS = 8
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 8)
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def write(model, optimizer, log):
+    with torch.no_grad():
+        model.first.bias.mul_(0.5).add_(0.1)
+
+
+def synchronize(model, optimizer, log):
+    optimizer.synchronize()
+
+
+def reset(model, optimizer, log):
+    for state in optimizer.base.state.values():
+        state["exp_avg"].zero_()
+
+
+def rotate(model, optimizer, log):
+    log.rotate()
+
+
+def trained(scheme, events, folder, lost=None, leaves=None, base=torch.optim.SGD):
+    """A digest of the weights of the replicas that are left, and the replay of their log: its last step and the
+    digest of its weights. Replica 0 is lost before step `lost`; `events` follow their steps.
+    """
+    models = [Pair() for _ in range(3)]
+
+    def act(axis):
+        me = axis.replica
+        model = models[me]
+        inner = base(model.parameters(), lr=0.05)
+        optimizer = dt.replicate(inner, model, axis, SCHEMES[scheme]())
+        log = dt.UpdateLog(folder)
+        optimizer.record(log)
+        for step in range(STEPS):
+            if me == 0 and step == lost:
+                raise Died
+            if me == 2 and step == leaves:
+                axis.depart()
+            numbers = torch.Generator().manual_seed(9 * step + me)
+            model(torch.randn(4, 16, generator=numbers)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for event in events.get(step + 1, ()):
+                event(model, optimizer, log)
+        optimizer.synchronize()
+        log.close()
+        return digest(model.parameters())
+
+    def act_or_leave(axis):
+        try:
+            return act(axis)
+        except ReplicaLeft:
+            return None
+
+    ends = {end for end in replicas(act_or_leave) if end}
+    assert len(ends) == 1
+    model = Pair()
+    again = dt.replicate(
+        base(model.parameters(), lr=0.05), model, LoopbackCommunicator(3), SCHEMES[scheme]()
+    )
+    return ends.pop(), lambda: (dt.replay(folder, again), digest(model.parameters()))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("events", "lost"),
+    [
+        ({}, 0),
+        ({}, 1),
+        ({}, STEPS - 1),  # nobody steps after this loss
+        ({2: [write, synchronize]}, 2),
+        ({5: [write, synchronize, write]}, 4),
+        ({5: [synchronize] * 3}, 4),
+        ({4: [synchronize, write], 7: [write]}, 6),
+        ({step: [rotate] for step in range(STEPS)}, 5),
+        ({4: [rotate, synchronize], 6: [write, rotate]}, 6),
+    ],
+)
+def test_law_15_a_log_that_another_replica_has_taken_over_ends_with_its_weights(
+    scheme, events, lost, tmp_path
+):
+    end, replay = trained(scheme, events, tmp_path, lost)
+    assert replay() == (STEPS, end)
+
+
+@pytest.mark.parametrize("lost", [4, 6])
+def test_law_15_a_log_that_was_taken_over_still_tells_that_training_left_it(lost, tmp_path):
+    _, replay = trained("loco, late", {4: [reset]}, tmp_path, lost, base=torch.optim.AdamW)
+    with pytest.raises(ValueError, match="training went on after step 4 with weights or a state"):
+        replay()
+
+
+@pytest.mark.parametrize("scheme", ["demo, late", "diloco"])
+def test_law_15_a_replica_leaves_right_after_a_log_was_rotated(scheme, tmp_path):
+    """What its departure completes is in the new file, before the steps of the others."""
+    every = {step: [rotate] for step in range(STEPS)}
+    end, replay = trained(scheme, every, tmp_path, leaves=3)
+    assert replay() == (STEPS, end)
