@@ -10,6 +10,7 @@ import torch
 
 import detonation as dt
 from detonation.cli.command import run_command
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement import self_tests
 from detonation.core.codec.aggregate import AGGREGATIONS
 from detonation.core.codec.indices import narrow
@@ -55,6 +56,7 @@ def test_the_recipe_of_the_page_trains(beside, capsys):
     )
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["replicas_equal"] is True and summary["scheme"] == "mine:haar"
+    assert summary["val_loss"] < 0.59  # 0.607 if no weight moves
     assert summary["scheme_arguments"] == {"topk": 8, "chunk": 64, "decay": 0.99}
 
 
@@ -111,3 +113,22 @@ def test_the_self_test_makes_an_optimizers_own_steps_once_its_test_is_registered
     finally:
         del self_tests._TESTED[Halving]
     assert hash_of(own) == by_operations
+
+
+def test_a_model_in_whose_output_fsdp_finds_no_tensors_is_refused(beside, capsys):
+    page = (beside / "mine.py").read_text()
+    hidden = page.replace("return Output(", "return SimpleNamespace(")
+    (beside / "mine.py").write_text("from types import SimpleNamespace\n" + hidden)
+    command = ["train", "mine.toml", "--replicas", "2", "--shards", "1", "--out", "run"]
+    assert run_command(command) == 2
+    assert "no weight of model mine:Line got a gradient" in capsys.readouterr().err
+
+
+def test_a_first_step_without_gradients_is_warned_of(caplog):
+    model = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters())
+    optimizer = dt.replicate(sgd, model, LoopbackCommunicator(2), dt.full())
+    for _ in range(2):
+        optimizer.step()
+    (line,) = [each for each in caplog.messages if "in the first step" in each]
+    assert line.startswith("no parameter has a gradient in the first step")

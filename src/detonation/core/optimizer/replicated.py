@@ -28,7 +28,7 @@ from detonation.core.optimizer.build import (
     compare_replicas,
     compare_rounding_singly,
 )
-from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
+from detonation.core.optimizer.setup_checks import check_layout, warn_of_no_grads, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator import PaddingRows, Replicator, held_rows
@@ -225,6 +225,7 @@ class Replicated(OptimizerWrapper):
             states.warn_of_lost_memory(self)
         if self._replicators is None:
             self.set_up()
+            warn_of_no_grads(self.base, self.coordinates)
         changed = self._trained.show_shards()  # a step must not write to gathered copies
         if self.observer:
             self.observer.enter(self)
@@ -490,7 +491,7 @@ class Replicated(OptimizerWrapper):
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
-        changes.complete(self.build(), consensus, self._buffers, self.step_count)
+        changes.complete(self._by_level, consensus, self._buffers, self.step_count)
         self.run.complete()
         if self.observer:
             self.observer.end("synchronize", self)

@@ -241,6 +241,17 @@ def warn_of_others(names: Sequence[str]) -> None:
         )
 
 
+def warn_of_no_grads(optimizer: Optimizer, here: Coordinates) -> None:
+    """Logs a warning on the first rank if no parameter has a gradient in the first step."""
+    graded = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    if (here.replica, here.shard) == (0, 0) and not graded:
+        _log.warning(
+            "no parameter has a gradient in the first step, which moves nothing: call backward()"
+            " before step(), and let a model that FSDP2 shards return tensors, or tuples, dicts or"
+            " dataclasses of them, because FSDP2 finds no tensors in other objects"
+        )
+
+
 _CLOSE = (
     "replicas round differently, so their weights stay close, but not equal to the last bit:"
     " %s. Each step makes a part of the weights equal to those of replica 0; pass"

@@ -84,6 +84,8 @@ def fit(
                 outcome = rounds.gradients(step)
             else:
                 outcome = _gradients(session, step, stop)
+            if step == done:
+                _require_gradients(session)
             meter.computed()
             session.optimizer.step()
             session.optimizer.zero_grad()
@@ -412,6 +414,21 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
         f"model {model} returns a {type(output).__name__} whose .loss {wrong}, "
         "must return .loss, a tensor of one number (and .logits)"
     )
+
+
+def _require_gradients(session: Session) -> None:
+    """Raises `ValueError` if backward has computed no gradient at all.
+
+    FSDP2 looks for tensors in the output of a model. If it finds none there, it never computes the
+    gradients of the shards.
+    """
+    groups = session.optimizer.param_groups
+    graded = [each for group in groups for each in group["params"] if each.grad is not None]
+    if not (graded or session.optimizer.idle):
+        raise ValueError(
+            f"no weight of model {session.config.model.name} got a gradient: return the loss in a"
+            " dataclass, a named tuple or a dict, because FSDP2 finds no tensors in other objects"
+        )
 
 
 def _mean_loss(session: Session, step: int, reports: list[list[float]]) -> float:
