@@ -166,6 +166,13 @@ def test_missing_data_names_the_command_that_brings_it(fails, tmp_path, monkeypa
     )
 
 
+def test_a_replica_does_not_join_into_the_directory_of_a_finished_run(fails, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/summary.json").write_text("{}")
+    line = fails("--join", "127.0.0.1:7400", "--out", "old")
+    assert line.startswith("error: run directory old holds a finished run, whose checkpoints")
+
+
 def test_a_missing_recipe_and_resuming_nothing(fails):
     assert fails(recipe="none").startswith("error: cannot read the recipe")
     assert fails("--resume").startswith("error: --resume needs --out")

@@ -16,6 +16,13 @@ QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 SHORT = ("--set", "train.steps=2", "train.validation_batches=1", "--replicas", "2", "--shards", "1")
 
 
+def test_a_comparison_does_not_replace_the_report_of_a_run(tmp_path, capfd):
+    (tmp_path / "config.toml").touch()
+    arguments = ["compare", QUICK, "--schemes", "full,random_sign", "--out", str(tmp_path)]
+    assert run_command(arguments) == 2
+    assert f"run directory {tmp_path} holds a run: choose another --out" in capfd.readouterr().err
+
+
 def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capfd):
     arguments = [
         "compare",

@@ -69,9 +69,19 @@ def check_place(
             "under a launcher each replica of an elastic run is a job of its own: give --replica"
             " and --meet"
         )
-    if request.join and request.out is None:
-        raise ValueError("--join needs --out: the run directory, for checkpoints")
+    if request.join:
+        _check_directory_of_newcomer(request.out)
     _check_addresses(request, mesh.meet)
+
+
+def _check_directory_of_newcomer(out: Path | None) -> None:
+    if out is None:
+        raise ValueError("--join needs --out: the run directory, for checkpoints")
+    if (out / directory.SUMMARY).exists():
+        raise ValueError(
+            f"run directory {out} holds a finished run, whose checkpoints those of the joined run"
+            " would replace: choose another --out"
+        )
 
 
 def _check_addresses(request: Request, meet: str) -> None:

@@ -72,6 +72,8 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
         raise ValueError(f"{said}: compare needs two runs or more, {remedy}")
     name = f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
     out = request.out or Path("runs") / name
+    if (out / directory.CONFIG).exists():
+        raise ValueError(f"run directory {out} holds a run: choose another --out")
     compute_with_one_thread()
     tasks = []
     for name, sets in runs.items():
