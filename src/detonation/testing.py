@@ -42,7 +42,9 @@ def check_scheme(
     its storage and its size is known), 5 (never larger than dense), 9 (private state is saved and
     resumes exactly) and 11 (zero is zero: a precision decodes negated values to the negated
     result). One parameter of the simulated model gets no gradient, as in law 10. It also checks
-    that the name and the arguments of the scheme make an equal scheme.
+    that the name and the arguments of the scheme make an equal scheme, that its basis is
+    orthonormal, and that its selection and its aggregation are pure functions: two calls with equal
+    arguments have equal results. It cannot see what depends on the process, the rank or the time.
 
     Args:
         scheme: Made by a registered function.
@@ -66,6 +68,9 @@ def check_scheme(
         return
     layout = scheme.codec.layout(_SHAPES)
     device = torch.device(device)
+    _basis_is_orthonormal(scheme, layout, device)
+    _indices_rise(scheme, layout, device)
+    _aggregation_is_pure(scheme, device)
     _nothing_is_lost(scheme, layout, device)
     _everyone_is_heard(scheme, device)
     _messages_own_their_memory(scheme, layout, device)
@@ -219,6 +224,61 @@ def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
         indices = selected.indices
     received = codec.received([message], len(flat), indices, Mean())
     return codec.basis.inverse(aggregate(received.whole(), Mean(), codec.selection.chunk)), message
+
+
+def _basis_is_orthonormal(scheme: Scheme, layout: Layout, device: torch.device) -> None:
+    flat = layout.flatten(_signals(layout, 0, device), device)
+    coefficients = scheme.codec.basis.forward(flat.clone())
+    off = float((scheme.codec.basis.inverse(coefficients.clone()) - flat).norm() / flat.norm())
+    grows = float(coefficients.norm() / flat.norm())
+    _require(
+        off < 1e-3 and abs(grows - 1) < 1e-3,
+        "the contract of a basis, an orthonormal transform",
+        f"inverse(forward(x)) is off by {off:.2g} of x, and forward makes norms {grows:.3g} times"
+        " as large",
+    )
+
+
+def _indices_rise(scheme: Scheme, layout: Layout, device: torch.device) -> None:
+    selection = scheme.codec.selection
+    if scheme.codec.dense:
+        return
+    flat = layout.flatten(_signals(layout, 0, device), device)
+    first = selection.indices(flat.clone(), 3, 5)
+    second = selection.indices(flat.clone(), 3, 5)
+    law = "the contract of a selection"
+    same = torch.equal(first, second)
+    _require(same, law, "two calls of indices with equal arguments have other results")
+    rises = bool((first.long().diff(dim=1) > 0).all())
+    _require(
+        selection.shared or rises,
+        law,
+        "the indices of a row do not rise, or one of them stands there twice",
+    )
+
+
+def _aggregation_is_pure(scheme: Scheme, device: torch.device) -> None:
+    rows, chunk, k = 6, 16, 4
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, rows, k, generator=generator).to(device)
+    order = torch.rand(3, rows, chunk, generator=generator).argsort(2)[..., :k].sort(2).values
+    indices = order.to(device)
+    before = values.clone()
+
+    def aggregated(count: int) -> Tensor:
+        # the result may share memory with the values
+        return scheme.aggregation(values[:, :count], indices[:, :count], chunk).clone()
+
+    first = aggregated(rows)
+    second = aggregated(rows)
+    law = "the contract of an aggregation, a pure function"
+    _require(torch.equal(values, before), law, "it changes the values that it is given")
+    _require(torch.equal(first, second), law, "two calls with equal values have other results")
+    _require(
+        not scheme.aggregation.rowwise or torch.equal(aggregated(rows // 2), first[: rows // 2]),
+        law,
+        "rowwise is True, but a row of the result depends on other rows of the messages",
+    )
 
 
 def _nothing_is_lost(scheme: Scheme, layout: Layout, device: torch.device) -> None:

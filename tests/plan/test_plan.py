@@ -391,7 +391,7 @@ OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(
         (
             OF_TWO,
             ["--link", "1gbit"],
-            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], but",
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY]: give exactly",
         ),
     ],
 )
@@ -411,7 +411,7 @@ def test_a_profile_of_another_world_gets_one_line(
         ([], "plan needs either a recipe or --parameters"),
         (
             ["--parameters", "1b"],
-            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], but",
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY]: give exactly",
         ),
         (["--parameters", "1b", "--link", "100"], "a link is '100', must be a rate above 0"),
         (["--parameters", "1b", "--link", "0mbit"], "a link is '0mbit', must be a rate above 0"),

@@ -78,7 +78,7 @@ def follow_run(request: Following) -> Table:
     step `to`.
     """
     if not request.is_live:
-        if not Path(request.source).exists():
+        if not (Path(request.source) / directory.CONFIG).exists():
             raise ValueError(
                 f"{request.source} holds no run: No such file or directory; give the --out of a"
                 " run that trained with --log, or the HOST:PORT of a run that publishes"

@@ -94,7 +94,8 @@ def _check(question: Question) -> None:
         raise ValueError("plan needs either a recipe or --parameters")
     if (question.profile is None) == (question.link is None):
         raise ValueError(
-            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], but not both"
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY]: give exactly"
+            " one of them"
         )
     if question.optimizer is not None and question.optimizer not in optimizers():
         raise unknown("--optimizer", question.optimizer, optimizers())
