@@ -73,6 +73,8 @@ def trained(scheme, events, folder, lost=None, leaves=None, base=torch.optim.SGD
             for event in events.get(step + 1, ()):
                 event(model, optimizer, log)
         optimizer.synchronize()
+        for event in events.get("end", ()):
+            event(model, optimizer, log)
         log.close()
         return digest(model.parameters())
 
@@ -110,6 +112,11 @@ def test_law_15_a_log_that_another_replica_has_taken_over_ends_with_its_weights(
     scheme, events, lost, tmp_path
 ):
     end, replay = trained(scheme, events, tmp_path, lost)
+    assert replay() == (STEPS, end)
+
+
+def test_law_15_a_replica_that_takes_over_at_the_end_writes_the_last_write(tmp_path):
+    end, replay = trained("loco, late", {"end": [write]}, tmp_path, STEPS - 1)
     assert replay() == (STEPS, end)
 
 

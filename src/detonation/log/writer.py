@@ -216,6 +216,7 @@ class UpdateLog(StepRecorder):
             self.take_last_writes()
             self._write_arrived()
         elif self._kept and self._optimizer and _others_are_lost(self._optimizer):
+            self.take_last_writes()
             with self._forgiving():
                 self._write_kept(self._optimizer)
         self._close_file()
