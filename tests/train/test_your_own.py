@@ -13,7 +13,7 @@ from detonation.core.schemes.scheme import SCHEMES, Scheme, register
 MODULE = '''
 """Parts of a run, as a user writes them."""
 
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +44,11 @@ def points(count: int = 64, held_out: int = 16) -> Data:
     return Data("points", "points", "images", Points(count), Points(held_out), model={"classes": 2})
 
 
+class Output(NamedTuple):
+    loss: Any
+    logits: Any = None
+
+
 class Line(nn.Module):
     def __init__(self, classes: int, width: int = 8) -> None:
         super().__init__()
@@ -51,7 +56,7 @@ class Line(nn.Module):
 
     def forward(self, points, labels):
         logits = self.head(torch.relu(self.inner(points)))
-        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+        return Output(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
 
 
 class Bare(Line):
@@ -61,12 +66,12 @@ class Bare(Line):
 
 class Silent(Line):
     def forward(self, points, labels):
-        return SimpleNamespace(loss=None)
+        return Output(loss=None)
 
 
 class Each(Line):
     def forward(self, points, labels):
-        return SimpleNamespace(loss=super().forward(points, labels).logits.sum(1))
+        return Output(loss=super().forward(points, labels).logits.sum(1))
 
 
 class Scaled(Line):
@@ -153,8 +158,8 @@ def test_a_run_of_ones_own_parts_and_its_resumption(recipe, tmp_path, capfd):
     ("model", "found"),
     [
         ("Bare", "a Tensor whose .loss is None"),
-        ("Silent", "a SimpleNamespace whose .loss is None"),
-        ("Each", "a SimpleNamespace whose .loss has the shape [4]"),
+        ("Silent", "a Output whose .loss is None"),
+        ("Each", "a Output whose .loss has the shape [4]"),
     ],
 )
 def test_a_model_that_returns_no_loss_is_one_line(recipe, capfd, model, found):

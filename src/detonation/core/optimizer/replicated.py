@@ -491,6 +491,7 @@ class Replicated(OptimizerWrapper):
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
+        self.build()  # weights change, so gathered copies of them must not stay
         changes.complete(self._by_level, consensus, self._buffers, self.step_count)
         self.run.complete()
         if self.observer:
