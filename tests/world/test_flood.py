@@ -219,6 +219,27 @@ def test_a_default_timeout_of_python_changes_no_socket_of_the_process(made, inhe
         assert os.get_blocking(one.fileno()) and not hears(*port)
 
 
+def test_a_connection_is_not_touched_which_gloo_may_change_meanwhile(made, monkeypatch):
+    """gloo's threads connect without Python's lock. A connection that blocks stops all exchanges of its group."""
+    group, store, port = gloo(made)
+    one, other = socket.socketpair()
+    with one, other:
+        one.set_inheritable(True)
+        make = socket.socket
+        connection = os.fstat(one.fileno()).st_ino
+        touched = []
+
+        def meanwhile(*arguments, fileno=None, **named):
+            if fileno is not None and os.fstat(fileno).st_ino == connection:
+                touched.append(fileno)
+            return make(*arguments, fileno=fileno, **named)
+
+        monkeypatch.setattr(descriptors.socket, "socket", meanwhile)
+        drop_strangers(group, store)
+        monkeypatch.undo()
+        assert not touched and not hears(*port)
+
+
 def test_an_entry_that_names_a_socket_of_python_makes_nothing_deaf(made):
     group, store, port = gloo(made)
     with closing(socket.create_server(("127.0.0.1", 0))) as server:

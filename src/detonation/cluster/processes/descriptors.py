@@ -28,6 +28,7 @@ _MOST_OPEN = 1 << 20
 close each number up to the limit.
 """
 _SO_ATTACH_FILTER = 26  # Python has no name for this socket option
+_LIBC = ctypes.CDLL(None)
 _DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)
 """A program for Linux's packet filter (BPF): "return 0" keeps no byte, which drops the packet."""
 
@@ -156,14 +157,32 @@ def _drop_at(address: tuple[str, int]) -> None:
     for descriptor in Path("/proc/self/fd").iterdir():
         number = int(descriptor.name)
         with suppress(OSError):
-            if os.get_inheritable(number):
+            if os.get_inheritable(number) and _listens(number):
                 _drop_if_at(address, number)
+
+
+def _listens(number: int) -> bool:
+    """True if a descriptor is a socket that listens.
+
+    Asks the system, without a socket object of Python: `_own_socket` sets whether a socket blocks,
+    while a thread of gloo may just have changed it for a new connection. A connection of gloo that
+    blocks stops all exchanges of its group.
+    """
+    listens = ctypes.c_int()
+    size = ctypes.c_uint(ctypes.sizeof(listens))
+    failed = _LIBC.getsockopt(
+        number,
+        socket.SOL_SOCKET,
+        socket.SO_ACCEPTCONN,
+        ctypes.byref(listens),
+        ctypes.byref(size),
+    )
+    return not failed and bool(listens.value)
 
 
 def _drop_if_at(address: tuple[str, int], number: int) -> None:
     with _own_socket(number) as held:
-        listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if listens and held.getsockname()[:2] == address:
+        if held.getsockname()[:2] == address:
             _drop_all(held)
 
 
