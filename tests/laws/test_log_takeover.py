@@ -8,6 +8,7 @@ import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.core.flat.tensors import digest
+from detonation.log.records import STEP, heads
 from steps import Died, replicas
 
 SCHEMES = {
@@ -46,6 +47,10 @@ def reset(model, optimizer, log):
 
 def rotate(model, optimizer, log):
     log.rotate()
+
+
+def reconfigure(model, optimizer, log):
+    optimizer.reconfigure(dt.demo(topk=3, chunk=8, delay=1, link="all-gather"))
 
 
 def trained(scheme, events, folder, lost=None, leaves=None, base=torch.optim.SGD):
@@ -125,6 +130,12 @@ def test_law_15_a_log_that_was_taken_over_still_tells_that_training_left_it(lost
     _, replay = trained("loco, late", {4: [reset]}, tmp_path, lost, base=torch.optim.AdamW)
     with pytest.raises(ValueError, match="training went on after step 4 with weights or a state"):
         replay()
+
+
+def test_law_15_a_log_has_the_step_that_found_a_loss_if_settings_change_right_after_it(tmp_path):
+    trained("demo, late", {4: [reconfigure]}, tmp_path, lost=3)
+    kinds = {(kind, step) for path in tmp_path.iterdir() for kind, _, step in heads(path)}
+    assert {step for kind, step in kinds if kind == STEP} == {*range(1, STEPS + 1)}
 
 
 @pytest.mark.parametrize("scheme", ["demo, late", "diloco"])

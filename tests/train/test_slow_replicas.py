@@ -147,6 +147,19 @@ def test_a_loss_that_is_not_finite_moves_nobody(tiny, clock):
     assert digest(one.model.parameters()) == digest(two.model.parameters())
 
 
+def test_a_loss_that_is_not_finite_in_the_first_step_is_told_as_such(tiny, clock):
+    """It leaves no gradients, which is no fault of the model."""
+
+    def begun(step, replica, session, stop):
+        if (step, replica) == (0, 1):
+            session.model.register_forward_hook(
+                lambda *given: given[2].loss.data.fill_(float("nan")) and None
+            )
+
+    for *_, error in run(tiny(*ROUNDS), clock, begun=begun):
+        assert str(error) == "the loss is not finite at step 1 on replica 1 (shard 0)"
+
+
 def test_gradient_schemes_are_refused_before_anything_starts(tiny):
     with pytest.raises(ValueError, match="replicas of demo step together"):
         tiny("train.balance=true")

@@ -169,6 +169,8 @@ class UpdateLog(StepRecorder):
         """
         if another:
             self.flush()
+            if self._kept and _others_are_lost(optimizer):
+                self._write_kept(optimizer)
             self._levels = optimizer.build()
             self._kept.begin(_settings(optimizer), self._origin)
         # record all options and hooks with each step in RAM, because a file may begin with any step

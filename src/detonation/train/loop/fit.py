@@ -85,7 +85,7 @@ def fit(
             else:
                 outcome = _gradients(session, step, stop)
             if step == done:
-                _require_gradients(session)
+                _require_gradients(session, outcome)
             meter.computed()
             session.optimizer.step()
             session.optimizer.zero_grad()
@@ -416,15 +416,15 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
     )
 
 
-def _require_gradients(session: Session) -> None:
-    """Raises `ValueError` if backward has computed no gradient at all.
+def _require_gradients(session: Session, outcome: Outcome) -> None:
+    """Raises `ValueError` if backward has computed no gradient at all, although the loss is finite.
 
     FSDP2 looks for tensors in the output of a model. If it finds none there, it never computes the
     gradients of the shards.
     """
     groups = session.optimizer.param_groups
     graded = [each for group in groups for each in group["params"] if each.grad is not None]
-    if not (graded or session.optimizer.idle):
+    if math.isfinite(outcome.loss) and not (graded or session.optimizer.idle):
         raise ValueError(
             f"no weight of model {session.config.model.name} got a gradient: return the loss in a"
             " dataclass, a named tuple or a dict, because FSDP2 finds no tensors in other objects"
