@@ -39,7 +39,6 @@ SCHEMES = {
     "demo-tiles-64-sign": dt.demo(topk=40, chunk=64, tiles=True, precision="sign", link="owner"),
     "demo-owner": dt.demo(topk=4, chunk=64, link="owner"),
     "random-sign-owner": dt.random_sign(rate=1 / 2, error_feedback=True, link="owner"),
-    "random-late": dt.schemes.random(rate=1 / 4, delay=2),
     "striding": dt.schemes.striding(rate=1 / 16),
     "diloco": dt.diloco(every=3),
     "streaming": dt.schemes.streaming_diloco(
@@ -66,7 +65,7 @@ REGISTERED = {name: scheme for name, scheme in TALKING.items() if scheme.name !=
 """Those that their names make again."""
 GRADIENT = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal == "gradients"}
 KINDS = [
-    "full", "demo", "demo-owner", "demo-tiles-64-sign", "random-late", "streaming", "sparseloco", "muloco-2bit",
+    "full", "demo", "demo-owner", "demo-tiles-64-sign", "streaming", "sparseloco", "muloco-2bit",
     "sparta", "decoupled-adamw",
 ]  # fmt: skip
 """One of every kind of codec, link, round and memory: where what is tested next to a scheme is more than the scheme."""

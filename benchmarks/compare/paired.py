@@ -40,8 +40,10 @@ def scheme_of(sets: Sequence[str]) -> dt.schemes.Scheme | None:
     if given["name"] not in SCHEMES:
         return None
     arguments = {key: value_of(value) for key, value in given.items() if key != "name"}
-    ahead, made = arguments.pop("lookahead", True), dt.scheme(given["name"], arguments)
-    return None if ahead and made.signal == "gradients" and made.round.delay else made
+    arguments.pop("lookahead", None)
+    if given["name"] != "streaming_diloco" and arguments.get("delay"):
+        return None  # late gradients are gone
+    return dt.scheme(given["name"], arguments)
 
 
 def value_of(text: str) -> Any:

@@ -293,7 +293,7 @@ def support() -> Iterator[Method]:
 
 
 def delay() -> Iterator[Method]:
-    """Where the loss of a delay of one step comes from. The rows are kept; look-ahead is gone."""
+    """Where the loss of a delay of one step comes from. The rows are kept; the delay of gradients is gone."""
     for name, sets in {
         "as it is": " scheme.delay=1",
         "without look-ahead": " scheme.delay=1 scheme.lookahead=false",

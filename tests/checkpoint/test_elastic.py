@@ -29,7 +29,7 @@ SHORT = [(3, 1), (2, 2), (3, 1)]
 """Both fewer and more of each."""
 SAVED = [0, 4, 6, 8, 10, 12, 14]
 """The steps after which worlds are saved: in the middle of rounds, and with messages on their way."""
-CHOSEN = ["demo", "demo-owner", "demo-tiles-64-sign", "random-late", "sparseloco", "streaming"]
+CHOSEN = ["demo", "demo-owner", "demo-tiles-64-sign", "sparseloco", "streaming"]
 
 
 def start(mesh, scheme, kind):

@@ -122,7 +122,7 @@ def test_a_rate_that_is_a_tensor_comes_back_before_its_scheduler(tmp_path):
     )
 
 
-def with_an_unused_layer_on_its_way(mesh, folder):
+def with_an_unused_layer(mesh, folder):
     """Weights of a run that was saved with a message without a layer in flight, and of its resume."""
     ends = []
     for resumes in (False, True):
@@ -148,10 +148,10 @@ def two_layers(mesh):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     base = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    scheme = dt.demo(topk=4, chunk=16, delay=1)
+    scheme = dt.demo(topk=4, chunk=16)
     return model, dt.replicate(base, model, mesh["replicate"], scheme)
 
 
 def test_law_10_what_nobody_used_is_left_alone_by_a_run_that_was_saved_meanwhile(tmp_path):
-    for plain, resumed in worlds.run(with_an_unused_layer_on_its_way, 2, 1, tmp_path):
+    for plain, resumed in worlds.run(with_an_unused_layer, 2, 1, tmp_path):
         assert plain == resumed

@@ -60,7 +60,7 @@ def own_loop(mesh, folder):
     assert torch.equal(torch.rand(3), drawn) and after.get_last_lr() == schedule.get_last_lr()
     described = manifest.read_manifest(path)
     assert (
-        described.levels == [{"scheme": "demo", **DEMO.arguments}]
+        described.levels == [{"scheme": "demo", **DEMO.identity}]
         and described.versions["torch"] == torch.__version__
     )
     return everything(model, optimizer) == everything(other, again)

@@ -65,7 +65,7 @@ def resumed(mesh, folder, names):
 @pytest.mark.parametrize(
     ("shards", "names"),
     [
-        (1, ["random-late", "streaming"]),
+        (1, ["streaming"]),
         (2, ["demo-owner"]),
         pytest.param(1, ["full", "demo-owner"], marks=pytest.mark.long),
         pytest.param(2, ["demo", "diloco"], marks=pytest.mark.long),

@@ -14,8 +14,7 @@ from detonation.core.link.link import Link
 from zoo import Heads, batch, built
 
 SCHEMES = {
-    "unused": dt.schemes.random(rate=1 / 4, delay=2),
-    "owners": dt.schemes.random(rate=1 / 4, delay=2, link="owner"),
+    "owners": dt.schemes.streaming_diloco(every=2, fragments=2, delay=1, link="owner"),
     "fragments": dt.schemes.streaming_diloco(every=2, fragments=2, delay=1),
 }
 
@@ -55,11 +54,16 @@ def test_a_save_meets_before_it_uses_the_links(name, asynchronous, tmp_path):
         assert name == "fragments" or "Link" in found
 
 
+SENT_EARLY = {
+    link: dt.schemes.random(rate=1 / 4, link=link) for link in ("all-reduce", "all-gather", "owner")
+}
+
+
 def within_an_overlap(mesh, name, folder):
     """The errors of saves between overlap() and step(), by step; then a save after the step."""
     model = built(Heads)
     base = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = dt.replicate(base, model, mesh["replicate"], SCHEMES[name])
+    optimizer = dt.replicate(base, model, mesh["replicate"], SENT_EARLY[name])
     found = []
     for step in range(4):
         with optimizer.overlap():
@@ -77,7 +81,7 @@ def within_an_overlap(mesh, name, folder):
     return found, dt.save_checkpoint(folder, model, optimizer).name
 
 
-@pytest.mark.parametrize("name", ["unused", "owners"])
+@pytest.mark.parametrize("name", SENT_EARLY)
 def test_a_save_before_the_step_of_gradients_that_were_sent_is_refused(name, tmp_path):
     for found, name_of_saved in worlds.run(within_an_overlap, 2, 1, name, tmp_path):
         assert len(found) == 3 and name_of_saved == "step-000004"

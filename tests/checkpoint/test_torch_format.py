@@ -15,7 +15,7 @@ from zoo import SCHEMES, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
-CHOSEN = ["demo-owner", "random-late", "streaming"]
+CHOSEN = ["demo-owner", "streaming"]
 """Saved after 4 steps: with messages on their way, and in the middle of a round."""
 
 

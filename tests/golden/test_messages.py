@@ -57,3 +57,23 @@ if __name__ == "__main__":
     GOLDEN.write_text(
         json.dumps({name: message(scheme) for name, scheme in SCHEMES.items()}) + "\n"
     )
+
+
+HAD_A_DELAY = {
+    "loco": ("precision", "decay", "delay", "link"),
+    "striding": (
+        *("rate", "decay", "alpha", "precision", "error_feedback"),
+        *("aggregate", "delay", "link"),
+    ),
+    "random_sign": ("rate", "decay", "alpha", "error_feedback", "cycle", "delay", "link"),
+}
+
+
+@pytest.mark.parametrize("name", HAD_A_DELAY)
+def test_messages_and_files_name_a_scheme_as_builds_did_whose_gradients_could_be_late(name):
+    """The digest of these names, in this order, is in the header of each message."""
+    made = dt.scheme(name, {"delay": 0})
+    assert tuple(made.identity) == HAD_A_DELAY[name]
+    assert made.identity == {**made.arguments, "delay": 0} and made == dt.scheme(name)
+    with pytest.raises(ValueError, match=f"{name} has no delay any more"):
+        dt.scheme(name, {"delay": 1})

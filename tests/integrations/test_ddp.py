@@ -15,8 +15,7 @@ from zoo import GRADIENT, KINDS, Heads
 
 pytestmark = pytest.mark.usefixtures("own_worlds")
 
-HOOKED = {name: scheme for name, scheme in GRADIENT.items() if not scheme.round.delay}
-FEW = [name for name in HOOKED if name in KINDS]
+FEW = [name for name in GRADIENT if name in KINDS]
 
 
 class Net(nn.Module):
@@ -91,14 +90,14 @@ def by_hook(scheme, steps, mesh=None, often=None, **settings):
 def same_as_replicate(mesh, names):
     found = {}
     for name in names:
-        theirs, sent = by_replicate(mesh["replicate"], HOOKED[name], 4)
+        theirs, sent = by_replicate(mesh["replicate"], GRADIENT[name], 4)
         for settings in ({}, {"gradient_as_bucket_view": True}):
-            mine, bytes_sent = by_hook(HOOKED[name], 4, **settings)
+            mine, bytes_sent = by_hook(GRADIENT[name], 4, **settings)
             found[name, *settings] = torch.equal(mine, theirs) and bytes_sent == sent, mine
     return found
 
 
-@some("names", [FEW, [*HOOKED]], keep=[FEW])
+@some("names", [FEW, [*GRADIENT]], keep=[FEW])
 def test_the_bits_of_replicate_under_every_scheme(names):
     first, second = worlds.run(same_as_replicate, 2, 1, names)
     assert {key for key, (same, _) in first.items() if not same} == set()
@@ -310,7 +309,6 @@ def refused(mesh):
         "plain": worlds.caught(dt.comm_hook, model.module, "demo"),
         "parameters": worlds.caught(dt.comm_hook, model, dt.diloco()),
         "nothing": worlds.caught(dt.comm_hook, model, "none"),
-        "late": worlds.caught(dt.comm_hook, model, dt.schemes.random(delay=1)),
         "function": worlds.caught(dt.comm_hook, model, dt.demo),
         "twice": worlds.caught(dt.comm_hook, other, "demo"),
         "mesh": worlds.caught(dt.comm_hook, model, "demo", mesh["replicate"]),
@@ -326,7 +324,6 @@ def test_what_a_hook_cannot_do_is_refused_in_one_line():
         "plain": ("TypeError", "DistributedDataParallel model, got Linear: use replicate"),
         "parameters": ("ValueError", "diloco does not exchange the gradients of each step"),
         "nothing": ("ValueError", "none does not exchange the gradients"),
-        "late": ("ValueError", "random does not exchange the gradients of each step"),
         "function": ("TypeError", "call it, demo()"),
         "twice": ("ValueError", "has a communication hook"),
         "mesh": ("ValueError", 'must be ("replicate", "shard") over the ranks [0, 1]'),

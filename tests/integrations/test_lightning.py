@@ -168,7 +168,7 @@ def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
     schemes = {
         "demo": dt.demo(topk=4, chunk=16),
         "diloco": dt.diloco(every=3),
-        "late": dt.schemes.random(rate=1 / 4, delay=1),
+        "late": dt.schemes.streaming_diloco(every=3, fragments=1, delay=1),
     }
     ranks = worlds.run(resumed, 2, 2, str(tmp_path), schemes)
     for name in schemes:
@@ -538,7 +538,7 @@ class Watched(Module):
 
 def seen_by_validation(mesh):
     found = {}
-    for name, scheme in {"round": dt.diloco(every=5), "ahead": dt.loco("4bit", delay=1)}.items():
+    for name, scheme in {"round": dt.diloco(every=5), "ahead": dt.loco("4bit")}.items():
         module = fit(
             scheme, 3, module=Watched(), validate=True, val_check_interval=3, limit_val_batches=1
         )[1]
@@ -558,7 +558,7 @@ def test_validation_sees_what_replicas_agreed_on_and_in_the_middle_of_a_round_ea
 
 def validated(mesh, child):
     found = {}
-    ahead = dt.demo(precision="sign", error_feedback=False, delay=1)
+    ahead = dt.demo(precision="sign", error_feedback=False)
     for name, scheme in {"diloco": dt.diloco(every=5), "ahead": ahead}.items():
         for validate in (False, True):
             # or after each epoch, and so after the last step

@@ -461,14 +461,14 @@ def trained(scheme, triton, base, monkeypatch, replicas=2):
     return simulate_replicas(act, replicas)
 
 
-TRAINED = ("demo-clipped-2bit", "random-late")
+TRAINED = ("demo-clipped-2bit",)
 TRAINED_LONG = ("random-sign", "demo-owner", "demo", "loco-sign-owner", "random-sign-owner", "int8")
 
 
 @pytest.mark.long_cases("demo-clipped-2bit")
 @some("name", (*TRAINED, *TRAINED_LONG), keep=TRAINED)
 def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
-    base = dt.SignSGD if name not in ("random-late", "random-sign-owner") else torch.optim.SGD
+    base = dt.SignSGD if name != "random-sign-owner" else torch.optim.SGD
     scheme = SCHEMES.get(name) or RUN[name]
     ours = trained(scheme, True, lambda p: base(p, lr=0.01), monkeypatch)
     plain = trained(scheme, False, lambda p: base(p, lr=0.01), monkeypatch)
@@ -479,7 +479,7 @@ def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
 
 SUMS = {name: SCHEMES[name] for name in ("random-odd", "striding", "full-bf16")}
 SUMS["striding, in long rows"] = dt.schemes.striding(rate=1 / 300)
-SUMS |= {"random, late": dt.schemes.random(rate=1 / 4, delay=1), "diloco": dt.diloco(every=2)}
+SUMS["diloco"] = dt.diloco(every=2)
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -491,25 +491,6 @@ def test_sums_make_the_bits_of_ordinary_torch(name, monkeypatch):
     )
     for one, wanted in zip(ours, plain, strict=True):
         assert all(torch.equal(*pair) for pair in zip(one, wanted, strict=True))
-
-
-@pytest.mark.long  # no branch of its own
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),
-        dt.random_sign(rate=1 / 4, delay=2),
-    ],
-    ids=["demo in signs", "random_sign, two late"],
-)
-def test_late_signs_are_read_where_they_lie(scheme, monkeypatch):
-    ours, plain = (
-        trained(scheme, triton, lambda p: dt.SignSGD(p, lr=0.01), monkeypatch)
-        for triton in (True, False)
-    )
-    assert all(torch.equal(one, other) for one, other in zip(*ours, strict=True))
-    for one, wanted in zip([*ours[0], *ours[1]], [*plain[0], *plain[1]], strict=True):
-        torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.long_cases("owners")

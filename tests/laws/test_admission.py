@@ -35,8 +35,8 @@ from zoo import TALKING, Plain, batch, built
 REPLICAS, AFTER = 2, 4
 TOKEN = b"0123456789abcdef"
 MODEL = built(Plain)
-COMING = ("demo", "demo-owner", "random", "full", "diloco", "random-late", "streaming")
-"""One of each way: all-gather, owners, all-reduce of a part and of all, anchors; and with a delay, also of a round."""
+COMING = ("demo", "demo-owner", "random", "full", "diloco", "streaming")
+"""One of each way: all-gather, owners, all-reduce of a part and of all, anchors, and a round with a delay."""
 
 
 def steps(model, optimizer, axis, door):

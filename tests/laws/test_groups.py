@@ -95,7 +95,7 @@ def with_one_layer():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     base = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
-    return model, dt.replicate(base, model, LoopbackCommunicator(2), dt.loco(delay=1))
+    return model, dt.replicate(base, model, LoopbackCommunicator(2), dt.loco())
 
 
 def add_a_group_and_synchronize(model, optimizer):

@@ -12,9 +12,9 @@ from detonation.log.records import STEP, heads
 from steps import Died, replicas
 
 SCHEMES = {
-    "loco, late": lambda: dt.loco(delay=1, link="all-gather"),
-    "demo, late": lambda: dt.demo(topk=2, chunk=8, delay=1, link="all-gather"),
+    "demo": lambda: dt.demo(topk=2, chunk=8, link="all-gather"),
     "diloco": lambda: dt.diloco(every=3),
+    "streaming": lambda: dt.schemes.streaming_diloco(every=4, fragments=2, delay=1),
     "full": dt.full,
 }
 STEPS = 8
@@ -50,7 +50,7 @@ def rotate(model, optimizer, log):
 
 
 def reconfigure(model, optimizer, log):
-    optimizer.reconfigure(dt.demo(topk=3, chunk=8, delay=1, link="all-gather"))
+    optimizer.reconfigure(dt.demo(topk=3, chunk=8, link="all-gather"))
 
 
 def trained(scheme, events, folder, lost=None, leaves=None, base=torch.optim.SGD):
@@ -121,24 +121,24 @@ def test_law_15_a_log_that_another_replica_has_taken_over_ends_with_its_weights(
 
 
 def test_law_15_a_replica_that_takes_over_at_the_end_writes_the_last_write(tmp_path):
-    end, replay = trained("loco, late", {"end": [write]}, tmp_path, STEPS - 1)
+    end, replay = trained("demo", {"end": [write]}, tmp_path, STEPS - 1)
     assert replay() == (STEPS, end)
 
 
 @pytest.mark.parametrize("lost", [4, 6])
 def test_law_15_a_log_that_was_taken_over_still_tells_that_training_left_it(lost, tmp_path):
-    _, replay = trained("loco, late", {4: [reset]}, tmp_path, lost, base=torch.optim.AdamW)
+    _, replay = trained("demo", {4: [reset]}, tmp_path, lost, base=torch.optim.AdamW)
     with pytest.raises(ValueError, match="training went on after step 4 with weights or a state"):
         replay()
 
 
 def test_law_15_a_log_has_the_step_that_found_a_loss_if_settings_change_right_after_it(tmp_path):
-    trained("demo, late", {4: [reconfigure]}, tmp_path, lost=3)
+    trained("demo", {4: [reconfigure]}, tmp_path, lost=3)
     kinds = {(kind, step) for path in tmp_path.iterdir() for kind, _, step in heads(path)}
     assert {step for kind, step in kinds if kind == STEP} == {*range(1, STEPS + 1)}
 
 
-@pytest.mark.parametrize("scheme", ["demo, late", "diloco"])
+@pytest.mark.parametrize("scheme", ["demo", "diloco", "streaming"])
 def test_law_15_a_replica_leaves_right_after_a_log_was_rotated(scheme, tmp_path):
     """What its departure completes is in the new file, before the steps of the others."""
     every = {step: [rotate] for step in range(STEPS)}

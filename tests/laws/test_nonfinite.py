@@ -17,7 +17,7 @@ from detonation.core.runtime import Runtime
 from worlds import caught
 from zoo import TALKING, Plain, batch, built
 
-SCHEMES = {"full": dt.full(), "demo": dt.demo(topk=4, chunk=16), "late": dt.demo(delay=1)}
+SCHEMES = {"full": dt.full(), "demo": dt.demo(topk=4, chunk=16)}
 NAMES = [name for name, _ in Plain().named_parameters()]
 
 
@@ -84,7 +84,7 @@ def test_the_first_signal_that_is_not_finite_is_found_in_every_type(each, seed):
         assert inspected(signals, runtime).status == expected
 
 
-POISONED_AT = {"loco": 3, "random-late": 3, "diloco": 2, "streaming": 4}
+POISONED_AT = {"loco": 3, "diloco": 2, "streaming": 4}
 """A step whose message has what is not finite, by scheme; that of two may arrive later."""
 
 

@@ -12,13 +12,11 @@ from zoo import Plain, built
 
 KINDS = {
     "gradients": dt.demo(),
-    "delayed gradients": dt.demo(delay=1),
     "averages at once": dt.schemes.local_sgd(every=2),
     "rounds": dt.diloco(every=2),
 }
 FOLLOWED_BY = {
     "gradients": [*KINDS],
-    "delayed gradients": ["averages at once", "rounds"],
     "averages at once": ["averages at once", "rounds"],
     "rounds": [],
 }

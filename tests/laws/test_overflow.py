@@ -76,7 +76,7 @@ def everything(model, optimizer):
     return digest([*model.parameters(), *inner, *kept])
 
 
-@pytest.mark.parametrize("name", [n for n, s in GRADIENT.items() if not s.round.delay])
+@pytest.mark.parametrize("name", GRADIENT)
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 def test_law_10_a_step_in_which_all_overflow_changes_nothing(name, first):
     def act(communicator):

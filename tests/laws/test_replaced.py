@@ -13,7 +13,7 @@ from detonation.core.flat.tensors import digest
 from steps import step_on
 from zoo import SCHEMES, batch
 
-NAMES = ["full", "demo-sign", "random-late", "diloco", "none"]
+NAMES = ["full", "demo-sign", "diloco", "none"]
 
 
 def advance(model, optimizer, steps, overlap=False):

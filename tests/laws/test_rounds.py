@@ -11,7 +11,7 @@ from covering import covered
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.layout import Layout
 from detonation.core.round import Round
-from detonation.core.schemes import buckets
+from detonation.core.schemes import GradientScheme, buckets
 from detonation.core.schemes.traffic import bytes_sent
 from detonation.train.loop.checks import local_shapes
 from zoo import SCHEMES
@@ -127,6 +127,12 @@ def test_fragments_land_as_in_torchft(every, fragments, delay):
 
 def test_a_message_with_a_whole_round_leaves_at_its_end():
     assert [step for step in range(9) if Round(every=3, delay=3).sends(step)] == [2, 5, 8]
+
+
+@pytest.mark.parametrize("round", [Round(every=2), Round(delay=1)])
+def test_a_scheme_that_exchanges_gradients_has_no_rounds(round):
+    with pytest.raises(ValueError, match="gradients are exchanged and used at every step"):
+        GradientScheme(round=round)
 
 
 @pytest.mark.parametrize("keep", [-0.1, 1.1])

@@ -38,7 +38,6 @@ FORGETFUL = [
 SAVED = [
     "full",
     "demo",
-    "random-late",
     "diloco",
     "streaming",
     "streaming-slow",

@@ -12,7 +12,6 @@ from torch import nn
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core import runtime
 from detonation.core.flat.tensors import digest
 from detonation.core.schemes import buckets
 from zoo import KINDS, SCHEMES, TALKING, Plain, batch, built
@@ -287,22 +286,6 @@ def test_gradients_that_share_memory_train_as_gradients_that_do_not(name, base):
         for own in (True, False)
     ]
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_levels_with_other_delays_change_what_is_trained_at_the_same_step(late, monkeypatch):
-    monkeypatch.setattr(runtime, "decides_on_device", lambda device: late)
-    model = built(Plain)
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
-    levels = [(LoopbackCommunicator(2), dt.demo(topk=4, chunk=16, delay=delay)) for delay in (0, 1)]
-    optimizer = dt.replicate(base, model, levels=levels)
-    for step in range(8):
-        frozen = 2 <= step < 5
-        model.layers[0].bias.requires_grad_(not frozen)
-        model(batch(0, step, 32)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.step_count == 8
 
 
 def test_a_phase_of_training_that_is_over_hides_no_frozen_weights():

@@ -11,7 +11,6 @@ from test_survive import survivors
 
 import detonation as dt
 from covering import covered
-from detonation.checkpoint.snapshot import take_snapshot
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.exchange.two_stage import TwoStage
@@ -54,8 +53,6 @@ def batch(replica, step):
 
 def started(communicator, scheme, base=OPTIMIZERS["adamw"], **settings):
     model = built(Heads)
-    if scheme.round.delay:
-        base = STATELESS
     return model, dt.replicate(base(model.parameters()), model, communicator, scheme, **settings)
 
 
@@ -75,7 +72,7 @@ def advance(model, optimizer, replica, steps, overlap=False):
         optimizer.zero_grad()
 
 
-def everything(model, optimizer, delayed=False):
+def everything(model, optimizer):
     """By part, the bits of all that a step may change."""
     (replicator,) = optimizer.build()
     memory = replicator.channel.memory
@@ -85,7 +82,7 @@ def everything(model, optimizer, delayed=False):
         found[part].append(digest([parameter]))
         state = optimizer.base.state.get(parameter, {})
         found[part] += [digest([state[key]]) for key in sorted(state)]
-    if memory and not delayed:
+    if memory:
         named = replicator.layout.parts(memory.residual)
         for slot, residual in zip(replicator.layout.slots, named, strict=True):
             found[slot.name.partition(".")[0]].append(digest([residual]))
@@ -99,12 +96,12 @@ def used_at(step):
 def changed_parts(communicator, scheme, base):
     """By step, the parts of which something changed, and the weights."""
     model, optimizer = started(communicator, scheme, base)
-    found, delayed = [], bool(scheme.round.delay)
-    for step in range(len(PLAN) + scheme.round.delay):
+    found = []
+    for step in range(len(PLAN)):
         optimizer.set_up()
-        before = everything(model, optimizer, delayed)
+        before = everything(model, optimizer)
         advance(model, optimizer, communicator.replica, [step])
-        after = everything(model, optimizer, delayed)
+        after = everything(model, optimizer)
         changed = {part for part in HEADS if before[part] != after[part]}
         found.append((changed, digest(model.parameters())))
     return found
@@ -114,7 +111,7 @@ def check_left_alone(scheme, base):
     each = simulate_replicas(lambda c: changed_parts(c, scheme, base), REPLICAS)
     assert [weights for _, weights in each[0]] == [weights for _, weights in each[1]]
     for changed in each:
-        for step, (parts, _) in enumerate(changed[scheme.round.delay :]):
+        for step, (parts, _) in enumerate(changed):
             assert parts == used_at(step), step
 
 
@@ -183,7 +180,6 @@ LOSSLESS = {
     "demo-sign": dt.demo(topk=2, chunk=16, decay=1.0, precision="sign", error_feedback=True),
     "demo-owner": dt.demo(topk=2, chunk=64, decay=1.0, link="owner"),
     "loco": dt.loco(decay=1.0),
-    "random-late": dt.schemes.random(rate=1 / 4, decay=1.0, delay=2),
 }
 
 
@@ -334,23 +330,6 @@ def test_law_9_a_run_resumes_exactly_where_parameters_were_unused(name):
         assert found == [True] * REPLICAS
 
 
-def in_flight(communicator, takes):
-    model, optimizer = started(communicator, dt.demo(topk=2, chunk=8, delay=1))
-    advance(model, optimizer, communicator.replica, range(2))  # in the second nobody uses "c"
-    if takes:
-        return take_snapshot(model, optimizer).tensors["replica.0.update0.c.weight"]
-    return dt.replica_state(optimizer)["0.update0.c.weight"]
-
-
-def test_law_9_a_snapshot_notes_what_nobody_used_in_steps_in_flight():
-    taken, wanted = (
-        simulate_replicas(lambda c, takes=takes: in_flight(c, takes), REPLICAS)[0]
-        for takes in (True, False)
-    )
-    assert wanted.isinf().any()
-    assert torch.equal(taken, wanted)
-
-
 def logged(communicator, scheme, folder):
     model, optimizer = started(communicator, scheme)
     optimizer.record(dt.UpdateLog(folder))
@@ -402,7 +381,7 @@ def lost(communicator, scheme, countdown, under_way, overlap):
     if communicator.replica == 3:
         communicator.countdown, communicator.under_way = countdown, under_way
     model = copy.deepcopy(MODEL)
-    base = STATELESS if scheme.round.delay else OPTIMIZERS["adamw"]
+    base = OPTIMIZERS["adamw"]
     safety = dt.Safety(verify_every=1)
     optimizer = dt.replicate(base(model.parameters()), model, communicator, scheme, safety=safety)
     for step in range(len(PLAN)):

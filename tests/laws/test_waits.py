@@ -32,8 +32,7 @@ from zoo import KINDS, TALKING
 
 STEPS = 4
 SCHEMES = TALKING | {
-    "late-sign": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),
-    "late-owner": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner"),
+    "demo-sign-owner": dt.demo(chunk=16, precision="sign", error_feedback=False, link="owner"),
 }
 SOMETIMES = {
     "aten.nanmedian.default",

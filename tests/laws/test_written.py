@@ -18,7 +18,7 @@ from zoo import SCHEMES, Plain, batch, built
 
 TOKEN = b"a token for tests only"
 STEPS = 6
-GRADIENTS = ["full", "demo", "demo-sign", "random-late", "loco"]
+GRADIENTS = ["full", "demo", "demo-sign", "loco"]
 
 
 def started(communicator, scheme, base=torch.optim.AdamW):
@@ -132,7 +132,7 @@ def test_law_15_a_follower_has_what_was_written_between_two_steps(name, write):
 
 def test_what_training_moves_by_itself_is_no_write(tmp_path, caplog):
     def train(communicator):
-        model, optimizer = started(communicator, SCHEMES["random-late"], dt.SignSGD)
+        model, optimizer = started(communicator, SCHEMES["random-sign"], dt.SignSGD)
         optimizer.record(dt.UpdateLog(tmp_path))
         advance(model, optimizer, communicator.replica, range(3), lambda *_: None)
         optimizer.synchronize()
@@ -170,28 +170,6 @@ def test_every_write_that_torch_counts_is_found():
 
 def momenta(optimizer):
     return [value for state in optimizer.state.values() for value in state.values()]
-
-
-@pytest.mark.parametrize("after", range(4))
-def test_nothing_in_flight_is_no_update(after):
-    """`synchronize` a second time, from a saved state, and before the first update has arrived."""
-    made = []
-    for _ in range(2):
-        model, optimizer = started(LoopbackCommunicator(2), SCHEMES["random-late"])
-        advance(model, optimizer, 0, range(after), lambda *_: None)
-        optimizer.synchronize()
-        made.append((model, optimizer))
-    (model, optimizer), (resumed, other) = made
-    before = digest(model.parameters()), [value.clone() for value in momenta(optimizer)]
-    saved = {key: tensor.clone() for key, tensor in dt.replica_state(optimizer).items()}
-    optimizer.synchronize()
-    dt.load_replica_state(other, saved)
-    other.synchronize()
-    for each, its in ((model, optimizer), (resumed, other)):
-        assert digest(each.parameters()) == before[0]
-        assert all(map(torch.equal, momenta(its), before[1]))
-    steps = {int(state["step"]) for state in optimizer.state.values()}
-    assert steps <= {after + min(after, 2)}  # zeros were the updates of the first two steps
 
 
 def test_a_dropped_optimizer_lets_go_of_its_base():

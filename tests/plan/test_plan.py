@@ -95,20 +95,6 @@ def test_a_step_without_overlap_is_compute_time_plus_transfer_time():
     assert cost(dt.none(), WORK, SLOW).total_s == 0.1
 
 
-def test_a_delay_hides_what_fits_into_the_steps_between():
-    prompt = cost(dt.demo(), WORK, SLOW)
-    delayed = cost(dt.demo(delay=1), WORK, SLOW)
-    assert delayed.exposed_s == pytest.approx(max(0.0, prompt.exposed_s - 0.1))
-
-
-def test_no_delay_hides_messages_that_are_made_faster_than_the_link_transfers_them():
-    """In the long run a step takes at least as long as the transfer of its message."""
-    network = Network.of_link_speed(LinkSpeed(1e5), 2, 1)
-    prompt, *delayed = (cost(dt.demo(delay=delay), WORK, network) for delay in (0, 1, 2, 50))
-    assert prompt.exposed_s > 0.1
-    assert [each.total_s for each in delayed] == [pytest.approx(prompt.exposed_s)] * 3
-
-
 def test_shards_of_a_node_share_its_link():
     halves = Work([{"w": (48, 70)}] * 2, compute_s=0.1)
     whole = cost(dt.full(), Work([{"w": (96, 70)}], compute_s=0.1), SLOW)
@@ -140,10 +126,6 @@ def test_gradients_of_several_micro_batches_leave_during_the_last_alone():
     )
     assert eight.exposed_s == last.exposed_s > 2 * one.exposed_s
     assert eight.total_s == 1.0 + eight.exposed_s
-    late = [
-        cost(dt.demo(delay=1), replace(WORK, accumulate=count), SLOW).exposed_s for count in (1, 8)
-    ]
-    assert late[0] == late[1]  # a delay hides a message behind whole steps
 
 
 def test_the_optimizers_own_work_is_averaged_over_a_round():

@@ -6,7 +6,6 @@ that carries the messages: "auto" of the product chooses it by bytes.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -72,7 +71,6 @@ def momentum(
     decay: float,
     alpha: float = 1.0,
     error_feedback: bool = True,
-    delay: int = 0,
     forward: Callable[[Tensor], Tensor] = lambda memory: memory,
     inverse: Callable[..., Tensor] = scattered,
 ) -> Tensors:
@@ -83,7 +81,6 @@ def momentum(
     weights = {name: weight.clone() for name, weight in weights.items()}
     take_step = base(weights)
     memories = [rows.zeros() for _ in gradients[0]]
-    updates = deque(rows.zeros() for _ in range(delay))
     for step, given in enumerate(gradients):
         sent, where = [], []
         for replica, gradient in enumerate(given):
@@ -97,9 +94,7 @@ def momentum(
             memories[replica] = memory * rows.inside  # padding stays zero
             sent.append(message)
             where.append(indices)
-        updates.append(inverse(*exchange.update(sent, where, step), rows.chunk))
-        take_step(rows.back(updates.popleft()))
-    for update in updates:  # what is on its way, as `synchronize()` does
+        update = inverse(*exchange.update(sent, where, step), rows.chunk)
         take_step(rows.back(update))
     return weights
 
@@ -110,7 +105,6 @@ def loco(
     base: Base,
     precision: str = "4bit",
     decay: float = 1.0,
-    delay: int = 0,
     link: str = "all-gather",
 ) -> Tensors:
     """All gradients are averaged; each rounding error is added to the next gradient."""
@@ -120,7 +114,7 @@ def loco(
     def everything(memory: Tensor, step: int) -> Tensor:
         return every_index(memory)
 
-    return momentum(weights, gradients, base, rows, exchange, everything, decay, delay=delay)
+    return momentum(weights, gradients, base, rows, exchange, everything, decay)
 
 
 def demo(
@@ -135,7 +129,6 @@ def demo(
     precision: str = "fp32",
     error_feedback: bool = True,
     aggregate: str = "mean",
-    delay: int = 0,
     link: str = "all-gather",
 ) -> Tensors:
     """The largest DCT coefficients of each chunk of a momentum are sent."""
@@ -150,7 +143,7 @@ def demo(
 
     forward = partial(dct, side=side)
     inverse = partial(inverse_dct, side=side)
-    settings = decay, alpha, error_feedback, delay, forward, inverse
+    settings = decay, alpha, error_feedback, forward, inverse
     return momentum(weights, gradients, base, rows, exchange, indices_of, *settings)
 
 
@@ -169,7 +162,6 @@ def random(
     precision: str = "fp32",
     error_feedback: bool = True,
     aggregate: str = "mean",
-    delay: int = 0,
     link: str = "all-reduce",
     cycle: bool = True,
 ) -> Tensors:
@@ -182,7 +174,7 @@ def random(
     def indices_of(memory: Tensor, step: int) -> Tensor:
         return random_indices(len(memory), shares * k, k, step, cycle)
 
-    settings = decay, alpha, error_feedback, delay
+    settings = decay, alpha, error_feedback
     return momentum(weights, gradients, base, rows, exchange, indices_of, *settings)
 
 
@@ -195,11 +187,10 @@ def random_sign(
     alpha: float = 1.0,
     error_feedback: bool = False,
     cycle: bool = False,
-    delay: int = 0,
     link: str = "all-gather",
 ) -> Tensors:
     """`random` in signs, of which the majority counts."""
-    settings = "sign", error_feedback, "majority_vote", delay, link, cycle
+    settings = "sign", error_feedback, "majority_vote", link, cycle
     return random(weights, gradients, base, rate, decay, alpha, *settings)
 
 
@@ -213,7 +204,6 @@ def striding(
     precision: str = "fp32",
     error_feedback: bool = True,
     aggregate: str = "mean",
-    delay: int = 0,
     link: str = "all-reduce",
 ) -> Tensors:
     """A comb of the momentum is sent, which moves on by one coordinate at each step."""
@@ -225,7 +215,7 @@ def striding(
     def indices_of(memory: Tensor, step: int) -> Tensor:
         return torch.arange(step % shares, shares * k, shares).expand(len(memory), -1)
 
-    settings = decay, alpha, error_feedback, delay
+    settings = decay, alpha, error_feedback
     return momentum(weights, gradients, base, rows, exchange, indices_of, *settings)
 
 

@@ -67,7 +67,7 @@ CASES = [
     *of_each("loco", "precision", CODES),
     Case("loco", {"precision": "bf16"}, 3, carried="all-reduce"),
     Case("loco", {"decay": 0.9, "link": "owner"}, 3),
-    Case("loco", {"delay": 2}, base="adamw"),
+    Case("loco", base="adamw"),
     Case("loco", {"link": "all-gather"}, 3),
     Case("loco", {"precision": "bf16", "link": "all-reduce"}),
     Case("demo"),
@@ -88,7 +88,6 @@ CASES = [
     *of_each("demo", "precision", ["bf16", *CODES], topk=4, chunk=16),
     *of_each("demo", "precision", CODES, topk=4, chunk=16, error_feedback=False),
     *[Case("demo", {"aggregate": each, "topk": 5, "chunk": 32}, 3) for each in AGGREGATIONS],
-    Case("demo", {"delay": 2}),
     Case("demo", {"link": "all-gather"}, 3),
     Case("demo", {"link": "owner"}, 2),
     Case("demo", {"link": "owner", "topk": 2, "precision": "4bit"}, 3),
@@ -111,7 +110,6 @@ CASES = [
         Case("random", {"rate": 1 / 4, "aggregate": each, "link": GATHERED}, 3)
         for each in AGGREGATIONS
     ],
-    Case("random", {"delay": 1}),
     Case("random", {"link": "all-gather", "rate": 1 / 2}, 3),
     Case("random", {"link": "owner", "rate": 1 / 2}, 3),
     Case("random", {"link": "owner", "rate": 1 / 2, "precision": "2bit"}, 3),
@@ -119,7 +117,7 @@ CASES = [
     Case("random_sign", base="sign"),
     Case("random_sign", {"rate": 1 / 2, "decay": 0.5, "alpha": 0.5}, 3, carried=GATHERED),
     Case("random_sign", {"error_feedback": True, "cycle": True, "link": "all-gather"}, 3),
-    Case("random_sign", {"cycle": True, "delay": 2}, base="sign"),
+    Case("random_sign", {"cycle": True}, base="sign"),
     Case("random_sign", {"link": "owner", "rate": 1 / 2, "error_feedback": True}, 3),
     Case("striding"),
     Case("striding", {"rate": 0.3, "decay": 0.9, "alpha": 0.2}, 3, "adamw"),
@@ -136,7 +134,7 @@ CASES = [
         Case("striding", {"rate": 1 / 4, "aggregate": each, "link": GATHERED}, 3)
         for each in AGGREGATIONS
     ],
-    Case("striding", {"delay": 1, "link": "all-reduce"}),
+    Case("striding", {"link": "all-reduce"}),
     Case("striding", {"link": "owner", "rate": 1 / 2, "precision": "int8"}, 3),
     Case("diloco", {"every": 2}, base="adamw"),
     Case("diloco", {"every": 3, "outer_lr": 1.0, "outer_momentum": 0.9}, 3),
@@ -369,7 +367,7 @@ IN_WORLDS = [
     Case("full", base="adamw"),
     Case("full", {"precision": "4bit"}, 3, carried="owner"),
     Case("demo", {"topk": 3, "chunk": 16, "precision": "sign", "error_feedback": False}, 3, "sign"),
-    Case("random", {"link": "owner", "rate": 1 / 2, "precision": "2bit", "delay": 1}, 3),
+    Case("random", {"link": "owner", "rate": 1 / 2, "precision": "2bit"}, 3),
     Case("diloco", {"every": 2}, base="adamw"),
     Case("sparseloco", {"every": 2, "topk": 5, "chunk": 64}, 3),
 ]

@@ -38,7 +38,7 @@ EXACT = {
     "loco": ["scheme.name=loco"],
     "demo-owner": ["scheme.link=owner", "scheme.precision=sign", "scheme.error_feedback=false"],
     "random-bf16": ["scheme.name=random", "scheme.precision=bf16"],
-    "random_sign-late": ["scheme.name=random_sign", "scheme.delay=2"],
+    "random_sign": ["scheme.name=random_sign"],
     "diloco": ["scheme.name=diloco", "scheme.every=4"],
     "streaming": [
         "scheme.name=streaming_diloco",
@@ -72,13 +72,12 @@ def results(summary):
     return {key: value for key, value in summary.items() if key not in left_out}
 
 
-@pytest.mark.long_cases("random_sign-late", "streaming")
+@pytest.mark.long_cases("random_sign", "streaming")
 @some(
     "sets",
     EXACT.values(),
     keep=[
-        EXACT[name]
-        for name in ("demo-clipped-dropout", "demo-owner", "random_sign-late", "streaming")
+        EXACT[name] for name in ("demo-clipped-dropout", "demo-owner", "random_sign", "streaming")
     ],
     ids=EXACT,
 )
@@ -91,16 +90,16 @@ def test_two_virtual_replicas_are_two_real_ones_bit_for_bit(tiny, train, sets):
 SIGNSGD = ["optimizer.name=SignSGD", "optimizer.lr=1e-3"]
 
 
-@pytest.mark.long_cases("gather", "owner-signsgd", "gather-late-signsgd")
+@pytest.mark.long_cases("gather", "owner-signsgd", "gather-signsgd")
 @pytest.mark.parametrize(
     "sets",
     [
         ["scheme.link=owner"],
         ["scheme.name=random_sign", "scheme.link=all-gather"],
         [*SIGNSGD, "scheme.link=owner", "scheme.precision=sign", "scheme.error_feedback=false"],
-        [*SIGNSGD, "scheme.link=all-gather", "scheme.delay=1"],
+        [*SIGNSGD, "scheme.link=all-gather"],
     ],
-    ids=["owner", "gather", "owner-signsgd", "gather-late-signsgd"],
+    ids=["owner", "gather", "owner-signsgd", "gather-signsgd"],
 )
 def test_four_of_them_are_too_where_the_network_does_not_add(tiny, train, sets):
     real = train("real", "mesh.replicas=4", *sets)[0]

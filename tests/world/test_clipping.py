@@ -212,44 +212,16 @@ def test_law_2_every_scheme_clips_the_gradient_of_the_base_optimizer(name):
         )
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_a_sign_is_a_sign_clipped_or_not(delay):
+def test_a_sign_is_a_sign_clipped_or_not():
     """SignSGD without momentum takes the update straight from the messages, and nothing is computed for clipping."""
-    scheme = dt.demo(topk=4, chunk=64, delay=delay)
+    scheme = dt.demo(topk=4, chunk=64)
     plain, clipped = trained(scheme, dt.SignSGD, None), trained(scheme, dt.SignSGD, 1e-6)
     assert plain[0][2] == clipped[0][2] and clipped[0][1] == [None] * 4
 
     def with_momentum(params):
         return dt.SignSGD(params, momentum=0.9)
 
-    if not delay:
-        assert all(norm > 0 for norm in trained(scheme, with_momentum, 1e-6)[0][1])
-
-
-def test_updates_in_flight_are_clipped_when_they_land_at_the_end():
-    """`synchronize` applies them by the same step as training."""
-    scheme = dt.schemes.random(rate=1 / 2, delay=2)
-    ends = []
-    for settle in (False, True):
-
-        def act(communicator, settle=settle):
-            model = built(Plain)
-            before = [p.detach().clone() for p in model.parameters()]
-            optimizer = dt.replicate(
-                torch.optim.SGD(model.parameters(), lr=1.0), model, communicator, scheme, clip=1e-4
-            )
-            for step in range(3):
-                model(batch(communicator.replica, step, 32)).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if settle:
-                optimizer.synchronize()
-            moved = [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
-            return float(nn.utils.get_total_norm(moved))
-
-        ends.append(simulate_replicas(act, 2)[0])
-    assert 0.9e-4 < ends[0] < 1.1e-4  # one update has landed of three
-    assert ends[1] < 3.3e-4
+    assert all(norm > 0 for norm in trained(scheme, with_momentum, 1e-6)[0][1])
 
 
 def other_clip(mesh):

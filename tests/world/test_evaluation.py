@@ -19,10 +19,6 @@ from zoo import DEVICE, KINDS, SCHEMES, Menagerie, Plain, batch, built
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 STEPS = 5
-ALL = SCHEMES | {
-    "random-late": dt.schemes.random(rate=1 / 4, delay=2),
-    "demo-late": dt.demo(topk=4, chunk=16, delay=1),
-}
 
 
 @torch.no_grad()
@@ -112,7 +108,7 @@ MODELS = {"awkward": awkward, "kept": kept, "bf16": in_bf16, "roots": roots, "wh
 def law(mesh, name, kind):
     width = 257 if kind == "awkward" else 32
     return [
-        trained(mesh, ALL[name], MODELS[kind](mesh), evaluates, width)
+        trained(mesh, SCHEMES[name], MODELS[kind](mesh), evaluates, width)
         for evaluates in (False, True)
     ]
 
@@ -122,13 +118,13 @@ FEWEST = "whole"
 every kind of scheme, in a sharded world."""
 OTHERS = [kind for kind in MODELS if kind != FEWEST]
 SHARDED = {name: OTHERS[number % 4] for number, name in enumerate(KINDS)}
-ONCE = [(name, SHARDED.get(name, FEWEST)) for name in ALL]
+ONCE = [(name, SHARDED.get(name, FEWEST)) for name in SCHEMES]
 
 
-@some("name, kind", product(ALL, MODELS), keep=ONCE)
+@some("name, kind", product(SCHEMES, MODELS), keep=ONCE)
 def test_law_13_evaluation_changes_nothing(name, kind):
     ends = worlds.run(law, *((2, 1) if kind == "whole" else (2, 2)), name, kind)
     assert all(without == with_evaluations for without, with_evaluations in ends)
-    if ALL[name].signal != "nothing":
+    if SCHEMES[name].signal != "nothing":
         assert {equal for (_, _, equal, _), _ in ends} == {True}
         assert len({computed for (*_, computed), _ in ends}) == 1

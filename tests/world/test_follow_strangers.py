@@ -367,7 +367,7 @@ def test_who_cannot_be_followed_is_told_so():
     levels = [(LoopbackCommunicator(2), dt.full()), (LoopbackCommunicator(2), dt.full())]
     with pytest.raises(ValueError, match="one level of replication"):
         dt.Feed(model, dt.replicate(sgd, model, levels=levels), "127.0.0.1:0", token=TOKEN)
-    late = dt.scheme("random", {"delay": 1, "link": "owner"})
+    late = dt.scheme("streaming_diloco", {"link": "owner"})
     delayed = dt.replicate(sgd, model, LoopbackCommunicator(2), late)
     with pytest.raises(ValueError, match="with a delay and owners"):
         dt.Feed(model, delayed, "127.0.0.1:0", token=TOKEN)

@@ -26,7 +26,6 @@ SCHEMES = {
     "owner": dt.demo(topk=3, chunk=16, precision="2bit", link="owner"),
     "parameters": dt.diloco(every=2),
     "parameters-late": dt.schemes.streaming_diloco(every=3, fragments=2, delay=1),
-    "late": dt.schemes.random(rate=1 / 4, delay=2),
 }
 
 
@@ -145,7 +144,7 @@ def mixtures(mesh):
     """No codebooks: their statistics are of blocks that two layouts cut in other places than one."""
     chunked = dt.demo(4, 16)  # the shards' chunks are those of the whole
     owner = replace(dt.demo(4, 16, link="owner"), reply=chunked.codec)
-    schemes = [dt.full(), chunked, owner, dt.diloco(every=2), dt.demo(4, 16, decay=0.5, delay=1)]
+    schemes = [dt.full(), chunked, owner, dt.diloco(every=2), dt.demo(4, 16, decay=0.5)]
     return [
         [whole_weights(*run(mesh, scheme, True, shard)) for shard in SHARDINGS]
         for scheme in schemes

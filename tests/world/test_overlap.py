@@ -21,7 +21,7 @@ from detonation.core.schemes.traffic import message_bytes, overlapped_bytes, rin
 from zoo import GRADIENT, Menagerie, Plain, batch, built
 
 STEPS = 2
-SUMMED = {"full", "full-bf16", "random", "random-odd", "random-late", "striding"}  # by the network
+SUMMED = {"full", "full-bf16", "random", "random-odd", "striding"}  # by the network
 KINDS = {
     "full",
     "demo",
@@ -31,9 +31,9 @@ KINDS = {
     "demo-owner",
     "random-sign-owner",
 }
-LATE = {
-    "late-sign": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),
-    "late-owner": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner"),
+IN_SIGNS = {
+    "all-gather": dt.demo(chunk=16, precision="sign", error_feedback=False),
+    "owner": dt.demo(chunk=16, precision="sign", error_feedback=False, link="owner"),
 }
 
 
@@ -137,8 +137,7 @@ def foreseen(channel):
 def of_missing(channel):
     """Bytes of the sets by which all say once that nobody used a parameter of the model."""
     octets = -(-len(channel.layout.slots) // 8 // channel.link.local_ranks)  # each sends a part
-    times = 1 + channel.scheme.round.delay
-    return times * ring_bytes("all-gather", octets, channel.link.replicas)
+    return ring_bytes("all-gather", octets, channel.link.replicas)
 
 
 @some("replicas, shards", [(1, 1), (2, 1), (3, 1), (2, 2)], keep=[(2, 2)])
@@ -164,8 +163,8 @@ def signs(parameters):
     return dt.SignSGD(parameters, lr=1e-3)
 
 
-def test_bucketed_equals_unbucketed_bitwise_one_step_late():
-    for rank in worlds.run(compared, 2, 1, LATE, signs):
+def test_bucketed_equals_unbucketed_bitwise_in_signs():
+    for rank in worlds.run(compared, 2, 1, IN_SIGNS, signs):
         assert all(same and count > 1 for count, same in rank.values()), rank
 
 
@@ -173,7 +172,7 @@ def in_levels(mesh):
     ends = []
     for overlapped in (False, True):
         racks = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))
-        tiers = [(racks["rack"], dt.full()), (racks["site"], dt.demo(delay=1))]
+        tiers = [(racks["rack"], dt.full()), (racks["site"], dt.demo())]
         model, optimizer = start(mesh, None, tiers)
         train(model, optimizer, mesh.get_rank(), overlapped)
         ends.append(outcome(model, optimizer)[:2])

@@ -18,7 +18,7 @@ from zoo import REGISTERED, Plain, built
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 SAVED = 3
-USUAL = ("demo", "demo-sign", "random-sign-owner", "random-late", "diloco", "streaming")
+USUAL = ("demo", "demo-sign", "random-sign-owner", "diloco", "streaming")
 """Error feedback, signs, owners, messages on their way, rounds, and rounds whose messages are on their way."""
 
 

@@ -67,7 +67,7 @@ def predicted(model, mesh, scheme):
     )
     if scheme.signal == "gradients":  # nobody uses one, and the bits of the first messages say so
         bits = -(-len(trained) // 8)
-        sent += (1 + scheme.round.delay) * traffic.ring_bytes("all-gather", bits, replicas)
+        sent += traffic.ring_bytes("all-gather", bits, replicas)
     fragments = zip(scheme.divide(layout, sizes), scheme.rounds, strict=True)
     for fragment, round in fragments if scheme.signal == "parameters" else []:
         everything = scheme.codec.selection.period if scheme.resume_from == "sent" else 1

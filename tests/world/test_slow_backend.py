@@ -19,7 +19,7 @@ from detonation.core.link import communicator
 from detonation.core.link.communicator import HostStaging, ProcessGroupCommunicator
 from zoo import DEVICE, KINDS, SCHEMES, Plain, batch, built
 
-NAMES = ["full", "demo", "demo-owner", "random-late", "diloco"]
+NAMES = ["full", "demo", "demo-owner", "diloco"]
 
 
 def synchronize():

@@ -250,8 +250,7 @@ class ElasticPrograms(SavingPrograms):
         """
         self.have(past)
         changes = [] if names is None else [("freeze", *sorted(names))]
-        needed = 1 + self.kind.scheme.round.delay
-        self.write(*changes, ("lose", self.of(data)), *[("step",)] * (needed + 1))
+        self.write(*changes, ("lose", self.of(data)), ("step",), ("step",))
 
     @precondition(lambda self: len(self.alive) > 1)
     @rule(data=st.data(), steps=st.integers(0, 2), past=PASTS)

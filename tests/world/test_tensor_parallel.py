@@ -125,29 +125,6 @@ def wholes(model):
     return [p.full_tensor().clone() if isinstance(p, DTensor) else p.clone() for p in parameters]
 
 
-def clipped(_, by_synchronize):
-    """How far the weights of a rank's shards move by one update, which is in flight before."""
-    model, mesh = cut()
-    scheme = dt.loco(precision="bf16", delay=1)
-    optimizer = replicated(model.parameters(), model, mesh, scheme, lr=1.0, clip=1e-3)
-    backward(model, mesh, 0)
-    optimizer.step()
-    before = wholes(model)
-    if by_synchronize:
-        optimizer.synchronize()
-    else:
-        optimizer.zero_grad()
-        backward(model, mesh, 1)
-        optimizer.step()
-    return [(a - b).norm().item() for a, b in zip(wholes(model), before, strict=True)]
-
-
-def test_an_update_in_flight_is_clipped_as_a_whole_by_synchronize_too():
-    by_step, by_synchronize = (worlds.run_alone(clipped, 2, 2, how) for how in (False, True))
-    assert by_step == by_synchronize
-    assert sum(moved**2 for moved in by_step[0]) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
-
-
 def frozen_shards(_, begins):
     """A cut weight is frozen from the first or from the third step on; then one replica's differs."""
     model, mesh = cut()

@@ -27,9 +27,7 @@ from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
-SCHEMES = [
-    name for name, scheme in zoo.TALKING.items() if name != "random-late"
-]  # whose delay is refused
+SCHEMES = [*zoo.TALKING]
 FEW = [name for name in zoo.KINDS if name in SCHEMES]
 BASES = {
     "adamw": partial(
@@ -140,7 +138,6 @@ def test_nodes_of_1_and_2_ranks_train_as_two_nodes_of_2(scheme: str, base: str) 
     "demo-signsgd-sizes13",
     "demo-owner-adamw-sizes18",
     "demo-tiles-64-sign-signsgd-sizes30",
-    "random-late-adamw-sizes33",
     "streaming-signsgd-sizes45",
     "sparseloco-adamw-sizes50",
     "muloco-2bit-signsgd-sizes62",
@@ -159,8 +156,6 @@ def test_nodes_of_1_and_2_ranks_train_as_two_nodes_of_2(scheme: str, base: str) 
 def test_replicas_of_any_sizes_agree_whatever_the_shapes(
     scheme: str, base: str, sizes: Sizes
 ) -> None:
-    if scheme == "random-late":
-        scheme = "random"
     ranks = trained(sizes, scheme, base, "Menagerie")
     assert all(equal(each[0], ranks[0][0]) and each[2][1] for each in ranks)
     assert all(each[2] == ranks[0][2] for each in ranks)
@@ -351,7 +346,6 @@ def _going_on(sizes: Sizes, folder: str, scheme: str, base: str) -> Any:
 )
 @covered("scheme, base", zoo.KINDS, ["adamw", "signsgd"])
 def test_resuming_goes_on_bit_for_bit(scheme: str, base: str, tmp_path: Path) -> None:
-    scheme = "random" if scheme == "random-late" else scheme
     assert set(run(_going_on, (1, 2), str(tmp_path), scheme, base)) == {(True, "exactly as saved")}
 
 
@@ -474,8 +468,6 @@ def _refused(sizes: Sizes, case: str) -> Any:
     model = zoo.Plain() if case == "whole" else dt.shard(zoo.Plain(), mesh)
     base, axis, scheme = torch.optim.SGD(model.parameters(), lr=0.1), mesh["replicate"], dt.diloco()
     options: dict[str, Any] = {}
-    if case == "delay":
-        scheme = dt.schemes.random(rate=1 / 4, delay=2)
     if case == "balance":
         options = {"balance": True}
     if case == "intra_node":
@@ -504,7 +496,6 @@ def _refused(sizes: Sizes, case: str) -> Any:
 
 
 REFUSED = {
-    "delay": "random with a delay: take delay=0",
     "balance": "balance=True: give slow nodes fewer examples",
     "intra_node": "intra_node: shard the model inside each node",
     "axes": "levels on several axes: take one axis",

@@ -44,10 +44,9 @@ def advance(model, optimizer, rank, steps, overlap=False):
 APART = {
     **{
         name: SCHEMES[name]
-        for name in ("full", "demo", "demo-owner", "random-late", "diloco", "streaming", "sparta")
+        for name in ("full", "demo", "demo-owner", "diloco", "streaming", "sparta")
     },
     "streaming-owner": dt.schemes.streaming_diloco(every=4, fragments=3, delay=2, link="owner"),
-    "demo-owner-late": dt.demo(topk=4, chunk=16, delay=2, link="owner"),
     "muloco-owner": dt.muloco(every=3, link="owner"),
 }
 

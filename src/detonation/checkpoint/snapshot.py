@@ -32,7 +32,7 @@ def run_identity(optimizer: Replicated) -> dict[str, Any]:
 
     A resumed run must have the same levels, seed and optimizer class.
     """
-    levels = [{"scheme": scheme.name, **scheme.arguments} for _, scheme in optimizer.levels]
+    levels = [{"scheme": scheme.name, **scheme.identity} for _, scheme in optimizer.levels]
     return {
         "levels": json.loads(json.dumps(levels)),
         "seed": optimizer.settings.seed,
@@ -166,14 +166,11 @@ class Snapshot:
 
 
 @torch.no_grad()
-def take_snapshot(
-    model: nn.Module, optimizer: Replicated, frozen: bool = True, alone: bool = False
-) -> Snapshot:
+def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) -> Snapshot:
     """Copies the weights on which all replicas agreed last, and this rank's optimizer state, local
     state and random generators.
 
-    Waits for messages in flight. frozen: True to copy parameters that require no gradient. alone:
-    True if no other replica takes a snapshot; see `Replicator.local_state`.
+    Waits for messages in flight. frozen: True to copy parameters that require no gradient.
 
     Raises:
         ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs
@@ -194,7 +191,7 @@ def take_snapshot(
     }
     of_base, values = _base_state(model, optimizer)
     found |= of_base
-    found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state(alone).items()}
+    found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
     wire = {
         k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out
     }

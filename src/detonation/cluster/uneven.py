@@ -148,7 +148,6 @@ class UnevenAxis(Communicator):
         of ranks.
         """
         gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
-        late = [scheme.name for scheme in gradients if scheme.round.delay]
         kinds = {(local(p).device, p.dtype) for group in base.param_groups for p in group["params"]}
         odd = []
         for device, dtype in kinds:
@@ -167,8 +166,6 @@ class UnevenAxis(Communicator):
             raise self._refusal("balance=True", "give slow nodes fewer examples per step")
         if any(axis is not self for axis, _ in levels):
             raise self._refusal("levels on several axes", "take one axis")
-        if late:
-            raise self._refusal(f"{', '.join(late)} with a delay", "take delay=0")
 
     def _refusal(self, what: str, remedy: str) -> ValueError:
         return ValueError(

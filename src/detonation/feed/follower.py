@@ -140,7 +140,7 @@ class Follower(AbstractContextManager["Follower"]):
     @property
     def complete(self) -> bool:
         """True if no round is open and no message of an earlier step is missing. Under a scheme
-        with rounds or a delay, the value is True only after training has called `synchronize`.
+        with rounds, the value is True only after training has called `synchronize`.
         """
         return all(shard.complete for shard in self._shards)
 
@@ -167,7 +167,7 @@ class Follower(AbstractContextManager["Follower"]):
 
         If training calls `synchronize` after step `to`, `update(to=...)` may leave the model with
         the weights from before that call, because the follower learns of the call only when the
-        messages of the call arrive. If the scheme has rounds or a delay, call
+        messages of the call arrive. If the scheme has rounds, call
         `update(wait_s=...)` again until `complete` is True. The model then has the weights after
         `synchronize`.
 

@@ -332,7 +332,7 @@ class Feed(StepRecorder):
             return
         with self._lock:
             self._subscribed += coming
-        state = shared_content(take_snapshot(self._model, optimizer, alone=True))
+        state = shared_content(take_snapshot(self._model, optimizer))
         told = {"synchronized": self._synchronized, "ahead": self.ahead()}
         about = describe_training(optimizer) | self._about | told
         for each in coming:

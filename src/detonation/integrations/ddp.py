@@ -39,7 +39,7 @@ def comm_hook(
     Args:
         model: Wrapped model. Frozen and unused parameters, bf16 and autocast are supported. If no
             rank uses a parameter, its gradient does not change, as without the hook.
-        scheme: Scheme that exchanges gradients without a delay, such as `loco()`, or its name.
+        scheme: Scheme that exchanges gradients, such as `loco()`, or its name.
         mesh: Mesh of `init_mesh` over the ranks of `model`. The ranks of a node (`mesh["shard"]`)
             average their gradients during backward, and each sends a part of the message to the
             other nodes. Without a mesh each rank is a replica.
@@ -49,8 +49,8 @@ def comm_hook(
 
     Raises:
         TypeError: The model is not wrapped in DistributedDataParallel.
-        ValueError: The scheme exchanges parameters, or has a delay; the model has a hook, or
-            reduces in another precision; the mesh has other ranks.
+        ValueError: The scheme exchanges parameters; the model has a hook, or reduces in another
+            precision; the mesh has other ranks.
         Mismatch: In the first backward, if ranks differ in a setting or a weight.
         LargerThanDense: In the first backward, if the scheme would send more than
             DistributedDataParallel.
@@ -96,11 +96,10 @@ def comm_hook(
         node = mesh["shard"]
     levels = checked_levels([(axis, scheme)])
     chosen = levels[0][1]
-    if not chosen.worth_overlapping:
+    if chosen.signal != "gradients":
         raise ValueError(
-            f"{chosen.name} does not exchange the gradients of each step in the same step, but a"
-            " communication hook must do so: set delay=0 if the scheme has a delay, or use"
-            " replicate(optimizer, model, ...) without DistributedDataParallel"
+            f"{chosen.name} does not exchange the gradients of each step, but a communication hook"
+            " must do so: use replicate(optimizer, model, ...) without DistributedDataParallel"
         )
     ignored = model.parameters_to_ignore
     base = _NoStep(p for name, p in model.module.named_parameters() if name not in ignored)

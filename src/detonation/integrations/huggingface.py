@@ -104,8 +104,7 @@ def prepare(
     also exchanges updates between replicas by `scheme`.
 
     After this call, `save_state` and `load_state` also include the state of the replicas. If the
-    scheme has rounds or a delay, call `replicated(optimizer).synchronize()` before you use the
-    model.
+    scheme has rounds, call `replicated(optimizer).synchronize()` before you use the model.
 
     Args:
         accelerator: Accelerator with FSDP2 and `parallelism_config=Replicas(...)`.

@@ -160,44 +160,16 @@ class Playback(Player):
         """Yields all records after the state at the beginning of the replay, without the START
         record of each file.
         """
-        written = list[LogRecord]()  # weights that were written after `first` steps
         for records in self._groups():
-            if self._holds_back(records, written):
-                continue
-            if records[-1].kind != MESSAGE:  # messages in flight alone end nothing
-                yield from written
-                written.clear()
-            yield from records
-        yield from written
+            if not self._is_included(records[-1]):
+                yield from records
 
-    def _holds_back(self, records: list[LogRecord], written: list[LogRecord]) -> bool:
-        """True if the replay must not repeat the `records` of an event now.
-
-        Weights that were written after `first` steps wait in `written` for the next event. If the
-        state includes that event, it includes these weights, too, and both are left out.
+    def _is_included(self, end: LogRecord) -> bool:
+        """True if the state at the beginning of the replay includes the `synchronize` call that
+        `end` ends. The state then also includes the weights that were written before this call, and
+        to write them again changes nothing.
         """
-        end = records[-1]
-        if end.kind == MESSAGE or end.step > self.first:
-            return False
-        if end.kind == WRITTEN:
-            written += records
-            return True
-        if self._includes(end.place):
-            written.clear()
-            return True
-        self._require_order(written, end)
-        return False
-
-    def _require_order(self, written: list[LogRecord], end: LogRecord) -> None:
-        """Raises `ValueError` if it is unknown whether the state at the beginning of the replay
-        includes the weights `written` and the `synchronize` call after them, which `end` ends.
-        """
-        if written and (self._completed is None or not end.place):
-            raise ValueError(
-                f"after step {self.first}, training wrote weights and called synchronize(), and the"
-                " loaded state does not tell whether it was saved before or after that: load a"
-                " checkpoint of save_checkpoint, or one of another step"
-            )
+        return end.kind == SYNCHRONIZE and end.step <= self.first and self._includes(end.place)
 
     def _groups(self) -> Iterator[list[LogRecord]]:
         """Yields the records that the replay may need: messages with the record that ends them."""

@@ -401,7 +401,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
         raise ValueError("an update log has one level of replication, not several: use one scheme")
     ((axis, scheme),) = optimizer.levels
     rank = optimizer.coordinates
-    arguments = {name: str(value) for name, value in scheme.arguments.items()}
+    arguments = {name: str(value) for name, value in scheme.identity.items()}
     layouts = [
         (slot.name, tuple(slot.shape)) for each in optimizer.build() for slot in each.layout.slots
     ]

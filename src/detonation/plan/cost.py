@@ -7,7 +7,7 @@ from math import log2, prod
 
 from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, Operation, Step
 from detonation.core.flat.layout import Layout
-from detonation.core.schemes import GradientScheme, ParameterScheme, Scheme, scheme, traffic
+from detonation.core.schemes import ParameterScheme, Scheme, scheme, traffic
 from detonation.link_speed import LinkSpeed
 
 BACKWARD = 2 / 3
@@ -254,7 +254,7 @@ def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) 
 
 
 def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> int:
-    if work.overlap and scheme.worth_overlapping:
+    if work.overlap and scheme.signal == "gradients":
         return traffic.overlapped_bytes(scheme, layout, replicas)
     return sum(
         traffic.message_bytes(scheme, part, replicas) for part in scheme.divide(layout, work.sizes)
@@ -274,7 +274,7 @@ def _optimizer_s(scheme: Scheme, work: Work) -> float:
 
 def _before_sending_s(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> float:
     """Returns the seconds of backward before the first bucket is sent."""
-    if not (work.overlap and scheme.worth_overlapping):
+    if not (work.overlap and scheme.signal == "gradients"):
         return 0.0
     first = traffic.buckets_of(scheme, layout, replicas)[-1].layout.rows
     return first / max(1, layout.rows) * BACKWARD * work.compute_s / work.accumulate
@@ -285,7 +285,7 @@ def report_s(scheme: Scheme, work: Work, network: Network) -> float:
     overlaps with sending, backward begins only after these losses have arrived.
     """
     hidden = 0.0
-    if not scheme.worth_overlapping:
+    if scheme.signal != "gradients":
         hidden = BACKWARD * work.compute_s / work.accumulate
     return max(0.0, network.seconds("all-gather", 0) - hidden)
 
@@ -311,7 +311,7 @@ def _exposed_s(
         if scheme.round.delay:
             latency = network.seconds(kind, nbytes) - network.transfer_s(kind, nbytes)
             waits += _delayed_wait_s(scheme, transfer_s, latency, local_s)
-        elif work.overlap and scheme.worth_overlapping:
+        elif work.overlap and scheme.signal == "gradients":
             # Buckets are sent in the order in which backward computes them: the last layers first.
             buckets = reversed(traffic.buckets_of(scheme, fragment, network.replicas))
             rows = [bucket.layout.rows for bucket in buckets]
@@ -402,15 +402,12 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
         rows = min(rows, 2 * traffic.buckets_of(scheme, layout, replicas)[0].layout.rows)
     elif isinstance(scheme, ParameterScheme):
         rows = -(-rows // scheme.fragments)
-    in_flight = 1
-    if isinstance(scheme, GradientScheme):
-        in_flight = 1 + scheme.round.delay
     nbytes = scheme.codec.nbytes(rows)
     if collective == "owner":
-        return state + in_flight * (nbytes + scheme.reply_codec(replicas).nbytes(rows))
+        return state + nbytes + scheme.reply_codec(replicas).nbytes(rows)
     if collective == "all-gather":
-        return state + in_flight * nbytes * replicas
-    return state + in_flight * nbytes * 2
+        return state + nbytes * replicas
+    return state + nbytes * 2
 
 
 def spelled(chosen: Scheme) -> str:

@@ -273,7 +273,7 @@ class StopConsensus:
         the trained parameters. These replicas run no further collectives of this step.
         """
         for replicator in replicators:
-            replicator.drain()
+            replicator.local_state()
         for counts in self.counts:
             counts.catch_up(math.inf)
         if any(counts.changed_apart for counts in self.counts):

@@ -57,7 +57,7 @@ class Exchange(ABC):
         # Under an elastic communicator, which may resend a message later, no buffer is reused.
         # A simulated communicator on a CPU shares the buffer of the sender, so no buffer is reused.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
-        self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
+        self._workspace = Workspace(int(kept))
         # Takes back receive buffers for reuse; None if torch does this (accelerator, no kernels).
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":

@@ -41,17 +41,13 @@ class Unused:
 
     Args:
         guard: Of the channel's messages.
-        late: Whether messages arrive in a later step.
     """
 
-    def __init__(
-        self, link: Link, layout: Layout, memory: Memory | None, guard: Guard, late: bool
-    ) -> None:
+    def __init__(self, link: Link, layout: Layout, memory: Memory | None, guard: Guard) -> None:
         self._link = link
         self._layout = layout
         self._memory = memory
         self._guard = guard
-        self._late = late
         self._most_known = min(guard.most_known, MOST_KNOWN)
         self._known: list[MissingSets] = []
         self._next = 0
@@ -73,26 +69,10 @@ class Unused:
         else:
             says = NEW_SET
         rows = self._layout.row_numbers(numbers)
-        missing = Missing(message.step, octets, says, tuple(self._known), rows)
+        missing = Missing(octets, says, tuple(self._known), rows)
         if self._memory:
             missing.kept.append(self._memory.keep(rows))
         message.missing = missing
-
-    def agreed(self, unused: Sequence[int]) -> Missing:
-        """Returns a record of missing gradients for a pending update from a loaded checkpoint. In
-        this record the replicas have already agreed that no replica used the parameters with the
-        indices `unused`.
-        """
-        octets = packed(unused, len(self._layout.slots))
-        rows = self._layout.row_numbers(unused)
-        return Missing(-1, octets, NEW_SET, (), rows, unused=frozenset(unused))
-
-    def sent(self, message: Message) -> None:
-        """Records that the sent values of `message` were subtracted from the memory of unsent
-        values."""
-        if self._late and message.missing:
-            for kept in message.missing.kept:
-                kept.become_change()
 
     def settle(self, missing: Missing | None, step: int) -> frozenset[int]:
         """Returns the indices of the parameters that no replica used at `step`. Undoes the step in
@@ -112,20 +92,17 @@ class Unused:
             found = playback.find(place, step)
             if found is not None:
                 return in_all([bytes(found.tolist())])
-            return (missing.unused if missing else None) or NO_PARAMETERS
+            return NO_PARAMETERS
         if missing is None:
             return NO_PARAMETERS
-        if missing.unused is None:
-            unused = self._agree(missing)
-            for kept in missing.kept:
-                kept.restore(unused)
-            missing.kept.clear()
-            missing.unused = unused
-            observer = self._link.observer
-            if observer and unused:
-                octets = bytearray(packed(unused, len(self._layout.slots)))
-                observer.received(place, step, torch.frombuffer(octets, dtype=torch.uint8))
-        return missing.unused
+        unused = self._agree(missing)
+        for kept in missing.kept:
+            kept.restore(unused)
+        observer = self._link.observer
+        if observer and unused:
+            octets = bytearray(packed(unused, len(self._layout.slots)))
+            observer.received(place, step, torch.frombuffer(octets, dtype=torch.uint8))
+        return unused
 
     def _agree(self, missing: Missing) -> frozenset[int]:
         assert missing.said is not None

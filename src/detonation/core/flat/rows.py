@@ -255,14 +255,6 @@ class KeptRows:
         self._rows = (numbers >= 0).nonzero().view(-1)
         self._numbers = numbers[self._rows]
         self._kept = memory[self._rows.to(memory.device)]
-        self._is_change = False
-
-    def become_change(self) -> None:
-        """Stores the change of the rows since they were copied, in place of the copied rows. After
-        this call, `restore` undoes only this change, and keeps what later steps add to the rows.
-        """
-        self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
-        self._is_change = True
 
     def restore(self, parameters: Collection[int]) -> None:
         """Undoes the step in the rows of the parameters with the indices `parameters`."""
@@ -270,11 +262,7 @@ class KeptRows:
             return
         chosen = torch.isin(self._numbers, _on_host(parameters))
         rows = self._rows[chosen].to(self._memory.device)
-        kept = self._kept[chosen.to(self._memory.device)]
-        if self._is_change:
-            self._memory.index_add_(0, rows, kept)
-        else:
-            self._memory.index_copy_(0, rows, kept)
+        self._memory.index_copy_(0, rows, self._kept[chosen.to(self._memory.device)])
 
     def forget(self) -> None:
         """Drops all copied rows, so that `restore` changes nothing."""

@@ -182,7 +182,6 @@ class Missing:
     gradients.
 
     Args:
-        step: Step at which the message was sent.
         octets: Set of the parameters, one bit each in the order of the layout.
         says: What the message says about these parameters, see `NONE_MISSING`.
         known: The exchanged sets that all replicas remembered when the message was sent, so that
@@ -191,17 +190,14 @@ class Missing:
         kept: Copies of rows of memories that the step changes.
         said: Returns what the message of each replica says, once all have arrived; waits for the
             device.
-        unused: Parameters that no replica used, once all agree.
     """
 
-    step: int
     octets: bytes
     says: int
     known: Sequence[MissingSets]
     rows: Tensor
     kept: list[KeptRows] = field(default_factory=list)
     said: Callable[[], Mapping[int, int]] | None = None
-    unused: frozenset[int] | None = None
 
 
 def with_said(received: int, says: int) -> int:

@@ -276,7 +276,7 @@ def replicator_of(
         # SignSGD holds whole parameters, so it cannot move pieces of parameters by signs
         last = last and not any(isinstance(each, Piece) for each in parameters.values())
         base.hold(parameters.values() if leaks else ())
-        made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
+        made: Replicator = GradientReplicator(parameters, channel, base, last)
     else:
         assert isinstance(scheme, ParameterScheme)
         kind = ParameterReplicator

@@ -160,10 +160,10 @@ def complete(
     """
     if consensus.decides_on_device:
         consensus.begin(step)
-    for level in by_level:
-        if level:
-            level[0].synchronize_level(level, step)
-    buffers([each for level in by_level for each in level])
+    replicators = [each for level in by_level for each in level]
+    for each in replicators:
+        each.synchronize(step)
+    buffers(replicators)
     consensus.conclude(step)
 
 

@@ -151,11 +151,6 @@ def check_order(schemes: Sequence[Scheme]) -> None:
             "levels are in the wrong order: put levels that exchange gradients before levels"
             " that exchange parameters"
         )
-    gradients = [scheme for scheme in schemes if scheme.signal == "gradients"]
-    if any(scheme.round.delay for scheme in gradients[:-1]):
-        raise ValueError(
-            "only the outermost level of gradients may be delayed: set delay=0 in the inner levels"
-        )
     for scheme in [scheme for scheme in schemes if isinstance(scheme, ParameterScheme)][:-1]:
         if not scheme.averages:
             raise ValueError(

@@ -386,13 +386,13 @@ class Replicated(OptimizerWrapper):
         """
         self.with_loading_hooks(state_dict, lambda given: states.from_state_dict(self, given))
 
-    def local_state(self, alone: bool = False) -> dict[str, Tensor]:
+    def local_state(self) -> dict[str, Tensor]:
         """The private state of this replica and shard, read-only. Waits for messages in flight.
 
-        All replicas call it at the same step, unless `alone` is True; see `Replicator.local_state`.
+        Under a scheme with a delay all replicas call it at the same step.
         """
         self.refuse_overlap()
-        return states.local_state_of(self._replicators or [], alone)
+        return states.local_state_of(self._replicators or [])
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:

@@ -182,9 +182,9 @@ def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) ->
     optimizer.resume_at(step)
 
 
-def local_state_of(replicators: Sequence[Replicator], alone: bool = False) -> dict[str, Tensor]:
+def local_state_of(replicators: Sequence[Replicator]) -> dict[str, Tensor]:
     """Returns the private state of this replica and shard by name; see `Replicated.local_state`."""
-    found = enumerate(replicator.local_state(alone).named() for replicator in replicators)
+    found = enumerate(replicator.local_state().named() for replicator in replicators)
     return {f"{index}.{key}": tensor for index, named in found for key, tensor in named.items()}
 
 
@@ -262,9 +262,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
         schemes = [scheme for _, scheme in optimizer.levels]
         optimizer.run.load()
         optimizer.forget_levels()  # the old anchor would overwrite the loaded weights
-        optimizer.memory_lost = any(
-            s.feedback or s.round.delay or s.signal == "parameters" for s in schemes
-        )
+        optimizer.memory_lost = any(s.feedback or s.signal == "parameters" for s in schemes)
 
 
 def _without(mark: str, key: Any) -> Any:

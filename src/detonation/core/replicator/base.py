@@ -77,12 +77,6 @@ class Replicator(ABC):
             self.local_state()
             self.channel.discard(transfers)
 
-    def drain(self) -> None:
-        """Waits for messages in flight. If another rank announced a change of its trained
-        parameters in place of a message, does not wait for later messages.
-        """
-        self.local_state()
-
     @abstractmethod
     def make_portable(self, step: int) -> None:
         """Completes, after `step` steps, open rounds and all else that depends on the layout of the
@@ -94,13 +88,6 @@ class Replicator(ABC):
         """Completes open rounds and messages in flight after `step` steps, so that replicas hold
         the same weights.
         """
-
-    def synchronize_level(self, level: Sequence["Replicator"], step: int) -> None:
-        """Calls `synchronize` for all replicators of a level of replication, of which this is
-        one.
-        """
-        for each in level:
-            each.synchronize(step)
 
     @contextmanager
     def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -158,10 +145,5 @@ class Replicator(ABC):
         return {name: local(tensor.detach()) for name, tensor in tensors.items()}
 
     @abstractmethod
-    def local_state(self, alone: bool = False) -> LocalState:
-        """Returns the private state of this replica. Waits for messages in flight.
-
-        Args:
-            alone: True if the other replicas do not call this method. Then this replica does not
-                ask them which parameters no replica used.
-        """
+    def local_state(self) -> LocalState:
+        """Returns the private state of this replica. Waits for messages in flight."""

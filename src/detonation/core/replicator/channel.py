@@ -203,7 +203,7 @@ class Channel:
         )
         guard = self._guard(layout, 0)
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
-        self.unused = Unused(link, layout, self.memory, guard, scheme.round.delay > 0)
+        self.unused = Unused(link, layout, self.memory, guard)
         if runtime.decides_on_device:
             # transforming one row now stores the basis on the device, before the first round ends
             row = torch.zeros(
@@ -222,7 +222,7 @@ class Channel:
             self.link.replicas,
             self.link.local_ranks,
             self.engine.reads_status,
-            self.late if self.scheme.worth_overlapping else (),
+            self.late if self.scheme.signal == "gradients" else (),
         )
         if len(buckets) == 1:
             return [self._whole]
@@ -287,8 +287,6 @@ class Channel:
         whole.exchange.send(transfer.message, transfer.verdict.status)
         if transfer.unreleased:
             self._release(transfer)
-        if missing:
-            self.unused.sent(transfer.message)
         return transfer
 
     def send_bucket(
@@ -320,8 +318,6 @@ class Channel:
             status = self._inspector.status()
         self.exchange.send(transfer.message, status)
         self._release(transfer)
-        if is_last and transfer.message.missing:
-            self.unused.sent(transfer.message)
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
@@ -499,7 +495,7 @@ class Channel:
         """Creates the guard that seals and validates the messages of bucket number `number`. Number
         0 means messages of all rows.
         """
-        arguments = (self.scheme.name, dict(self.scheme.arguments))
+        arguments = (self.scheme.name, self.scheme.identity)
         schema = repr((*arguments, layout.slots, self.runtime.seed, self.link.replicas))
         forget = self.memory.clear if self.memory else lambda: None
         at = schema, self.place << 10 | number, self.link.replica, self.scheme.round.delay

@@ -142,7 +142,7 @@ class ParameterReplicator(Replicator):
             alone = unmoved | moved.isfinite().logical_not()
             weight.copy_(torch.where(alone, anchor, moved))
 
-    def local_state(self, alone: bool = False) -> LocalState:
+    def local_state(self) -> LocalState:
         flats = {"anchor": self._anchor.flat, **self._anchor.state()}
         others = {"synchronized_at": self._synchronized_at}
         if self.round.delay:
@@ -177,7 +177,7 @@ class ParameterReplicator(Replicator):
         if not self._divides:
             self._in_flight.append((self.channel.start(step), []))
         for pipeline in self.channel.pipelines:
-            self._send(pipeline, weights, step, weight, delay)
+            self._send(pipeline, weights, step, weight)
             if not delay and len(self._in_flight) > 1:
                 self._land_next(weights)
         if not delay:
@@ -192,7 +192,6 @@ class ParameterReplicator(Replicator):
         weights: Sequence[Tensor],
         step: int,
         weight: float,
-        delay: int,
     ) -> None:
         moved = self._movement(pipeline.bucket, weights, weight)
         pieces = pipeline.bucket.layout.parts(moved)
@@ -210,12 +209,11 @@ class ParameterReplicator(Replicator):
         unsent: Unsent = None
         if transfer.own:
             own = transfer.own.pop()
-            # without a delay, an accelerator computes the unsent part again later, to save memory
-            kept = delay > 0 or not self.channel.runtime.decides_on_device
-            if kept:
-                unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
-            else:
+            # an accelerator computes the unsent part again later, to save memory
+            if self.channel.runtime.decides_on_device:
                 unsent = (own, weight)
+            else:
+                unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
         self._in_flight[-1][1].append((pipeline, unsent))
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:

@@ -32,7 +32,6 @@ def momentum(
     precision: str = "fp32",
     error_feedback: bool = True,
     aggregate: str = "mean",
-    delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """A scheme that accumulates gradients in a momentum, and sends a selection of the momentum at
@@ -49,7 +48,6 @@ def momentum(
         precision: One of `PRECISIONS`.
         error_feedback: Whether the rounding error of the precision stays in the momentum.
         aggregate: One of `AGGREGATIONS`.
-        delay: Steps that a message may be in flight while training goes on, at least 0.
         link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among
             those without a loss of quality.
 
@@ -64,7 +62,7 @@ def momentum(
         Codec(basis, selection, precision_named(precision)),
         Feedback(decay, alpha, error_feedback),
         aggregation_named(aggregate),
-        Round(delay=delay),
+        Round(),
         link,
     )
 
@@ -91,9 +89,7 @@ def full(precision: str = "fp32") -> GradientScheme:
 
 
 @register
-def loco(
-    precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: LinkKind = "auto"
-) -> GradientScheme:
+def loco(precision: str = "4bit", decay: float = 1.0, link: LinkKind = "auto") -> GradientScheme:
     """`full` in few bits with error feedback: sends every coordinate at every step, and adds
     rounding errors to the next step.
 
@@ -105,7 +101,7 @@ def loco(
     Args:
         precision: One of "bf16", "int8", "4bit", "2bit", "sign".
         decay: Of the rounding error, from 0 (lost) to 1.
-        delay, link: As in `demo`.
+        link: As in `demo`.
 
     Raises:
         ValueError: A value is out of range.
@@ -118,7 +114,7 @@ def loco(
     """
     if precision == "fp32":
         raise ValueError("precision is 'fp32', which leaves no error to feed back: use full()")
-    return momentum(Identity(), Everything(), decay, precision=precision, delay=delay, link=link)
+    return momentum(Identity(), Everything(), decay, precision=precision, link=link)
 
 
 @register
@@ -142,7 +138,6 @@ def demo(
     precision: str = "fp32",
     error_feedback: bool = True,
     aggregate: str = "mean",
-    delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """Decoupled momentum: sends the `topk` largest DCT coefficients of every chunk of the momentum
@@ -168,8 +163,6 @@ def demo(
         aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that
             sent a coefficient as in the authors' package, "majority_vote", "clipped_mean" or
             "rescaled_mean".
-        delay: Steps that a message may be in flight while training goes on, at least 0. It costs
-            much loss (docs/findings.md); `Replicated.overlap` costs none.
         link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the
             one with fewer bytes, from 8 replicas on.
 
@@ -193,9 +186,7 @@ def demo(
         basis = TileDCT(chunk)
         row = chunk * chunk
     selection = TopK(topk, row)
-    return momentum(
-        basis, selection, decay, alpha, precision, error_feedback, aggregate, delay, link
-    )
+    return momentum(basis, selection, decay, alpha, precision, error_feedback, aggregate, link)
 
 
 @register
@@ -240,7 +231,6 @@ def random(
     precision: str = "fp32",
     error_feedback: bool = True,
     aggregate: str = "mean",
-    delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """Sends a random subset of the momentum, newly drawn at each step and equal on all replicas,
@@ -249,7 +239,7 @@ def random(
     Args:
         rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one
             over a whole number. Every coordinate is sent once in a cycle of ceil(1 / rate) steps.
-        decay, alpha, precision, error_feedback, aggregate, delay, link: As in `demo`.
+        decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.
 
     Raises:
         ValueError: A value is out of range.
@@ -261,9 +251,7 @@ def random(
     Reference: From et al., FlexDeMo, arXiv 2502.06728.
     """
     selection = Random(rate)
-    return momentum(
-        Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link
-    )
+    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, link)
 
 
 @register
@@ -273,7 +261,6 @@ def random_sign(
     alpha: float = 1.0,
     error_feedback: bool = False,
     cycle: bool = False,
-    delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """`random` in one bit per value with majority vote: each value of the update has the sign of
@@ -285,7 +272,7 @@ def random_sign(
     Args:
         rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one
             over a whole number.
-        decay, alpha, error_feedback, delay, link: As in `demo`.
+        decay, alpha, error_feedback, link: As in `demo`.
         cycle: Whether every coordinate is sent once in ceil(1 / rate) steps, as in `random`.
             Without a cycle each step draws a subset on its own. The loss is lower then
             (docs/findings.md), but a coordinate may wait long, and one that gets no gradient walks
@@ -303,7 +290,7 @@ def random_sign(
     """
     selection = Random(rate, cycle)
     return momentum(
-        Identity(), selection, decay, alpha, "sign", error_feedback, "majority_vote", delay, link
+        Identity(), selection, decay, alpha, "sign", error_feedback, "majority_vote", link
     )
 
 
@@ -315,7 +302,6 @@ def striding(
     precision: str = "fp32",
     error_feedback: bool = True,
     aggregate: str = "mean",
-    delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """Sends every n-th coordinate of the momentum, and begins one coordinate later at each step.
@@ -324,7 +310,7 @@ def striding(
     every step if the rate is a power of two.
 
     Args:
-        rate, decay, alpha, precision, error_feedback, aggregate, delay, link: As in `random`.
+        rate, decay, alpha, precision, error_feedback, aggregate, link: As in `random`.
 
     Raises:
         ValueError: A value is out of range.
@@ -336,6 +322,4 @@ def striding(
     Reference: From et al., FlexDeMo, arXiv 2502.06728.
     """
     selection = Striding(rate)
-    return momentum(
-        Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link
-    )
+    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, link)

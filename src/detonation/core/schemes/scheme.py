@@ -106,6 +106,18 @@ class Scheme:
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """The arguments as messages, checkpoints and update logs name them.
+
+        Some schemes had a delay in earlier builds. Their identity still says delay=0, so that this
+        build can read what those builds wrote.
+        """
+        if self.name not in _HAD_DELAY:
+            return dict(self.arguments)
+        others = {name: value for name, value in self.arguments.items() if name != "link"}
+        return {**others, "delay": 0, "link": self.link}
+
+    @property
     def fragments(self) -> int:
         """Number of parts into which the parameters are divided. Each part is exchanged at steps of
         its own."""
@@ -129,14 +141,6 @@ class Scheme:
                 left out.
         """
         return [layout]
-
-    @property
-    def worth_overlapping(self) -> bool:
-        """True if sending gradients while backward still computes saves time, because the next step
-        waits for the mean of these gradients. With a delay, the next step waits for earlier
-        messages only.
-        """
-        return self.signal == "gradients" and not self.round.delay
 
     @property
     def divides_messages(self) -> bool:
@@ -220,6 +224,14 @@ class GradientScheme(Scheme):
 
     signal = "gradients"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.round != Round():
+            raise ValueError(
+                f"round is {self.round}, but gradients are exchanged and used at every step: leave"
+                " round out, or exchange parameters (ParameterScheme)"
+            )
+
 
 @dataclass(frozen=True)
 class ParameterScheme(Scheme):
@@ -299,6 +311,10 @@ S = TypeVar("S", bound=Scheme)
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {}
 """Every registered scheme, in order of registration."""
+
+
+_HAD_DELAY = {"loco", "demo", "random", "random_sign", "striding"}
+"""Schemes whose messages could arrive `delay` steps later in earlier builds."""
 
 
 def known_schemes() -> Mapping[str, Callable[..., Scheme]]:
@@ -406,7 +422,13 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
     function = find_function("scheme", name, SCHEMES)
     if name not in SCHEMES:
         function = _recorded(function, name)
-    made: Scheme = make("scheme", {name: function}, name, arguments or {})
+    given = dict(arguments or {})
+    if name in _HAD_DELAY and given.pop("delay", 0) != 0:
+        raise ValueError(
+            f"{name} has no delay any more, because late updates raise the loss: leave delay out;"
+            " overlap() hides messages behind backward"
+        )
+    made: Scheme = make("scheme", {name: function}, name, given)
     return made
 
 

@@ -285,9 +285,14 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
     """Computes the gradients of one step, and exchanges the loss of the step with all ranks.
     Collective.
 
-    If a scheme sends gradients during backward, sent gradients cannot be taken back. So ranks wait
-    for the losses of all ranks before they send the first message. With other schemes, ranks wait
-    for the losses after backward.
+    Gradients that were sent cannot be taken back, so ranks wait for the losses of all ranks before
+    they send the first message:
+
+    - before backward, in the cases that `_Agreement.precedes_backward` names;
+    - in backward, before the first bucket, under other schemes that exchange gradients;
+    - after backward, under schemes that exchange parameters or nothing.
+
+    With `balance`, ranks exchange losses once per round instead: see `UnevenRounds`.
     """
     losses: list[torch.Tensor] = []
     passes = len(micro_batches_of_step(session))
@@ -302,7 +307,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
     agreement = _Agreement(session, step, stop, session.world.all_gather(report))
     _, innermost = session.optimizer.levels[0]
     sending: AbstractContextManager[None] = nullcontext()
-    if innermost.worth_overlapping:
+    if innermost.signal == "gradients":
         if agreement.precedes_backward:
             agreement.conclude()
         sending = session.optimizer.overlap(agreement.finds_finite)
