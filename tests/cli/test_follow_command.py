@@ -11,9 +11,12 @@ import torch
 
 import detonation as dt
 from commands import Command, free_port, write_recipe
+from detonation.cli.command import run_command
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes import waiting
 from detonation.feed import publisher, stream
+from detonation.train.recipe.resolve import from_plain, read_layers
+from detonation.train.recipe.tables import from_table, to_table
 from detonation.train.verbs import follow as follow_verb
 
 SECRET = {"DETONATION_TOKEN": "a token for tests only"}
@@ -139,3 +142,20 @@ def test_an_unknown_host_is_not_waited_for(monkeypatch):
     monkeypatch.setenv(*next(iter(SECRET.items())))
     with pytest.raises(dt.errors.DetonationError, match=r"cannot follow nobody\.invalid:1: "):
         follow_verb._about("nobody.invalid:1")
+
+
+def test_a_rank_with_a_gpu_gets_plain_values_since_it_is_no_fork(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    settings = to_table(read_layers(recipe, (), mesh={}).config())
+    sent = []
+    monkeypatch.setattr(follow_verb, "_about", lambda address: {"config": settings})
+    monkeypatch.setattr(follow_verb, "run_local", lambda *given: sent.append(given[2]) or [{}])
+    follow_verb.follow_run(follow_verb.Following("127.0.0.1:1", tmp_path / "standby", keep=2))
+    ((asked, config),) = json.loads(json.dumps(sent))
+    assert from_plain(follow_verb.Following, asked).out == tmp_path / "standby"
+    assert from_table(config) == from_table(settings)
+
+
+def test_the_library_has_a_function_replay_and_the_command_a_verb_follow(capsys):
+    assert run_command(["replay", "run"]) == 2
+    assert "unknown verb 'replay', did you mean 'follow'?" in capsys.readouterr().err

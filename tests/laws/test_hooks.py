@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import suppress
+from inspect import isfunction
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
+from detonation.core.integrity.observer import StepObserver
 from detonation.log.playback import Playback
+from detonation.log.records import Tapes
 from steps import following
 from worlds import caught
 from zoo import SCHEMES, Plain, batch, built
@@ -88,11 +91,11 @@ def test_law_2_a_hook_sees_the_gradients_that_all_replicas_agreed_on(where):
         assert torch.equal(gradient.sign(), move.sign())
 
 
-def recorded(directory, scheme, base, register):
+def recorded(directory, scheme, base, register, record=dt.Replicated.record):
     model, optimizer = started(LoopbackCommunicator(2), scheme, base)
     register(optimizer.base)
     log = dt.UpdateLog(directory)
-    optimizer.record(log)
+    record(optimizer, log)
     advance(model, optimizer, 0, range(STEPS), nothing)
     log.close()
     return model
@@ -109,6 +112,27 @@ def test_law_15_a_log_has_what_a_hook_after_a_step_writes(name, base, tmp_path, 
     other, again = started(LoopbackCommunicator(2), SCHEMES[name], base)
     assert dt.replay(tmp_path, again) == STEPS
     assert digest(other.parameters()) == digest(model.parameters())
+
+
+def test_law_15_a_log_beside_another_observer_has_what_a_hook_after_a_step_writes(tmp_path):
+    def record_through_tapes(optimizer, log):
+        optimizer.record(Tapes([log]))
+
+    model = recorded(
+        tmp_path,
+        SCHEMES["demo"],
+        torch.optim.AdamW,
+        lambda base: base.register_step_post_hook(clamp),
+        record_through_tapes,
+    )
+    other, again = started(LoopbackCommunicator(2), SCHEMES["demo"])
+    assert dt.replay(tmp_path, again) == STEPS
+    assert digest(other.parameters()) == digest(model.parameters())
+
+
+def test_several_observers_hear_all_that_one_hears():
+    heard = {name for name, value in vars(StepObserver).items() if isfunction(value)}
+    assert heard <= vars(Tapes).keys()
 
 
 def test_law_15_a_follower_has_what_a_hook_after_a_step_writes():

@@ -35,6 +35,11 @@ _INTERFACE: dict[str, Any] = {
 }
 """Options of tyro that all verbs share."""
 
+_MEANT = {"replay": "follow"}
+"""Names that users take for verbs, because the library has functions of these names; each with the
+verb that does the same.
+"""
+
 
 def run_command(arguments: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code.
@@ -68,7 +73,8 @@ def _command(arguments: list[str]) -> int:
     if name in ("-h", "--help"):
         arguments = ["--help"]
     elif not name.startswith("-") and name not in KINDS:
-        return fail(str(unknown("verb", name, KINDS)), 2, "--json" in arguments)
+        error = unknown("verb", name, KINDS, _MEANT.get(name, name))
+        return fail(str(error), 2, "--json" in arguments)
     try:
         verb = _parsed(arguments)
     except SystemExit as end:

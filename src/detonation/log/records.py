@@ -519,6 +519,10 @@ class Tapes(StepObserver):
         for tape in self._tapes:
             tape.enter(optimizer)
 
+    def moved(self, optimizer: Any) -> None:
+        for tape in self._tapes:
+            tape.moved(optimizer)
+
     def received(self, place: int, step: int, message: Tensor) -> None:
         for tape in self._tapes:
             tape.received(place, step, message)

@@ -21,8 +21,8 @@ from detonation.feed.token import Refused, read_token
 from detonation.models import build_model
 from detonation.train.output import directory
 from detonation.train.output.screen import Screen
-from detonation.train.recipe.resolve import require_trust
-from detonation.train.recipe.schema import Config, Table, require
+from detonation.train.recipe.resolve import from_plain, require_trust, to_plain
+from detonation.train.recipe.schema import Table, require
 from detonation.train.recipe.tables import from_table, to_table
 from detonation.train.verbs.replay_run import replay_run, saved_run
 
@@ -99,7 +99,8 @@ def follow_run(request: Following) -> Table:
         )
     config = from_table(about["config"])
     require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
-    found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, request.out, config])
+    arguments = [to_plain(request), to_table(config)]
+    found: Sequence[Table] = run_local(_follow_on_rank, 1, arguments)
     return found[0]
 
 
@@ -148,7 +149,14 @@ def _wait_after(error: OSError, awaited: Awaited, address: str) -> None:
         raise error from None
 
 
-def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
+def _follow_on_rank(asked: Table, settings: Table) -> Table:
+    """Follows a live run, in a process of its own. The arguments are plain values, because a rank
+    with a GPU is no fork of the caller.
+    """
+    request = from_plain(Following, asked)
+    config = from_table(settings)
+    out = request.out
+    assert out is not None
     model = build_model(config.model.name, config.model.arguments).to(local_device())
     every = request.every or 100
     screen = Screen(False, request.to_stderr)
@@ -156,7 +164,7 @@ def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
     joins = 1
     path = Path()
     with contextlib.closing(directory.RunDirectory(out)), follow(model, request.source) as follower:
-        directory.write_text(out / directory.CONFIG, tomli_w.dumps(to_table(config)))
+        directory.write_text(out / directory.CONFIG, tomli_w.dumps(settings))
         directory.write_text(out / directory.METRICS, "")
         screen.line(f"follows {request.source} from step {follower.step} on")
 
