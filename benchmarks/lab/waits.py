@@ -101,12 +101,7 @@ def rank(shards: int, turns: int) -> dict[str, list[Any]]:
             scheme = dt.none()
         optimizer = dt.replicate(base, model, mesh["replicate"], scheme)
         made = Session(config, Ranks(mesh, cpu, [shards] * 2), cpu, data, model, base, optimizer)
-        made.waits.shown = name == BEFORE
-        without: AbstractContextManager[Any] = nullcontext()
-        if name == BEFORE:
-            path = "detonation.core.optimizer.build.late_parameters"
-            without = mock.patch(path, lambda model: frozenset())
-        with without:
+        with agreeing_first(name), no_late_buckets(name):
             fit(made, 0, 3, lambda record: None, Stop())
         sessions[name] = made
     found: dict[str, list[Any]] = {name: [] for name in sessions}
@@ -114,12 +109,27 @@ def rank(shards: int, turns: int) -> dict[str, list[Any]]:
         for name, made in sessions.items():
             records: list[Any] = []
             dist.barrier()
-            fit(made, 3 + STEPS * turn, 3 + STEPS * (turn + 1), records.append, Stop())
+            with agreeing_first(name):
+                fit(made, 3 + STEPS * turn, 3 + STEPS * (turn + 1), records.append, Stop())
             found[name] += [
                 (each.seconds, each.waited_s, each.agreeing_s or 0.0, each.bytes_sent)
                 for each in records[1:]  # the first one waits for the last turn
             ]
     return found
+
+
+def agreeing_first(name: str) -> AbstractContextManager[Any]:
+    """Ranks agree on their losses before backward, if that is what `name` is."""
+    if name != BEFORE:
+        return nullcontext()
+    return mock.patch("detonation.train.loop.fit._Agreement.precedes_backward", True)
+
+
+def no_late_buckets(name: str) -> AbstractContextManager[Any]:
+    if name != BEFORE:
+        return nullcontext()
+    path = "detonation.core.optimizer.build.late_parameters"
+    return mock.patch(path, lambda model: frozenset())
 
 
 def entered(cluster: Any, shards: int, number: int) -> None:

@@ -83,7 +83,8 @@ def measure(case: Case) -> dict[str, Any]:
     import torch.distributed as dist
 
     import detonation as dt
-    from detonation.plan.cost import Work, cost
+    from detonation.cluster.network.profile import axis_profile
+    from detonation.plan.cost import Network, Work, cost
     from detonation.train.choice import decide
     from detonation.train.choice.asked import Asked, Auto
     from detonation.train.loop.checks import shard_shapes
@@ -125,7 +126,7 @@ def measure(case: Case) -> dict[str, Any]:
     made = [each.config for each in chosen.values()]
     configs, left_out = {called(each): each for each in made}, {}
     network, work = (
-        chosen["auto"].followed.network,
+        Network.of_axis(axis_profile(chosen["auto"].plan["link"]), 1),
         Work(shard_shapes(made[0]), case.compute_s, reports=True),
     )
     for config in [layers.under(*each) for each in BY_HAND]:

@@ -26,7 +26,7 @@ from detonation.core.schemes.traffic import buckets_of, exchange_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import Goal, trained_by
-from detonation.plan.search import advise, candidate_settings, largest_within, options, pairs, row
+from detonation.plan.search import advise, candidate_settings, options, pairs, row
 from detonation.report.terminal import plan_rows, plan_words
 from detonation.train.recipe.resolve import parse_sets, read_recipe, resolve
 from detonation.train.verbs.plan import count
@@ -498,14 +498,3 @@ def test_a_step_of_the_trainer_waits_for_reports_of_the_loss(monkeypatch):
     without = cost(dt.demo(), replace(wide, reports=False), network).exposed_s
     shown = cost(dt.demo(), wide, network).exposed_s - without
     assert 0.1 - 0.06 < 0.1 - 0.06 / count * 1.5 <= shown < 0.1
-
-
-def test_where_the_wait_is_latency_the_adapter_sends_as_much_as_before():
-    latency, narrow = (
-        Network.of_link_speed(speed, 2, 1) for speed in (LinkSpeed(1e9, 1.0), LinkSpeed(1e4))
-    )
-    settings = [dt.demo(topk=topk) for topk in (1, 4, 16)]
-    assert largest_within(settings, WORK, latency, 0.1) == settings[2]
-    assert largest_within(settings, WORK, narrow, 0.1) == settings[0]
-    rounds = [dt.diloco(every) for every in (5, 50, 500)]
-    assert largest_within(rounds, WORK, latency, 0.1) == rounds[2]  # longer rounds do help

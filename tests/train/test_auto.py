@@ -108,18 +108,10 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
             "budget is -0.1, must be the share of a step",
         ),
         (
-            ["train", "--set", "scheme.name=auto", "scheme.adapt=3"],
-            "scheme.adapt is 3, but must be true or false",
-        ),
-        (
             ["train", "--set", "scheme.name=auto", "scheme.budgt=0.2"],
-            "unknown argument of scheme auto 'budgt', did you mean 'budget'? Valid: adapt, budget",
+            "unknown argument of scheme auto 'budgt', did you mean 'budget'? Valid: budget",
         ),
         (["train", "--set", "scheme.name=aut"], "unknown scheme 'aut'"),
-        (
-            ["train", "--set", "scheme.name=auto", "scheme.adapt=true", "--elastic"],
-            "scheme.adapt needs a constant set of ",
-        ),
         (
             ["train", "--set", "scheme.name=auto", "--link", "100"],
             "a link is '100', must be a rate above 0",

@@ -13,7 +13,7 @@ from detonation.cluster.processes.signals import Stop
 from detonation.core.replicator.overlap import Overlap
 from detonation.core.schemes import buckets
 from detonation.train.loop.evaluate import autocast
-from detonation.train.loop.fit import NonFiniteLoss, fit
+from detonation.train.loop.fit import NonFiniteLoss, _Agreement, fit
 from detonation.train.loop.session import start_session
 from detonation.train.verbs.simulate import virtual
 from limits import LIMIT_S
@@ -86,7 +86,6 @@ def noted_run(config, infinite, first):
     """The second and third step of a rank, with an infinite loss of replica 1 in the third if asked."""
     notes, steps = [], []
     session = start_session(config, torch.device("cpu"))
-    session.waits.shown = first
     for parameter in session.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: notes.append(GRADIENT))
     send = Overlap._send_next
@@ -104,6 +103,8 @@ def noted_run(config, infinite, first):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Overlap, "_send_next", sending)
+        if first:
+            patch.setattr(_Agreement, "precedes_backward", True)
         patch.setattr(buckets, "SMALLEST", 2**10)
         world = Noted(session.world, notes)
         try:

@@ -93,7 +93,6 @@ ODD = [
     {"val_loss": "x"},
     {"taking": "x"},
     {"waits": [1]},
-    {"setting": 3},
     {"bytes_sent": 10**400},
 ]
 

@@ -77,15 +77,12 @@ class Network:
         rates = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
         return self.shards * min(rates, default=float("inf"))
 
-    def faster(self, times: float, later: float = 1.0) -> "Network":
-        """Returns this network, with all rates multiplied by `times` and all latencies multiplied
-        by `later`.
-        """
-        operations = {}
-        for name, line in self.operations.items():
-            rate = times * line.rate_bits_per_s
-            latency_s = later * line.latency_s
-            operations[name] = replace(line, rate_bits_per_s=rate, latency_s=latency_s)
+    def faster(self, times: float) -> "Network":
+        """Returns this network, with all rates multiplied by `times`."""
+        operations = {
+            name: replace(line, rate_bits_per_s=times * line.rate_bits_per_s)
+            for name, line in self.operations.items()
+        }
         return replace(self, operations=operations)
 
     def seconds(self, kind: traffic.CollectiveKind, nbytes: float, silent_s: float = 0.0) -> float:

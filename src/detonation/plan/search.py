@@ -170,24 +170,6 @@ def check_budget(budget: float) -> float:
     return float(budget)
 
 
-def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget: float) -> Scheme:
-    """Returns the setting of one scheme that sends the most bytes, among the settings that wait for
-    at most `budget` of a step.
-
-    If all settings wait longer, chooses among the settings whose step is at most `budget` longer
-    than the shortest step. The setting with the fewest bytes would not be a better choice: if
-    latency causes the wait, fewer bytes save no time.
-    """
-    priced = [_price(each, work, network) for each in among]
-    prices = [price for price in priced if price is not None]
-    within = [price for price in prices if price.waiting <= budget]
-    if within:
-        return max(within, key=lambda price: (price.bytes_sent, spelled(price.scheme))).scheme
-    longest = (1 + budget) * min(price.total_s for price in prices)
-    short = [price for price in prices if price.total_s <= longest]
-    return max(short, key=lambda price: price.bytes_sent).scheme
-
-
 def _price(candidate: Scheme, work: Work, network: Network) -> Cost | None:
     try:
         return cost(candidate, work, network)

@@ -230,7 +230,6 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         refused = f"{summary['refused']:,} messages"
     rows = [
         ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
-        ("adapted to", summary.get("adapted_to", "")),
         ("world", world_text(summary) + virtual),
         (
             "model",

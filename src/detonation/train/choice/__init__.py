@@ -1,3 +1,1 @@
-"""Scheme "auto" of a recipe: chooses the scheme of a run from the measured link, and adapts the
-scheme when the link changes.
-"""
+"""Scheme "auto" of a recipe: chooses the scheme of a run from the measured link."""

@@ -15,7 +15,7 @@ from detonation.train.loop.checks import check_config, check_levels, scheme_of
 from detonation.train.output import directory
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import Layers
-from detonation.train.recipe.schema import Config, require
+from detonation.train.recipe.schema import Config
 
 AUTO = "auto"
 
@@ -25,20 +25,17 @@ class Auto:
     """The arguments of scheme "auto" in a recipe.
 
     Args:
-        budget: Part of a step, between 0 and 1, that full synchronisation or the adapted setting
-            may spend waiting for the network.
-        adapt: Change the setting of the chosen scheme when the link changes during the run.
+        budget: Part of a step, between 0 and 1, that full synchronisation may spend waiting for the
+            network.
 
     Raises:
         ValueError: A value is out of range.
     """
 
     budget: float = BUDGET
-    adapt: bool = False
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        require(isinstance(self.adapt, bool), "scheme.adapt", self.adapt, "true or false")
 
     @classmethod
     def of(cls, config: Config) -> "Auto | None":

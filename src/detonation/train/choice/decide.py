@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from detonation.checkpoint.newest import Loaded
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Step
@@ -14,7 +13,6 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.plan.auto import PROBE_S
 from detonation.plan.cost import Network, Work, spelled
 from detonation.plan.search import Candidate, Option, advise, options, row, why
-from detonation.train.choice.adapt import Adapter, Followed
 from detonation.train.choice.asked import Asked, again, goal_of, settings_in, trained
 from detonation.train.choice.step_times import forward_backward, optimizer_step
 from detonation.train.loop.checks import check_config, shard_shapes
@@ -31,13 +29,11 @@ class Chosen:
         config: Configuration with the chosen scheme.
         line: Reason, as a line to print.
         plan: Contents of `plan.json` in the run directory.
-        followed: State in which the adapter of this run starts.
     """
 
     config: Config
     line: str
     plan: Table
-    followed: Followed
 
 
 def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None = None) -> Chosen:
@@ -73,8 +69,7 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
         "steps": {name: asdict(step) for name, step in work.steps.items()},
         **advise(found, work, network, goal, asked.auto.budget, partial(settings_in, asked.layers)),
     }
-    followed = Followed(asked.auto.budget, network, compute_s, work.steps[name])
-    return Chosen(config, f"auto: {line}", plan, followed)
+    return Chosen(config, f"auto: {line}", plan)
 
 
 def _search(
@@ -131,29 +126,6 @@ def _share_local_time(
     local_s = min((steps[name].local_s for name in settings), default=0.0)
     for name in settings:
         steps[name] = replace(steps[name], local_s=local_s)
-
-
-def adapter_of(
-    session: Session, asked: Asked | None, chosen: Chosen | None, loaded: Loaded | None
-) -> tuple[Adapter | None, list[str]]:
-    """Returns the adapter of a run with `scheme.adapt`, and the lines to print.
-
-    In a new run, the adapter's state comes from the measurements with which the scheme was chosen.
-    In a resumed run, it comes from the checkpoint.
-    """
-    if asked is None or not asked.auto.adapt:
-        return None, []
-    if session.device.type != "cpu":
-        return None, ["adapt: on accelerators the host cannot time an exchange; the setting stays"]
-    if chosen is not None:
-        return Adapter(session, chosen.followed), []
-    saved = None
-    if loaded:
-        saved = loaded.extra.get("followed")
-    if saved is None:
-        return None, ["adapt: this run began without scheme.adapt, and keeps its setting"]
-    mesh = session.config.mesh
-    return Adapter(session, Followed.of(saved, mesh.replicas, mesh.shards)), []
 
 
 def chosen_config(

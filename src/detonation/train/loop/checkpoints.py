@@ -14,7 +14,6 @@ from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
 from detonation.core.link import PeerLost
-from detonation.core.schemes import scheme
 from detonation.data import Data, Streamed
 from detonation.train.loop.checks import mark_of_data
 from detonation.train.loop.session import Session
@@ -35,21 +34,17 @@ _MARKED = 3
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
-def save_async(
-    session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
-) -> None:
+def save_async(session: Session, checkpoints: Checkpoints, before: Counts) -> None:
     """Starts to save a checkpoint, and returns before the checkpoint is complete. Collective.
 
     Args:
         before: Faults counted before this start of the run; the checkpoint holds the counts of all
             starts.
-        followed: State of the adapter, in a run that adapts to its link.
     """
     _, outermost = session.optimizer.levels[-1]
     extra: Table = {
         "config": to_table(session.config),
         "setting": dict(outermost.arguments),
-        "followed": followed,
         "data": mark_of_data(session.data, _MARKED),
     }
     # True if each rank reads exactly one part of the stream
@@ -71,19 +66,17 @@ def as_json(extra: Table) -> Table:
     return dict(json.loads(json.dumps(extra)))
 
 
-def save_now(
-    session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None
-) -> Path:
+def save_now(session: Session, checkpoints: Checkpoints, before: Counts) -> Path:
     """Saves a checkpoint, and waits until it is complete. Raises `Unwritable` on all ranks if one
     rank cannot write.
     """
-    save_async(session, checkpoints, before, followed)
+    save_async(session, checkpoints, before)
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
         if isinstance(error.__cause__, PeerLost):
             session.optimizer.synchronize()  # `synchronize` removes the lost replica from the run
-            return save_now(session, checkpoints, before, followed)
+            return save_now(session, checkpoints, before)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]
         raise Unwritable(f"cannot write {path}: {reason}; {remedy_of(error)}") from error
@@ -119,7 +112,6 @@ def resume(
     changed = compare_settings(found.path, saved, session.config, "checkpoint")
     changed += _other_batch(saved, as_json(to_table(session.config)))
     changed += _other_data(extra.get("data"), session.data)
-    _restore_setting(session, extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
     positions = extra.get("positions")
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):
@@ -130,22 +122,6 @@ def resume(
                 "the stream is read again up to this step, because other ranks divide it"
             )
     return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}", *changed]
-
-
-def _restore_setting(session: Session, setting: object) -> None:
-    """Sets the scheme's arguments to the arguments in the checkpoint (`setting`), because an
-    adapter may have changed the arguments during the run.
-    """
-    _, outermost = session.optimizer.levels[-1]
-    if not isinstance(setting, dict) or setting == outermost.arguments:
-        return
-    try:
-        saved = scheme(outermost.name, setting)
-    except TypeError as error:
-        raise ValueError(
-            f"the scheme's arguments {setting} in the checkpoint are damaged: {error}"
-        ) from error
-    session.optimizer.reconfigure(saved)
 
 
 def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:
@@ -183,7 +159,8 @@ def _other_batch(saved: Table, here: Table) -> list[str]:
     """Returns a line if the number of examples in a step differs from the number when the
     checkpoint was saved; otherwise returns no line.
     """
-    was, now = _examples_of_step(saved), _examples_of_step(here)
+    was = _examples_of_step(saved)
+    now = _examples_of_step(here)
     if was is None or was == now:
         return []
     return [f"a step has {now} examples, had {was}: train.accumulate and train.batch_size set it"]

@@ -347,14 +347,12 @@ class _Agreement:
 
     @property
     def precedes_backward(self) -> bool:
-        """True if all ranks must exchange their losses before backward. There are three possible
+        """True if all ranks must exchange their losses before backward. There are two possible
         reasons: backward changes the memory of the shard wire (compressed communication between
-        shards), an elastic run finds lost replicas in the exchange of losses, or `adapt` measures
-        the latency of this exchange.
+        shards), or an elastic run finds lost replicas in the exchange of losses.
         """
-        session = self.session
-        is_elastic = isinstance(session.world, ElasticRanks)
-        return is_elastic or session.waits.shown or bool(session.config.mesh.shard_wire)
+        is_elastic = isinstance(self.session.world, ElasticRanks)
+        return is_elastic or bool(self.session.config.mesh.shard_wire)
 
     def finds_finite(self) -> bool:
         """True if the losses of all ranks are finite."""

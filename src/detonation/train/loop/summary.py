@@ -87,7 +87,6 @@ def summarise(
     - `peak_memory`: the most bytes of device memory that any rank used; on CPUs, of RAM.
     - `waits`: waiting times of replicas in the steps since the last start, see `Waits.table`.
     - `local_steps`: number of local steps of each replica in a round, as last agreed.
-    - `adapted_to`: the last scheme of a run that adapts to its link.
     - `replicas_apart`: largest relative distance between replicas, if replicas may differ slightly.
     """
     config = session.config
@@ -97,7 +96,6 @@ def summarise(
     sent = sum(record.bytes_sent for record in records) / len(records)
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
-    moves = [record.setting for record in records if record.setting]
     peak = torch.tensor([peak_memory(session.device)], device=session.device)
     data = portion(session)
     memory = int(max(count for (count,) in session.world.all_gather(peak)()))
@@ -105,9 +103,6 @@ def summarise(
     examples = _examples(session) * taken
     own = torch.tensor(session.waits.own, device=session.device)
     session.waits.meet(session.world.all_gather(own)(), session.world.sizes)
-    adapted = {}
-    if moves:
-        adapted = {"adapted_to": moves[-1]}
     scores = {"val_accuracy": last.val_accuracy, "val_bleu": last.val_bleu}
     measured: dict[str, Any] = {}
     if data.unit == "tokens":
@@ -121,7 +116,6 @@ def summarise(
     return {
         "scheme": config.schemes,
         **_levels(session, records, by_level),
-        **adapted,
         "optimizer": config.optimizer.name,
         "replicas": config.mesh.replicas,
         "shards": [*config.mesh.nodes] or config.mesh.shards,

@@ -373,11 +373,6 @@ class Waits:
     {'seconds': [[0.0, 0.5], [0.0, 0.0]], 'network_s': [2.5, 3.0], 'slowest': 1, 'lasted_s': 7.5}
     """
 
-    shown = False
-    """True if ranks wait for the reports of losses before backward, so that this wait shows the
-    latency.
-    """
-
     def __init__(self) -> None:
         self.own = (0.0, 0.0)
         self._lasted = 0.0

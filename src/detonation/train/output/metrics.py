@@ -35,7 +35,6 @@ class Record:
         memory: `peak_memory` of the process of rank 0, in bytes. Only in steps with a printed line.
         waits: Waiting times of replicas so far (`Waits.table`), for up to 16 replicas. Only in
             steps with a printed line.
-        setting: Scheme from the next step on, if it changes.
         taking: Number of replicas that trained in this step, if this number may change.
         shard_bytes_sent: Bytes that one replica sent between its nodes since the last step.
     """
@@ -53,7 +52,6 @@ class Record:
     val_bleu: float | None = None
     grad_norm: float | None = None
     memory: int | None = None
-    setting: str | None = None
     shard_bytes_sent: int | None = None
     taking: int | None = None
     agreeing_s: float | None = None
@@ -165,7 +163,7 @@ def _others_fit(record: Record) -> bool:
         return False
     if not isinstance(record.levels, dict) or not all(map(_is_number, record.levels.values())):
         return False
-    return isinstance(record.setting, str | None) and isinstance(record.waits, dict | None)
+    return isinstance(record.waits, dict | None)
 
 
 def _is_number(value: object) -> bool:

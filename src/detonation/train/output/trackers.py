@@ -273,6 +273,6 @@ def values(record: Record) -> dict[str, float]:
         elif name == "waits":
             for i, row in enumerate(value["seconds"]):
                 found |= {f"waited/{i} for {j}": seconds for j, seconds in enumerate(row) if i != j}
-        elif name not in ("step", "setting"):  # skip `setting`, whose value is a text
+        elif name != "step":
             found[name] = value
     return found

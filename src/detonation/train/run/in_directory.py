@@ -9,8 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from detonation.cluster.processes.signals import Stop
-from detonation.train.choice.adapt import set_message_timeouts
-from detonation.train.choice.decide import Chosen, adapter_of
+from detonation.train.choice.decide import Chosen
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, saved_counts
 from detonation.train.output import directory
@@ -26,6 +25,7 @@ from detonation.train.run.run_directory import (
     require_earlier,
     resumed_state,
     run_directory,
+    set_message_timeouts,
 )
 from detonation.train.run.training import train_until_end
 
@@ -61,7 +61,6 @@ def train_in_directory(
         if loaded is not None:
             before = saved_counts(loaded.extra)
             saved_step = loaded.step
-        adapter, more = adapter_of(session, task.asked, chosen, loaded)
         done = session.optimizer.step_count
         _require_steps(session.config.train.steps, done)
         run = _name_of_run(session)
@@ -75,11 +74,11 @@ def train_in_directory(
                 plan = chosen.plan
             directory.begin_run(path, to_table(session.config), plan)
         with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
-            recorder.show([*resumed, *more])
+            recorder.show(resumed)
             _say_replica(session, task, path, done)
             recorder.warn(damage)
             return train_until_end(
-                session, path, recorder, run, done, task.request.stop_after, stop, adapter, losses
+                session, path, recorder, run, done, task.request.stop_after, stop, losses
             )
 
 
@@ -132,7 +131,7 @@ def train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp
     with screen, contextlib.closing(Recorder(session, path, screen, done)) as recorder:
         recorder.show([losses.came_in(done)])
         result = train_until_end(
-            session, path, recorder, "", done, task.request.stop_after, stop, None, losses
+            session, path, recorder, "", done, task.request.stop_after, stop, losses
         )
     losses.close("left" in result)
     return result

@@ -51,10 +51,6 @@ def check_place(
         raise ValueError(
             "replicas cannot join a run with several levels: start all replicas with the run"
         )
-    if (mesh.elastic or request.join) and asked and asked.auto.adapt:
-        raise ValueError(
-            "scheme.adapt needs a constant set of replicas: in an elastic run leave adapt out"
-        )
     if request.join and number is not None:
         raise ValueError(
             f"--replica {number} conflicts with --join, which takes the next free number: leave"

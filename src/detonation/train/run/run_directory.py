@@ -1,4 +1,6 @@
-"""The run directory on each node, and the records of earlier starts in it."""
+"""The run directory on each node, and what a run takes from earlier starts in it: records, state
+and logged steps.
+"""
 
 import contextlib
 import json
@@ -9,10 +11,12 @@ from pathlib import Path
 from detonation.checkpoint.files.retention import saved_checkpoints, step_of
 from detonation.checkpoint.gather import Volumes, survey
 from detonation.checkpoint.newest import Loaded
+from detonation.cluster.init import set_timeouts
 from detonation.cluster.network.measure import Everyone
 from detonation.core.link import PeerLost, TextExchange
+from detonation.core.schemes import message_bytes
+from detonation.link_speed import LinkSpeed
 from detonation.log.repeat import replay_together
-from detonation.train.choice.adapt import set_message_timeouts
 from detonation.train.loop.checkpoints import compare_settings, resume
 from detonation.train.loop.session import Session
 from detonation.train.output import directory, metrics
@@ -204,3 +208,19 @@ def resumed_state(
     set_message_timeouts(session)
     lines += replay_rest(session, path, log, task.may_start)
     return loaded, lines
+
+
+def set_message_timeouts(session: Session) -> None:
+    """Sets the timeouts of this rank. The timeouts are long enough for the rank's largest message
+    at the rate `peers.lowest_bits_per_s` or, if an emulated link is slower, at the rate of that
+    link.
+    """
+    config = session.config
+    _, scheme = session.optimizer.levels[0]
+    layouts = [replicator.channel.layout for replicator in session.optimizer.build()]
+    sizes = [message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts]
+    largest = max(sizes, default=0)
+    rate = config.peers.lowest_bits_per_s
+    if config.mesh.link:
+        rate = min(rate, LinkSpeed.parse(config.mesh.link).rate_bits_per_s)
+    set_timeouts(largest, config.mesh.shards, config.peers.silence_s, rate)

@@ -1,13 +1,10 @@
 """Trains to the end of the run or to a stop; writes records, checkpoints and the summary."""
 
-import dataclasses
 from pathlib import Path
 
 from detonation.checkpoint.async_save import Checkpoints
 from detonation.cluster.processes.signals import Stop
 from detonation.cluster.survive.agreement import ReplicaLeft
-from detonation.plan.cost import spelled
-from detonation.train.choice.adapt import Adapter, set_message_timeouts
 from detonation.train.loop.checkpoints import save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import Session
@@ -26,7 +23,6 @@ def train_until_end(
     done: int,
     stop_after: int | None,
     stop: Stop,
-    adapter: Adapter | None,
     losses: Losses,
 ) -> Table:
     """Trains to the end of the run or to step `stop_after`; returns the result of `train_on_rank`.
@@ -41,26 +37,14 @@ def train_until_end(
     kept = path / directory.CHECKPOINTS
     checkpoints = Checkpoints(kept, session.model, session.optimizer, session.config.train.keep)
 
-    def followed() -> Table | None:
-        if adapter is None:
-            return None
-        return adapter.followed.table()
-
     def after_step(record: metrics.Record) -> None:
-        adapted = []
-        if adapter is not None:
-            adapted = adapter.after(record)
-        if adapted:
-            set_message_timeouts(session)
-            record = dataclasses.replace(record, setting=spelled(session.optimizer.levels[-1][1]))
         recorder.warn(losses.news(path, recorder))
         recorder.add(record)
         recorder.warn(recording.after_step())
-        recorder.show(adapted)
         recorder.warn(checkpoints.news())
         every = session.config.train.checkpoint_every
         if every and record.step % every == 0 and record.step < until:
-            save_async(session, checkpoints, recorder.before, followed())
+            save_async(session, checkpoints, recorder.before)
             recording.saved(record.step)
 
     losses.set_up.done()
@@ -71,7 +55,7 @@ def train_until_end(
             recording.log.close()
         recording.close(ended=until == steps)
     except NonFiniteLoss as error:
-        saved = save_now(session, checkpoints, recorder.before, followed())
+        saved = save_now(session, checkpoints, recorder.before)
         raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
     except ReplicaLeft:  # only this replica leaves the run: the other replicas save and continue
         return {
@@ -81,13 +65,13 @@ def train_until_end(
             "directory": str(path),
         }
     except Stopped as stopped:
-        save_now(session, checkpoints, recorder.before, followed())
+        save_now(session, checkpoints, recorder.before)
         return {
             "stopped_after": stopped.after,
             "stopped_by": stopped.signal,
             "directory": str(path),
         }
-    save_now(session, checkpoints, recorder.before, followed())
+    save_now(session, checkpoints, recorder.before)
     recorder.warn(checkpoints.news())
     if until < steps:
         return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}

@@ -30,7 +30,7 @@ def saved_run(out: Path, model: nn.Module, optimizer: Any, config: Config, keep:
     of one replica, and its memories of unsent values are empty.
     """
     ((_, scheme),) = optimizer.levels
-    extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
+    extra = {"config": to_table(config), "setting": dict(scheme.arguments)}
     return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, as_json(extra), keep)
 
 
