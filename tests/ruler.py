@@ -51,14 +51,14 @@ CEILINGS: dict[str, float] = {
     # shards of a node are compared and mended one by one, one step applies an update to all parts (core), a log
     # that another replica has taken over is whole, a first step without gradients is told, and
     # `check_scheme` checks the contracts of a scheme's parts
-    "tokens of src": 346_208,
+    "tokens of src": 346_399,
     "tokens of core": 93_998,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_563,  # for the same reasons
+    "cognitive complexity of src": 8_569,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,

@@ -13,7 +13,7 @@ from detonation import whole_files
 from detonation.checkpoint.files import disk
 from detonation.cluster.processes.failure import WorldError
 from detonation.train.loop import checks
-from detonation.train.loop.checkpoints import _require_same_optimizer
+from detonation.train.loop.checkpoints import _examples_of_step, _require_same_optimizer
 from detonation.train.output import metrics
 from detonation.train.output.directory import RunDirectory, Unwritable, check_free
 
@@ -94,9 +94,55 @@ def test_a_run_whose_steps_are_taken_and_whose_metrics_are_lost_is_told_so(train
     for name in ("metrics.jsonl", "summary.json"):
         (tmp_path / "run" / name).unlink()
     with pytest.raises(
-        WorldError, match=r"steps have been taken, but .*metrics\.jsonl has no record of them"
+        WorldError,
+        match=r"all 6 steps have been taken, but .*metrics\.jsonl has no record of step 6",
     ):
         train("run", resume=True)
+
+
+def test_the_last_record_that_is_left_is_not_taken_for_the_end(train, tmp_path):
+    """A machine that fails may have the checkpoint of a step and not its record."""
+    train("run", "train.validate_every=3")
+    (tmp_path / "run" / "summary.json").unlink()
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(WorldError, match="has no record of step 6: give more --steps"):
+        train("run", "train.validate_every=3", resume=True)
+
+
+def test_records_are_on_the_disk_before_each_checkpoint(train, tmp_path, monkeypatch):
+    synced = []
+    sync = metrics.MetricsFile.sync
+
+    def noted(self):
+        synced.append(len(metrics.read_metrics(self.path)))
+        sync(self)
+
+    def stop_before_the_second(operation, path):
+        if operation == "create" and ".step-000004.part" in str(path):
+            (tmp_path / "synced").write_text(str(synced))
+
+    monkeypatch.setattr(metrics.MetricsFile, "sync", noted)
+    monkeypatch.setattr(disk, "observer", stop_before_the_second)
+    train("run", "train.checkpoint_every=2", "train.steps=4")
+    assert (tmp_path / "synced").read_text() == "[2, 4]"
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"name": "diloco", "every": 4},
+        {"name": "streaming_diloco", "every": 4, "fragments": 2, "delay": 1},
+    ],
+)
+def test_a_run_that_stopped_within_a_round_is_no_whole_run(train, scheme):
+    rounds = {"scheme": scheme}
+    sets = ("train.validate_every=3",)
+    train("run", *sets, tables=rounds, stop_after=3)
+    with pytest.raises(WorldError, match="stopped at step 3, before its end and within a round"):
+        train("run", *sets, "train.steps=3", tables=rounds, resume=True)
+    ends = train("run", *sets, tables=rounds, resume=True)
+    assert ends[0]["replicas_equal"]
 
 
 def test_a_directory_that_goes_under_a_run_is_told_and_the_last_state_is_saved(
@@ -178,3 +224,22 @@ def test_a_setting_of_the_optimizer_that_the_checkpoint_would_override_is_refuse
     message = "was written with optimizer.weight_decay None, this run has 0.5: resume with the same"
     with pytest.raises(WorldError, match=message):
         train("run", "optimizer.weight_decay=0.5", resume=True)
+
+
+@pytest.mark.parametrize(("option", "refused"), [("weight_decay", True), ("lr", False)])
+def test_an_option_that_the_checkpoint_would_override_is_refused_also_by_another_name(
+    option, refused
+):
+    """Another name may stand for the same class, whose state is then loaded with its options."""
+    was = {"name": "AdamW", "lr": 0.1, "weight_decay": 0.1}
+    now = {**was, "name": "mine:adam", option: 0.9}
+    with pytest.raises(ValueError, match=f"optimizer.{option}") if refused else nullcontext():
+        _require_same_optimizer(Path("step-000002"), was, now)
+
+
+def test_the_examples_of_a_step_are_counted_over_unequal_nodes():
+    train = {"batch_size": 4, "accumulate": 2}
+    nodes = {"replicas": 2, "shards": 1, "nodes": [2, 1]}
+    alike = {"replicas": 3, "shards": 1, "nodes": []}
+    assert _examples_of_step({"train": train, "mesh": nodes}) == 24
+    assert _examples_of_step({"train": train, "mesh": alike}) == 24

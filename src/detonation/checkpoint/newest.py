@@ -227,8 +227,7 @@ def load_checkpoint(
     saved run, training continues bit for bit as if it had not been interrupted. With other numbers,
     weights on which all replicas agreed are exact, and the memories of unsent values are merged as
     `detonation.checkpoint.elastic` describes. Incomplete checkpoints are skipped; the log gives the
-    reason for each. Gradients that `overlap` sent and no step used, as after an `OverlapError`, are
-    dropped.
+    reason for each. Gradients are dropped: after an error they belong to the step that failed.
 
     Returns:
         The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint or
@@ -332,8 +331,9 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """Loads the checkpoint `found` into `model` and `optimizer`. All ranks must call this function
     together.
 
-    Gradients that `overlap` has sent and that no step has used are dropped. Raises `ValueError` on
-    all ranks if the checkpoint is of another run; then no other state has changed.
+    Gradients are dropped, because they belong to a step after the loaded state. Raises `ValueError`
+    on all ranks if the checkpoint is of another run; then nothing has changed, except that
+    gradients which `overlap` has sent are no longer counted as sent.
     """
     optimizer.drop_overlap()
     texts = texts_between(model, optimizer)
@@ -349,6 +349,7 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
         merged += uncompared + complete() + _other_versions(found.manifest)
         replaced = _replaced(given, saved, model, optimizer)
     optimizer.resume_at(found.manifest.step)
+    optimizer.zero_grad()
     optimizer.call_after_loading()
     for line in found.rejected:
         _log.warning("%s", line)

@@ -163,7 +163,10 @@ def _other_batch(saved: Table, here: Table) -> list[str]:
     now = _examples_of_step(here)
     if was is None or was == now:
         return []
-    return [f"a step has {now} examples, had {was}: train.accumulate and train.batch_size set it"]
+    return [
+        f"a step has {now} examples, had {was}: train.accumulate and train.batch_size set it; in"
+        " this epoch some examples come again, or not at all"
+    ]
 
 
 def _examples_of_step(settings: Table) -> int | None:
@@ -171,10 +174,13 @@ def _examples_of_step(settings: Table) -> int | None:
     that determine this number.
     """
     found = dict(settings_of(settings))
-    keys = ("mesh.replicas", "mesh.shards", "train.batch_size", "train.accumulate")
+    keys = ("train.batch_size", "train.accumulate", "mesh.replicas", "mesh.shards")
     factors = [factor for key in keys if isinstance(factor := found.get(key), int)]
     if len(factors) < len(keys):
         return None
+    nodes = found.get("mesh.nodes")
+    if isinstance(nodes, list) and nodes:
+        return math.prod(factors[:2]) * sum(nodes)
     return math.prod(factors)
 
 
@@ -184,14 +190,15 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
 
     A loaded checkpoint sets the options to the saved values, so a changed option would have no
     effect; only lr follows the schedule of this run. If the optimizers of run and checkpoint have
-    different names, their options are not compared.
+    different names, only options are compared that both have.
     """
-    if was.get("name") != now["name"]:
-        return
     # checkpoints of older versions may lack `embedding_lr_ratio`, which then had its default
     was = {"embedding_lr_ratio": OptimizerConfig.embedding_lr_ratio, **was}
-    for key in was.keys() | now.keys():
-        if key != "lr" and was.get(key) != now.get(key):
+    keys = was.keys() | now.keys()
+    if was.get("name") != now["name"]:
+        keys = was.keys() & now.keys()
+    for key in keys - {"lr", "name"}:
+        if was.get(key) != now.get(key):
             text = f"optimizer.{key} {was.get(key)}, this run has {now.get(key)}"
             raise ValueError(f"{path} was written with {text}: resume with the same {key}")
 

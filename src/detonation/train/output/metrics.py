@@ -98,6 +98,11 @@ class MetricsFile:
         with contextlib.suppress(OSError):
             self._append()
 
+    def sync(self) -> None:
+        """Forces the lines to the disk, so that no checkpoint outlives the records before it."""
+        with contextlib.suppress(OSError):
+            os.fsync(self._file.fileno())
+
     @property
     def removed(self) -> bool:
         """True if the file or its directory was removed while the run writes it."""

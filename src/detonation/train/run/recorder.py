@@ -132,6 +132,11 @@ class Recorder:
             self._logged = len(self.records)
             self._warn_of_removal()
 
+    def sync(self) -> None:
+        """Forces the metrics file to the disk. Called before each save."""
+        if self._metrics:
+            self._metrics.sync()
+
     def _warn_of_removal(self) -> None:
         """Warns once if the run directory was removed during the run."""
         if self._gone or not self._metrics or not self._metrics.removed:

@@ -121,21 +121,32 @@ def kept_records(
     said = []
     if damaged:
         said = [f"damaged lines in {file}, which are dropped: {damaged}"]
-    if not kept and done == session.config.train.steps:
-        raise ValueError(
-            f"all {done} steps have been taken, but {file} has no record of them: choose"
-            " another --out"
-        )
-    if kept and done == session.config.train.steps and kept[-1].val_loss is None:
-        raise ValueError(
-            f"the run stopped at step {done}, before its end and without validation: give more"
-            " --steps"
-        )
+    if done == session.config.train.steps:
+        _require_end(session, file, kept)
     if not kept:
         said += [
             f"{file} has no record of the first {done} steps: the summary covers only later steps"
         ]
     return kept, said
+
+
+def _require_end(session: Session, file: Path, kept: list[metrics.Record]) -> None:
+    """Raises `ValueError` unless the steps that were taken are a whole run: the last step was
+    recorded and validated, and no round is open.
+    """
+    optimizer = session.optimizer
+    done = optimizer.step_count
+    if not kept or kept[-1].step != done:
+        raise ValueError(
+            f"all {done} steps have been taken, but {file} has no record of step {done}: give more"
+            " --steps, or choose another --out"
+        )
+    is_open = any(scheme.round.stays_open for _, scheme in optimizer.levels)
+    if kept[-1].val_loss is None or (is_open and optimizer.run.completed == 0):
+        why = "within a round" if is_open else "without validation"
+        raise ValueError(
+            f"the run stopped at step {done}, before its end and {why}: give more --steps"
+        )
 
 
 def earlier_state(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:

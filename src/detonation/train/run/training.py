@@ -37,6 +37,10 @@ def train_until_end(
     kept = path / directory.CHECKPOINTS
     checkpoints = Checkpoints(kept, session.model, session.optimizer, session.config.train.keep)
 
+    def save() -> Path:
+        recorder.sync()
+        return save_now(session, checkpoints, recorder.before)
+
     def after_step(record: metrics.Record) -> None:
         recorder.warn(losses.news(path, recorder))
         recorder.add(record)
@@ -44,6 +48,7 @@ def train_until_end(
         recorder.warn(checkpoints.news())
         every = session.config.train.checkpoint_every
         if every and record.step % every == 0 and record.step < until:
+            recorder.sync()
             save_async(session, checkpoints, recorder.before)
             recording.saved(record.step)
 
@@ -55,7 +60,7 @@ def train_until_end(
             recording.log.close()
         recording.close(ended=until == steps)
     except NonFiniteLoss as error:
-        saved = save_now(session, checkpoints, recorder.before)
+        saved = save()
         raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
     except ReplicaLeft:  # only this replica leaves the run: the other replicas save and continue
         return {
@@ -65,13 +70,13 @@ def train_until_end(
             "directory": str(path),
         }
     except Stopped as stopped:
-        save_now(session, checkpoints, recorder.before)
+        save()
         return {
             "stopped_after": stopped.after,
             "stopped_by": stopped.signal,
             "directory": str(path),
         }
-    save_now(session, checkpoints, recorder.before)
+    save()
     recorder.warn(checkpoints.news())
     if until < steps:
         return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}
