@@ -50,21 +50,22 @@ CEILINGS: dict[str, float] = {
     # optimizer trains are compared and logged (core: counts of completions, this comparison);
     # shards of a node are compared and mended one by one, one step applies an update to all parts (core), a log
     # that another replica has taken over is whole, a first step without gradients is told, and
-    # `check_scheme` checks the contracts of a scheme's parts
-    "tokens of src": 346_399,
-    "tokens of core": 93_998,
+    # `check_scheme` checks the contracts of a scheme's parts; a replica joins with what the loop wrote (core), and
+    # records of a run are on the disk before a checkpoint
+    "tokens of src": 346_634,
+    "tokens of core": 94_075,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_569,  # for the same reasons
+    "cognitive complexity of src": 8_580,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,
     "modules that core names in strings": 0,
     "hasattr and getattr in core": 17,
-    "names of elastic in core": 17,
+    "names of elastic in core": 18,  # a replica joins before a step, and at no other call
     "names of tape in core": 0,
     "names of balance in core": 14,
     "names of closeness in core": 12,

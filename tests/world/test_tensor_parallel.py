@@ -1,7 +1,10 @@
 """Tensor parallelism changes no weight, also where the base optimizer reads this replica's own gradients."""
 
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -14,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 import detonation as dt
 import worlds
+from limits import LIMIT_S
 
 BASES = {
     "SignSGD": lambda p: dt.SignSGD(p, lr=0.01),
@@ -194,3 +198,43 @@ def own_statistics(_):
 
 def test_statistics_of_a_rank_are_averaged_with_those_of_its_place_in_other_replicas():
     assert all(worlds.run_alone(own_statistics, 2, 2))
+
+
+class Statistics(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, values):
+        return self.norm(self.up(values)) * torch.arange(1.0, 9.0)
+
+
+def averaged_in_nodes(mesh, elastic):
+    """Each rank of a node has the whole model; a statistic of one rank is not finite."""
+    model = Statistics()
+    axis = dt.elastic(mesh, timeout_s=LIMIT_S) if elastic else mesh["replicate"]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dt.replicate(sgd, model, axis, dt.full(), intra_node=mesh["shard"])
+    for step in range(2):
+        numbers = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(16, 8, generator=numbers)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group("shard"))
+        optimizer.step()
+        optimizer.zero_grad()
+        if not step and not dist.get_rank():
+            model.norm.running_var[0] = torch.inf
+        optimizer.synchronize()
+    if elastic:
+        axis.close()
+    return model.norm.running_var.tolist()
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_statistics_of_one_rank_that_are_not_finite_stop_no_node(elastic):
+    """The ranks of a node have other statistics, and run the same collectives for them."""
+    first, second, *others = worlds.run_alone(averaged_in_nodes, 2, 2, elastic)
+    assert others == [first, second]
+    assert first != second and all(map(math.isfinite, first + second))

@@ -302,7 +302,7 @@ class _Arrival:
 
     def _is_at(self, entry: GuestEntry) -> bool:
         follower = self._follower
-        return entry.is_at(follower.step, follower.ahead) and follower.complete
+        return entry.is_at(follower.step, follower.ahead) and follower.admits
 
     def start_over(self) -> None:
         """Asks for a new copy of the state on each shard of this replica, because loading a copy is

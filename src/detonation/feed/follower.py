@@ -145,6 +145,13 @@ class Follower(AbstractContextManager["Follower"]):
         return all(shard.complete for shard in self._shards)
 
     @property
+    def admits(self) -> bool:
+        """True if training waits for a replica that joins, after the step that this follower has
+        reached.
+        """
+        return all(shard.admits for shard in self._shards)
+
+    @property
     def trouble(self) -> str:
         """The reason why a connection was last lost; "" if no connection has been lost."""
         return next((stream.trouble for stream in self._streams if stream.trouble), "")

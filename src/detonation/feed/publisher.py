@@ -136,6 +136,7 @@ class Feed(StepRecorder):
         self.has_joined: Callable[[], bool] = lambda: False
         """Returns True if the process that follows this feed has joined training as a replica."""
         self._synchronized = 0  # number of `synchronize` calls since the last step
+        self._joins = False  # True if a replica may join after the last of these calls
         self._sent: dict[int, bytes] = {}  # the model's buffers as they were last sent
         self.records = self._closed = False
         host, port = host_and_port(address)
@@ -237,6 +238,7 @@ class Feed(StepRecorder):
         followers.
         """
         messages, goes_on = self.take_messages(what, optimizer)
+        self._joins = what == "join"
         if what == "step":
             self._synchronized = 0
         else:
@@ -254,6 +256,8 @@ class Feed(StepRecorder):
         if self._subscribed:
             self.add_written()
             self.add(messages + self._extras(optimizer), what, optimizer)
+        if what == "join":
+            self.flush()  # training now waits for the replica that joins
         due = time.monotonic() >= self._next_copy and optimizer.step_count >= self.first_copy
         if self._coming and due:
             try:
@@ -333,7 +337,7 @@ class Feed(StepRecorder):
         with self._lock:
             self._subscribed += coming
         state = shared_content(take_snapshot(self._model, optimizer))
-        told = {"synchronized": self._synchronized, "ahead": self.ahead()}
+        told = {"synchronized": self._synchronized, "ahead": self.ahead(), "joins": self._joins}
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)

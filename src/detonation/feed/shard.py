@@ -48,7 +48,8 @@ class ShardFollower:
     """Repeats the steps of one shard of training.
 
     moment: the moment of training that this shard has reached; None before the first copy of the
-    state.
+    state. admits: True if training waits at this moment for a replica that joins, and has sent all
+    that this replica needs.
 
     Args:
         model: Whole, or sharded like the model of training.
@@ -70,6 +71,7 @@ class ShardFollower:
         self._make = make
         self._joins = joins
         self.moment: Moment | None = None
+        self.admits = False
         self.about: dict[str, Any] = {}
         self.optimizer: Replicated | None = None
         self.module = model
@@ -96,6 +98,7 @@ class ShardFollower:
             elif self.optimizer is not None:
                 self._repeat(event.records, self.optimizer)
             self.moment = moment_after(event, self.moment)
+            self.admits = _admits(event)
         if events and self.optimizer is not None:
             show_agreed(self.optimizer)
             # `.grad` holds the last update: a joining replica must not add its gradients to it
@@ -202,6 +205,13 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
     if end.kind == SYNCHRONIZE:
         return run, end.step, synchronized + 1
     return run, end.step, 0
+
+
+def _admits(event: Joined | Stepped) -> bool:
+    if isinstance(event, Joined):
+        return bool(event.about.get("joins"))
+    end = event.records[-1]
+    return end.kind == SYNCHRONIZE and "joins" in end.table()
 
 
 def scheme_of_training(about: dict[str, Any]) -> Scheme:

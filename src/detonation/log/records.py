@@ -344,6 +344,8 @@ class StepRecorder(StepObserver, ABC):
             kind = STEP
         changed = self._changed(optimizer, kind)
         about: dict[str, Any] = {}
+        if what == "join":
+            about["joins"] = True
         if kind == STEP or any(changed):
             about["groups"] = changed
         hooks = hooks_before(optimizer.base)

@@ -319,7 +319,8 @@ class AxisUser(AxisEnd):
             self.axis.settle()
             turn = self.turn_of(step)
             self.turns.entered = max(self.turns.entered, turn + 1)
-            if self._due(turn) or self.expects(step) or self.leaving(step):
+            joins = self.lets_in and self.expects(step)
+            if self._due(turn) or joins or self.leaving(step):
                 return True
             self._begin(step)
         return False
@@ -421,7 +422,7 @@ class AxisUser(AxisEnd):
         while True:
             with membership.changed:
                 axis.settle()
-                if axis.guest is None or not self.expects(step):
+                if axis.guest is None or not (self.lets_in and self.expects(step)):
                     axis.awaits = -1
                     return
                 turn, guest = axis.guest
@@ -454,6 +455,9 @@ class AxisUser(AxisEnd):
             users.end_others([each for each in range(len(users.turns)) if each != self.number])
 
     def _begin(self, step: int) -> None:
+        # a replica that must wait joins before this turn, which no rank may have begun
+        if self.expects(step) and not self.lets_in:
+            return
         turns = self.turns
         membership = self._membership
         turns.begin(step)

@@ -112,16 +112,9 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
     finite = values.isfinite()
-    whole = finite.all().to(values.dtype).view(1)
-    own = values.where(finite, values.new_zeros(()))
-    total = link.all_reduce(torch.cat([own, whole]), apart=True)()
-    sums = total[:-1]
-    counts = total[-1:]
-    # ranks that add up have equal `counts`, so either all of them or none enter this branch
-    if int(counts) < link.replicas:
-        counts = link.all_reduce(finite.to(values.dtype), apart=True)()
-        nowhere = counts == 0
-        others = link.all_reduce(values.where(nowhere, values.new_zeros(())), apart=True)()
-        sums = torch.where(nowhere, others, sums)
-        counts = counts.clamp(min=1)
-    return (sums / counts).view(buffer.shape)
+    # The collectives do not depend on the values: the ranks of a node may have other values, but
+    # under `intra_node` each collective between replicas is also one of these ranks.
+    counts = link.all_reduce(finite.to(values.dtype), apart=True)()
+    counted = finite | (counts == 0)
+    sums = link.all_reduce(values.where(counted, values.new_zeros(())), apart=True)()
+    return (sums / counts.clamp(min=1)).view(buffer.shape)

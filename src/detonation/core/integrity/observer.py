@@ -41,7 +41,8 @@ class StepObserver:
 
     def end(self, what: str, optimizer: Any) -> None:
         """Called after `optimizer` has applied the messages of a step or of `synchronize`. `what`
-        is "step" or "synchronize".
+        is "step", "synchronize", or "join" for the call of `synchronize` after which a replica may
+        join.
         """
 
 

@@ -97,6 +97,9 @@ class ElasticCommunicator(RenumberedCommunicator):
     all-reduce leaves the replica out.
     """
 
+    lets_in = True
+    """False while a replica that wants to join must wait for a later call of `enter_step`."""
+
     @abstractmethod
     def expects(self, step: int) -> bool:
         """True if a replica may join before `step`; all ranks that have reached `step` get the same

@@ -2,7 +2,8 @@
 without losing state.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -170,11 +171,39 @@ def complete(
 def needs_all(levels: Sequence[Level], step: int) -> bool:
     """True if open rounds must be completed before `step`, because a replica joins or leaves. A
     round must average all replicas that moved in it, and a joining replica would not receive
-    messages that are already in flight.
+    messages that are already in flight. A joining replica also receives, with this completion, what
+    the training loop has written since the last step.
     """
-    axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
-    changes = any(axis.expects(step) or axis.leaving(step) for axis in axes)
-    return changes and opens_rounds(levels)
+    leaves = any(axis.leaving(step) for axis in _axes_with_joins(levels))
+    return expects(levels, step) or (leaves and opens_rounds(levels))
+
+
+def expects(levels: Sequence[Level], step: int) -> bool:
+    """True if a replica may join now, before `step`."""
+    return any(axis.lets_in and axis.expects(step) for axis in _axes_with_joins(levels))
+
+
+def completion(levels: Sequence[Level], step: int) -> str:
+    """Returns the name by which observers know a completion of rounds before `step`."""
+    if expects(levels, step):
+        return "join"
+    return "synchronize"
+
+
+@contextmanager
+def without_joining(levels: Sequence[Level]) -> Iterator[None]:
+    """Context manager in which replicas that want to join must wait for a later call."""
+    for axis in _axes_with_joins(levels):
+        axis.lets_in = False
+    try:
+        yield
+    finally:
+        for axis in _axes_with_joins(levels):
+            axis.lets_in = True
+
+
+def _axes_with_joins(levels: Sequence[Level]) -> list[ElasticCommunicator]:
+    return [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
 
 
 def opens_rounds(levels: Sequence[Level]) -> bool:

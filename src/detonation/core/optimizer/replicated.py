@@ -322,7 +322,9 @@ class Replicated(OptimizerWrapper):
             if self.observer:
                 self._trained.show_shards()
                 self.observer.enter(self)
-            with self._consensus.runtime.exact_arithmetic():
+            # a replica joins before a step: it would miss what the caller does after this call
+            exactly = self._consensus.runtime.exact_arithmetic
+            with exactly(), changes.without_joining(self.levels):
                 self.renumber()
                 self._complete(self._consensus)
 
@@ -387,10 +389,8 @@ class Replicated(OptimizerWrapper):
         self.with_loading_hooks(state_dict, lambda given: states.from_state_dict(self, given))
 
     def local_state(self) -> dict[str, Tensor]:
-        """The private state of this replica and shard, read-only. Waits for messages in flight.
-
-        Under a scheme with a delay all replicas call it at the same step.
-        """
+        """The private state of this replica and shard, read-only. Waits for messages in flight, so
+        under a scheme with a delay all replicas call it at the same step."""
         self.refuse_overlap()
         return states.local_state_of(self._replicators or [])
 
@@ -495,7 +495,7 @@ class Replicated(OptimizerWrapper):
         changes.complete(self._by_level, consensus, self._buffers, self.step_count)
         self.run.complete()
         if self.observer:
-            self.observer.end("synchronize", self)
+            self.observer.end(changes.completion(self.levels, self.step_count), self)
 
     def _change_trained(self, in_buckets: bool) -> None:
         """Adds and removes trained parameters before a step, the same on all ranks. Collective."""
