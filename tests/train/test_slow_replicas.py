@@ -1,6 +1,7 @@
 """Runs in which a replica is slow: with `train.balance` it takes fewer steps, and in any run it is named."""
 
 import dataclasses
+import math
 import threading
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from detonation.train.loop.world import Waits
 from detonation.train.verbs.simulate import virtual
 
 ROUNDS = ("scheme.name=diloco", "scheme.every=4", "train.steps=16", "train.balance=true")
+LOST = "the loss is not finite at step {} on replica 1 (shard 0), which trained nothing from that step on"
 
 
 @pytest.fixture
@@ -127,14 +129,21 @@ def test_a_signal_ends_all_replicas_at_the_end_of_the_round(tiny, clock):
 
 
 def test_a_loss_that_is_not_finite_moves_nobody(tiny, clock):
+    """The round ends without the replica, and its last step has a record as any other."""
+
     def begun(step, replica, session, stop):
         if (step, replica) == (5, 1):
             session.model.register_forward_hook(
                 lambda *given: given[2].loss.data.fill_(float("nan")) and None
             )
 
-    (_, fast, one, error), (_, slow, two, same) = run(tiny(*ROUNDS), clock, begun=begun)
-    assert str(error) == str(same) == "the loss is not finite at step 6 on replica 1 (shard 0)"
+    (records, fast, one, error), (others, slow, two, same) = run(tiny(*ROUNDS), clock, begun=begun)
+    assert str(error) == str(same) == LOST.format(6)
+    assert (
+        [record.step for record in records] == [record.step for record in others] == [*range(1, 9)]
+    )
+    assert math.isfinite(records[7].loss) and records[7].loss == others[7].loss != records[6].loss
+    assert one.optimizer.step_count == two.optimizer.step_count == 8
     assert fast == [*range(8)] and slow == [
         0,
         1,
@@ -157,7 +166,7 @@ def test_a_loss_that_is_not_finite_in_the_first_step_is_told_as_such(tiny, clock
             )
 
     for *_, error in run(tiny(*ROUNDS), clock, begun=begun):
-        assert str(error) == "the loss is not finite at step 1 on replica 1 (shard 0)"
+        assert str(error) == LOST.format(1)
 
 
 def test_gradient_schemes_are_refused_before_anything_starts(tiny):

@@ -50,11 +50,13 @@ class Outcome(NamedTuple):
         loss: Mean loss over all ranks.
         asked: Number of the signal that asks to stop; 0 without one.
         agreeing_s: Seconds that this rank waited for the other ranks' reports.
+        lost: Error message if the loss of a replica was not finite in this round; "" otherwise.
     """
 
     loss: float
     asked: int
     agreeing_s: float
+    lost: str = ""
 
 
 def fit(
@@ -67,7 +69,8 @@ def fit(
     ranks stop after the same step.
 
     Raises:
-        NonFiniteLoss: On all ranks, if a loss is not finite. The weights are those before the step.
+        NonFiniteLoss: On all ranks, if a loss is not finite. The state is the state before the
+            step or, with `balance`, the state after the round.
         Stopped: On all ranks, after a step in which `stop` was set on one rank.
         Unsafe: On all ranks, if the optimizer refuses to continue.
     """
@@ -98,6 +101,8 @@ def fit(
         meter.end(outcome, agreed_late=rounds is not None)
         held_out = _held_out(session, step + 1)
         report(meter.record(step + 1, outcome, held_out))
+        if outcome.lost:
+            raise NonFiniteLoss(outcome.lost)
         if outcome.asked and step + 1 < until:
             raise Stopped(outcome.asked, step + 1)
 
@@ -267,10 +272,13 @@ class UnevenRounds:
         reports = self._session.world.all_gather(report)()
         agreeing = time.perf_counter() - began
         self._session.waits.meet([report[4:] for report in reports], self._session.world.sizes)
+        lost = ""
         for rank, (_, _, lost_at, *_) in enumerate(reports):
             if lost_at:
                 where = rank_in_words(rank, self._session.world.sizes)
-                raise NonFiniteLoss(f"the loss is not finite at step {lost_at:.0f} on {where}")
+                lost = f"the loss is not finite at step {lost_at:.0f} on {where}"
+                lost += ", which trained nothing from that step on"
+                break
         taken = sum(count for _, count, *_ in reports)
         if taken:
             self._loss = sum(total for total, *_ in reports) / taken
@@ -278,7 +286,7 @@ class UnevenRounds:
         self._losses.clear()
         signals = [number for _, _, _, number, *_ in reports]
         asked = self._session.world.stopped_by(signals, stop.number)
-        return Outcome(self._loss, asked, agreeing)
+        return Outcome(self._loss, asked, agreeing, lost)
 
 
 def _gradients(session: Session, step: int, stop: Stop) -> Outcome:

@@ -61,7 +61,8 @@ def train_until_end(
         recording.close(ended=until == steps)
     except NonFiniteLoss as error:
         saved = save()
-        raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
+        after = f"the state after step {session.optimizer.step_count}"
+        raise NonFiniteLoss(f"{error}; {after} is saved in {saved}") from error
     except ReplicaLeft:  # only this replica leaves the run: the other replicas save and continue
         return {
             "stopped_after": session.optimizer.step_count,
