@@ -10,12 +10,14 @@ import torch
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.cluster.processes.signals import Stop
+from detonation.core.flat.tensors import digest
 from detonation.core.replicator.overlap import Overlap
 from detonation.core.schemes import buckets
 from detonation.train.loop.evaluate import autocast
 from detonation.train.loop.fit import NonFiniteLoss, _Agreement, fit
 from detonation.train.loop.session import start_session
 from detonation.train.verbs.simulate import virtual
+from detonation.wire.units import shard_state
 from limits import LIMIT_S
 
 GRADIENT, SENT, RECEIVED, LEFT = "gradient", "sent", "received", "left"
@@ -131,3 +133,32 @@ def test_nothing_leaves_if_a_loss_is_not_finite(tiny):
     for (_, last), done in run_local(noted_run, 2, [config, True, False], timeout_s=LIMIT_S):
         assert last == [SENT, GRADIENT, RECEIVED, GRADIENT]
         assert done == 2
+
+
+def wire_memories(config):
+    """What the memory of the shard wire holds after two steps, and after a third whose last loss is not finite."""
+    session = start_session(config, torch.device("cpu"))
+    memories, losses = [], itertools.count(1)
+
+    def note(record=None):
+        state = shard_state(session.model)
+        memories.append(
+            {key: digest([piece]) for key, piece in state.items() if "residual." in key}
+        )
+
+    def spoil(module, inputs, output):
+        if next(losses) == 3 * config.train.accumulate and session.rank:
+            output.loss.data.fill_(torch.nan)
+
+    session.model.register_forward_hook(spoil)
+    with pytest.raises(NonFiniteLoss, match="at step 3 on replica 0"):
+        fit(session, 0, 3, note, Stop())
+    note()
+    return memories
+
+
+def test_a_loss_that_is_not_finite_leaves_the_memory_of_the_wire_as_before_its_step(tiny):
+    mesh = {"replicas": 1, "shards": 2, "shard_nodes": 2, "shard_gradients": "4bit"}
+    config = tiny("train.accumulate=2", "scheme.name=full", mesh=mesh)
+    for first, second, lost in run_local(wire_memories, 2, [config], timeout_s=LIMIT_S):
+        assert first != second == lost

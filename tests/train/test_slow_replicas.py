@@ -156,6 +156,30 @@ def test_a_loss_that_is_not_finite_moves_nobody(tiny, clock):
     assert digest(one.model.parameters()) == digest(two.model.parameters())
 
 
+@pytest.mark.parametrize(
+    "sets", [(*ROUNDS,), ("scheme.name=full",), ("scheme.name=none", "train.accumulate=2")]
+)
+def test_a_loss_that_is_not_finite_leaves_buffers_as_before_its_step(tiny, clock, sets):
+    def made(config, communicator):
+        session = virtual(config, communicator)
+        session.model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        return session
+
+    def begun(step, replica, session, stop):
+        session.model.seen += torch.is_grad_enabled()
+        if (step, replica) == (5, 1):
+            session.model.register_forward_hook(
+                lambda *given: given[2].loss.data.fill_(float("nan")) and None
+            )
+
+    config = tiny(*sets)
+    ends = run(config, clock, begun=begun, made=made)
+    for replica, (_, computed, session, error) in enumerate(ends):
+        assert isinstance(error, NonFiniteLoss)
+        kept = [step for step in computed if step != 5 or (config.train.balance and not replica)]
+        assert session.model.seen == len(kept)
+
+
 def test_a_loss_that_is_not_finite_in_the_first_step_is_told_as_such(tiny, clock):
     """It leaves no gradients, which is no fault of the model."""
 

@@ -14,13 +14,15 @@ import torch
 
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
+from detonation.core.agreement import persistent_buffers
+from detonation.core.flat.tensors import local
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.examples import draws, micro_batches_of_step
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.loop.world import Alone, ElasticRanks, Gathered, rank_in_words
 from detonation.train.output.metrics import Record
-from detonation.wire.units import shard_bytes_sent
+from detonation.wire.units import shard_bytes_sent, shard_units
 
 
 class Unsafe(RunError):
@@ -75,14 +77,16 @@ def fit(
         Unsafe: On all ranks, if the optimizer refuses to continue.
     """
     rounds = None
+    undo = _Undo(session)
     if session.config.train.balance:
-        rounds = UnevenRounds(session, until)
+        rounds = UnevenRounds(session, until, undo)
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
         session.optimizer.renumber()  # the index of this rank selects the data of this rank
         meter.begin()
-        with _safely():
+        undo.begin()
+        with _safely(undo):
             if rounds:
                 outcome = rounds.gradients(step)
             else:
@@ -105,6 +109,45 @@ def fit(
             raise NonFiniteLoss(outcome.lost)
         if outcome.asked and step + 1 < until:
             raise Stopped(outcome.asked, step + 1)
+
+
+class _Undo:
+    """Undoes what forward and backward change before the loss of a step is judged, in addition to
+    gradients: the persistent buffers of the model (such as the running statistics of BatchNorm),
+    and the memory of the shard wire (compressed communication between shards).
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._has_buffers = bool(persistent_buffers(session.model))
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._reduces = [unit.reduce for unit in shard_units(session.model) if unit.reduce]
+        self._memories: list[dict[str, torch.Tensor]] = []  # one for each of `_reduces`
+
+    def begin(self) -> None:
+        """Copies the state before a step."""
+        if self._has_buffers:
+            self._buffers = _copies(persistent_buffers(self._session.model))
+        self._memories = []
+        if self._reduces and self._runs_backward_early():
+            self._memories = [_copies(reduce.by_parameter()) for reduce in self._reduces]
+
+    def restore(self) -> None:
+        """Restores the state that `begin` copied."""
+        if self._buffers:
+            buffers = persistent_buffers(self._session.model)
+            for name, before in self._buffers.items():
+                local(buffers[name]).copy_(before)
+        for reduce, memory in zip(self._reduces, self._memories, strict=False):
+            reduce.load(memory)
+
+    def _runs_backward_early(self) -> bool:
+        """True if a backward pass of this step runs before the last loss is known."""
+        return self._session.config.train.balance or len(micro_batches_of_step(self._session)) > 1
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: local(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
 class _Meter:
@@ -223,9 +266,10 @@ class UnevenRounds:
     in the previous round. In the first round, a step reports the latest loss of this rank.
     """
 
-    def __init__(self, session: Session, until: int) -> None:
+    def __init__(self, session: Session, until: int, undo: _Undo) -> None:
         self._session = session
         self._until = until
+        self._undo = undo
         self._every = session.optimizer.levels[0][1].round.every
         self._loss = math.nan
         self._known = False
@@ -246,6 +290,7 @@ class UnevenRounds:
                 total += float(loss.detach())
             if session.world.over_shards(int(not math.isfinite(total))):
                 session.optimizer.zero_grad()
+                self._undo.restore()
                 self._lost_at = step + 1
             else:
                 self._losses.append(total)
@@ -254,6 +299,7 @@ class UnevenRounds:
         elif math.isnan(self._loss):  # no loss is known yet, because the run resumed within a round
             with torch.no_grad():
                 self._loss = sum(float(loss) for loss in _losses(session, step))
+            self._undo.restore()
         return Outcome(self._loss, asked=0, agreeing_s=0.0)
 
     def agreed(self, stop: Stop) -> Outcome:
@@ -454,13 +500,16 @@ def _mean_loss(session: Session, step: int, reports: list[list[float]]) -> float
 
 
 @contextmanager
-def _safely() -> Iterator[None]:
-    """Context manager for backward and the optimizer's step. Raises `Unsafe` if the optimizer
-    refuses to continue.
+def _safely(undo: _Undo) -> Iterator[None]:
+    """Context manager for a step. Raises `Unsafe` if the optimizer refuses to continue. If a loss
+    is not finite, restores the state before the step.
 
     All ranks raise the same error.
     """
     try:
         yield
+    except NonFiniteLoss:
+        undo.restore()
+        raise
     except (NonFiniteGradient, BadPeer, Desync) as error:
         raise Unsafe(str(error)) from error
