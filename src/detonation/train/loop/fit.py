@@ -15,7 +15,6 @@ import torch
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.agreement import persistent_buffers
-from detonation.core.flat.tensors import local
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.examples import draws, micro_batches_of_step
@@ -105,10 +104,15 @@ def fit(
         meter.end(outcome, agreed_late=rounds is not None)
         held_out = _held_out(session, step + 1)
         report(meter.record(step + 1, outcome, held_out))
-        if outcome.lost:
-            raise NonFiniteLoss(outcome.lost)
-        if outcome.asked and step + 1 < until:
-            raise Stopped(outcome.asked, step + 1)
+        _require_more(outcome, step + 1, until)
+
+
+def _require_more(outcome: Outcome, step: int, until: int) -> None:
+    """Raises an error if training ends after `step`, because of a loss or a signal."""
+    if outcome.lost:
+        raise NonFiniteLoss(outcome.lost)
+    if outcome.asked and step < until:
+        raise Stopped(outcome.asked, step)
 
 
 class _Undo:
@@ -137,7 +141,7 @@ class _Undo:
         if self._buffers:
             buffers = persistent_buffers(self._session.model)
             for name, before in self._buffers.items():
-                local(buffers[name]).copy_(before)
+                buffers[name].copy_(before)
         for reduce, memory in zip(self._reduces, self._memories, strict=False):
             reduce.load(memory)
 
@@ -147,7 +151,7 @@ class _Undo:
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: local(tensor.detach()).clone() for name, tensor in tensors.items()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 class _Meter:
