@@ -1,8 +1,10 @@
 """Validation: loss, accuracy and BLEU. Every run of a recipe uses the same held-out examples."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from detonation.data.translation import TranslationPairs
 from detonation.models.pretrained import CLASSIFIES
 from detonation.train.loop.session import Session
 
+if TYPE_CHECKING:
+    from sacrebleu.metrics.bleu import BLEU
+
 
 @torch.no_grad()
 def validate(session: Session) -> dict[str, float]:
@@ -20,34 +25,68 @@ def validate(session: Session) -> dict[str, float]:
 
     Collective: ranks divide the batches among themselves.
     """
-    train = session.config.train
     session.model.eval()
-    # sums over batches: losses, predictions, correct predictions (NaN if there are no classes)
-    sums = torch.zeros(3, dtype=torch.float64, device=session.device)
+    sums = _over_ranks(session, partial(_losses_of_part, session, list(_held_out(session))))
+    session.model.train()
+    loss, count, right = sums
+    result = {"val_loss": float(loss / count)}
+    if right.isnan():
+        return result
+    return {**result, "val_accuracy": float(right / count)}
+
+
+def require_predictions(session: Session) -> None:
+    """Raises `ValueError` if no held-out example has a prediction."""
+    if not any(predictions(session.data.kind, batch) for batch in _held_out(session)):
+        raise ValueError(
+            "no validation example has a prediction, because all their labels are -100: raise"
+            " train.validation_batches, or use other validation data"
+        )
+
+
+def _held_out(session: Session) -> Iterator[dict[str, Tensor]]:
+    train = session.config.train
     most = train.validation_batches * train.batch_size
-    held_out = list(batches(session.data.validation, train.batch_size, most))
-    rounds = -(-len(held_out) // session.world_size)
-    for i in range(rounds):
+    return batches(session.data.validation, train.batch_size, most)
+
+
+def _over_ranks(session: Session, part: Callable[[int, int], Tensor]) -> Tensor:
+    """Returns the sum of `part(index, parts)` over all `parts` parts of a validation. Each rank
+    computes one part. If a replica is lost, the other ranks divide all the work anew. Collective.
+    """
+    present = [*range(session.world_size)]
+    while True:
+        own = part(present.index(session.rank), len(present))
+        rank = own.new_tensor([session.rank])
+        rows = torch.tensor(session.world.all_gather(torch.cat([rank, own]))(), dtype=own.dtype)
+        if len(rows) == len(present):
+            return rows[:, 1:].sum(0)
+        present = rows[:, 0].tolist()  # a lost replica has no rows
+
+
+def _losses_of_part(
+    session: Session, held_out: Sequence[dict[str, Tensor]], part: int, parts: int
+) -> Tensor:
+    """Returns sums over the batches of one part, `[3]`: losses, predictions, and correct
+    predictions (NaN if there are no classes).
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=session.device)
+    for i in range(-(-len(held_out) // parts)):
         # FSDP gathers weights in each forward, so a rank without a batch must run forward, too.
         # A rank without a batch repeats another batch, and does not count the loss of this batch.
-        index = i * session.world_size + session.rank
+        index = i * parts + part
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):
             output = session.model(**batch)
-        if index < len(held_out):
-            count = predictions(session.data.kind, batch)
+        count = predictions(session.data.kind, batch)
+        # the mean loss of 0 predictions is NaN
+        if index < len(held_out) and count:
             right = math.nan
             logits = getattr(output, "logits", None)
             if session.data.kind in CLASSIFIES and logits is not None:
                 right = float((logits.argmax(-1) == batch["labels"]).sum())
             sums += sums.new_tensor([output.loss.item() * count, count, right])
-    session.model.train()
-    gathered = torch.tensor(session.world.all_gather(sums)(), dtype=sums.dtype)
-    loss, count, right = gathered.sum(0).tolist()
-    result = {"val_loss": loss / count}
-    if math.isnan(right):
-        return result
-    return {**result, "val_accuracy": right / count}
+    return sums
 
 
 @torch.no_grad()
@@ -59,16 +98,24 @@ def translate(session: Session) -> dict[str, float]:
     """
     from sacrebleu.metrics.bleu import BLEU
 
+    session.model.eval()
+    total = _over_ranks(session, partial(_ngrams_of_part, session, BLEU())).tolist()
+    session.model.train()
+    score = BLEU.compute_bleu(total[:4], total[4:8], total[8], total[9], smooth_method="exp")
+    return {"val_bleu": float(score.score)}
+
+
+def _ngrams_of_part(session: Session, bleu: "BLEU", part: int, parts: int) -> Tensor:
+    """Returns counts over the translations of one part, `[10]`: matching n-grams (4), all n-grams
+    (4), lengths of translations and references.
+    """
     pairs = session.data.validation
     train = session.config.train
-    bleu = BLEU()
     assert isinstance(pairs, TranslationPairs)
-    session.model.eval()
-    # shape [10]: matching n-grams (4), all n-grams (4), lengths of translations and references
     counts = torch.zeros(10, dtype=torch.int64, device=session.device)
     wanted = min(train.bleu_sentences, len(pairs))
-    for first in range(0, wanted, train.batch_size * session.world_size):
-        mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
+    for first in range(0, wanted, train.batch_size * parts):
+        mine = range(first + part, wanted, parts)[: train.batch_size]
         # A rank without sentences must run forward, too: it translates an uncounted sentence.
         indices = [*mine] or [0]
         batch = to(pairs[torch.tensor(indices)], session.device)
@@ -81,11 +128,7 @@ def translate(session: Session) -> dict[str, float]:
             counts += counts.new_tensor(
                 [*found.counts, *found.totals, found.sys_len, found.ref_len]
             )
-    session.model.train()
-    gathered = torch.tensor(session.world.all_gather(counts)())
-    total = gathered.sum(0).tolist()
-    score = BLEU.compute_bleu(total[:4], total[4:8], total[8], total[9], smooth_method="exp")
-    return {"val_bleu": float(score.score)}
+    return counts
 
 
 def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.agreement import persistent_buffers
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
-from detonation.train.loop.evaluate import autocast, to, translate, validate
+from detonation.train.loop.evaluate import autocast, require_predictions, to, translate, validate
 from detonation.train.loop.examples import draws, micro_batches_of_step
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.loop.world import Alone, ElasticRanks, Gathered, rank_in_words
@@ -74,7 +74,9 @@ def fit(
             step or, with `balance`, the state after the round.
         Stopped: On all ranks, after a step in which `stop` was set on one rank.
         Unsafe: On all ranks, if the optimizer refuses to continue.
+        ValueError: If the validation would have no prediction.
     """
+    require_predictions(session)
     rounds = None
     undo = _Undo(session)
     if session.config.train.balance:
