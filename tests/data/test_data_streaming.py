@@ -121,6 +121,48 @@ def test_a_stream_that_is_all_held_out_ends_with_one_line(tmp_path):
         drawn(data, 0)
 
 
+def by_part(folder, counts, parts=2):
+    """All documents of files with `counts` documents each, and those that each part reads in its first 2000 blocks."""
+    rows = own.json_lines(folder.with_suffix(".all"), sum(counts)).read_text().splitlines(True)
+    folder.mkdir()
+    for number, count in enumerate(counts):
+        start = sum(counts[:number])
+        (folder / f"{number:02}.jsonl").write_text("".join(rows[start : start + count]))
+    data = loaded(folder)
+    found = []
+    for part in range(parts):
+        ids = torch.cat([drawn(data, step, part, parts, 40) for step in range(50)])
+        found.append(set(bytes(ids.flatten().tolist()).split(b"\n\n")[:-1]))
+    return [json.loads(row)["text"].encode() for row in rows], found
+
+
+@pytest.mark.parametrize(
+    "counts", [(150, 250), (205, 195), (10,) * 40], ids=lambda counts: f"{len(counts)} files"
+)
+def test_parts_of_small_files_share_what_is_not_held_out(tmp_path, counts):
+    texts, found = by_part(tmp_path / "in", counts)
+    assert [len(part) for part in found] == [100, 100]
+    assert found[0] | found[1] == set(texts[200:])
+
+
+def test_a_position_in_small_files_continues_exactly(tmp_path):
+    by_part(tmp_path / "in", (205, 195))
+    data, later = loaded(tmp_path / "in"), loaded(tmp_path / "in")
+    for before in range(9):
+        drawn(data, before, part=1)
+    position = json.loads(json.dumps(data.train.position(1, 2)))
+    expected = [drawn(data, step, part=1) for step in range(9, 60)]
+    later.train.go_to(1, 2, position)
+    assert all(torch.equal(drawn(later, 9 + i, part=1), ids) for i, ids in enumerate(expected))
+
+
+def test_a_part_that_reads_its_large_files_again_tells_so(tmp_path, caplog):
+    texts, found = by_part(tmp_path / "in", (2100, 60))
+    assert found[1] == set(texts[2100:]) and not found[0] & found[1]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "detonation"]
+    assert told.startswith(f"{tmp_path / 'in'}: part 1 of 2 reads its own files again after ")
+
+
 def test_a_directory_is_streamed_as_it_is_read(source, tmp_path):
     """Without its directories and hidden files."""
     (tmp_path / "in" / "inner.jsonl").mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Text in blocks of ids (bytes or tokens). The text is loaded at once, or read as a stream."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,8 +20,13 @@ PIECE = 8192
 """Number of ids in each piece when text is split into training and held-out pieces."""
 HELD_OUT = 200
 """Number of documents of a stream that are held out for validation."""
+_LEAST_OF_PART = 10 * HELD_OUT
+"""Least number of rows of a part that reads its own files. The first parts lack the held-out rows,
+which should be a small share of their rows.
+"""
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
 _NAMED = ["sotu-sample", "sotu"]
+_log = logging.getLogger("detonation")
 
 
 def text(
@@ -160,6 +166,8 @@ def _streamed(
     name = column or "text"
     with readers.one_line(source):
         first = list(islice(found, HELD_OUT))
+        file = found.shard(found.num_shards, 0)
+        rows = sum(1 for _ in islice(file, _LEAST_OF_PART))
     if not first:
         raise ValueError(f"{source} holds no rows")
     if name not in first[0]:
@@ -171,20 +179,23 @@ def _streamed(
             f"the first {len(first)} rows of {source} have {len(ids)} ids: context must be at most"
             f" {len(ids)}"
         )
-    return TextStream(source, found, name, encode, context, held_out), TextBlocks(ids, context)
+    stream = TextStream(source, found, rows, name, encode, context, held_out)
+    return stream, TextBlocks(ids, context)
 
 
 @final
 class TextStream:
     """Blocks of ids from the documents in a `datasets.IterableDataset`.
 
-    If the number of files is a multiple of the number of parts, each part reads its own files.
-    Otherwise each part reads all files and uses one row out of `parts`. Documents follow each other
-    without padding. After the last document, reading begins again with the first document.
+    If the number of files is a multiple of the number of parts, and the files are not small, each
+    part reads its own files, and a warning says when it begins again. Otherwise each part reads all
+    files and uses one row out of `parts`. Documents follow each other without padding. After the
+    last document, reading begins again with the first document.
 
     Args:
         source: Name of the data, for errors.
         stream: Iterates over rows; `split_dataset_by_node` must support it.
+        rows: Number of rows in the first file, up to `_LEAST_OF_PART`.
         column: Column of the text.
         held_out: Documents to leave out, wherever they occur.
     """
@@ -193,6 +204,7 @@ class TextStream:
         self,
         source: str,
         stream: Any,
+        rows: int,
         column: str,
         encode: Callable[[bytes], Sequence[int]],
         context: int,
@@ -200,6 +212,7 @@ class TextStream:
     ) -> None:
         self._source = source
         self._stream = stream
+        self._rows = rows
         self._column = column
         self._encode = encode
         self._context = context
@@ -221,10 +234,20 @@ class TextStream:
             behind = [self._fresh(part, parts)]
         cursor = max(behind, key=lambda cursor: cursor.at)
         cursors[:] = [*(c for c in cursors if c is not cursor), cursor][-2:]
+        epoch = cursor.epoch
         with readers.one_line(self._source):
             while cursor.at < start:
                 cursor.block()
             ids = torch.tensor([cursor.block() for _ in range(size)])
+        if parts > 1 and epoch == 0 < cursor.epoch and self._by_files(parts):
+            _log.warning(
+                "%s: part %d of %d reads its own files again after %d blocks: other parts may have"
+                " more, so give all parts equally many documents",
+                self._source,
+                part,
+                parts,
+                cursor.at,
+            )
         return {"input_ids": ids, "labels": ids.clone()}
 
     def position(self, part: int, parts: int) -> dict[str, Any]:
@@ -251,7 +274,16 @@ class TextStream:
 
     def _fresh(self, part: int, parts: int) -> "_Cursor":
         divide = needs("datasets.distributed", "hub").split_dataset_by_node
-        return _Cursor(lambda: divide(self._stream, part, parts), self._ids, self._context)
+        if self._by_files(parts) or self._stream.num_shards % parts:
+            return _Cursor(lambda: divide(self._stream, part, parts), self._ids, self._context)
+        # split_dataset_by_node would give each part its own files
+        rows = self._stream.filter(lambda _, row: row % parts == part, with_indices=True)
+        return _Cursor(lambda: divide(rows, 0, 1), self._ids, self._context)
+
+    def _by_files(self, parts: int) -> bool:
+        """True if each part reads its own files."""
+        files, rest = divmod(self._stream.num_shards, parts)
+        return not rest and (parts == 1 or files * self._rows >= _LEAST_OF_PART)
 
     def _ids(self, row: Any) -> Sequence[int]:
         document = str(row[self._column] or "").encode()
@@ -262,7 +294,7 @@ class TextStream:
 
 class _Cursor:
     """Reads the blocks (`context` ids each) of one part of the source. `at` is the number of blocks
-    that were read.
+    that were read, and `epoch` the number of times that reading began again.
 
     A saved position has the state of the row iterator before the current document, and the number
     of ids that were already read from this document.
@@ -274,7 +306,7 @@ class _Cursor:
         self._make = rows
         self._ids = ids
         self._context = context
-        self.at = self._epoch = 0
+        self.at = self.epoch = 0
         self._open(None)
 
     def block(self) -> list[int]:
@@ -289,14 +321,14 @@ class _Cursor:
         return block
 
     def position(self) -> dict[str, Any]:
-        return {"at": self.at, "epoch": self._epoch, "before": self._before, "given": self._given}
+        return {"at": self.at, "epoch": self.epoch, "before": self._before, "given": self._given}
 
     def go_to(self, position: dict[str, Any]) -> None:
         self.at = position["at"]
-        self._epoch = position["epoch"]
+        self.epoch = position["epoch"]
         given = position["given"]
         before = position["before"]
-        whole = all(type(number) is int and number >= 0 for number in (self.at, self._epoch, given))
+        whole = all(type(number) is int and number >= 0 for number in (self.at, self.epoch, given))
         if not whole or not isinstance(before, dict | None):
             raise TypeError("the saved position has an entry of the wrong type, or below 0")
         self._open(before)
@@ -329,7 +361,7 @@ class _Cursor:
         if row is None:
             if not self._fruitful:
                 raise ValueError("the stream has only held-out documents: leave data.streaming out")
-            self._epoch += 1
+            self.epoch += 1
             self._open(None)
             return
         self._after = self._rows.state_dict()
