@@ -99,6 +99,24 @@ def test_a_mistake_is_named(encoder, source, arguments, message):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.csv", "text,label\ngood,yes\nshort row\n"),
+        ("t.csv", "text,label\ngood,yes\nempty,\n"),
+        ("t.jsonl", '{"text": "good", "label": 0}\n{"text": "bad", "label": null}\n'),
+    ],
+)
+def test_a_text_without_a_label_is_named(encoder, tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(
+        ValueError, match=rf"{name}, row 2 has a text without a value in column label"
+    ):
+        load_dataset(
+            "text", {"source": str(tmp_path / name), "label": "label", "tokenizer": encoder}
+        )
+
+
 def test_one_label_is_none(encoder, tmp_path):
     (tmp_path / "t.csv").write_text("text,label\n" + "a b,x\n" * 20)
     with pytest.raises(ValueError, match="at least 10 texts of 2 labels are needed"):

@@ -108,7 +108,12 @@ def _read(
         with readers.in_file(path):
             texts = list(readers.values_of(path, column or "text"))
             names = list(readers.values_of(path, label))
-    pairs = [(str(text), str(name)) for text, name in zip(texts, names, strict=True) if text]
+    pairs = []
+    for row, (text, name) in enumerate(zip(texts, names, strict=True), start=1):
+        if text and name in (None, ""):
+            raise ValueError(f"{source}, row {row} has a text without a value in column {label}")
+        if text:
+            pairs.append((str(text), str(name)))
     return [pair for number, pair in enumerate(pairs) if number % 10 != 9], pairs[9::10]
 
 
