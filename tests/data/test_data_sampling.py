@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detonation.data import batch, batches, predictions
+from detonation.data import Data, batch, batches, predictions
 from detonation.data.dataset import _permutation
 
 
@@ -102,6 +102,26 @@ def test_augmentation_differs_between_steps_parts_and_seeds():
 def test_wrong_numbers_are_refused(step, part, parts, size):
     with pytest.raises(ValueError, match=r"step|part"):
         batch(Numbers(10), seed=0, step=step, part=part, parts=parts, size=size)
+
+
+class OnlyDraw:
+    def draw(self, step, part, parts, size):
+        return Numbers(size)[torch.arange(size)]
+
+
+def test_data_tell_which_methods_they_lack():
+    with pytest.raises(
+        ValueError, match="OnlyDraw, the training data, lack position, go_to: a stream needs draw"
+    ):
+        Data("own", "own", "images", OnlyDraw(), Numbers(4))
+    with pytest.raises(
+        ValueError, match="OnlyDraw, the validation data, lack __len__, __getitem__"
+    ):
+        Data("own", "own", "images", Numbers(4), OnlyDraw())
+    with pytest.raises(
+        ValueError, match="range_iterator, the training data, lack __len__, __getit"
+    ):
+        Data("own", "own", "images", iter(range(4)), Numbers(4))
 
 
 def test_validation_batches_are_fixed_complete_and_end_short():

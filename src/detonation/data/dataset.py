@@ -4,7 +4,7 @@ read the data before this position.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -67,6 +67,9 @@ class Data:
         name: Short label for figures.
         source: Source in the recipe.
         model: Arguments that a model must match, such as `{"vocab": 256}`.
+
+    Raises:
+        ValueError: The examples lack a method.
     """
 
     name: str
@@ -75,6 +78,27 @@ class Data:
     train: Examples | Streamed
     validation: Examples
     model: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        methods: Sequence[str] = _OF_EXAMPLES
+        if hasattr(self.train, "draw") and not hasattr(self.train, "__len__"):
+            methods = _OF_STREAM
+        _require_methods("training", self.train, methods)
+        _require_methods("validation", self.validation, _OF_EXAMPLES)
+
+
+_OF_EXAMPLES = ("__len__", "__getitem__")
+_OF_STREAM = ("draw", "position", "go_to")
+
+
+def _require_methods(what: str, examples: object, names: Sequence[str]) -> None:
+    """Raises `ValueError` if `examples` lacks one of the methods `names`."""
+    lacking = [name for name in names if not hasattr(examples, name)]
+    if lacking:
+        raise ValueError(
+            f"{type(examples).__name__}, the {what} data, lack {', '.join(lacking)}: a stream needs"
+            " draw, position and go_to; all other data need __len__ and __getitem__"
+        )
 
 
 def batch(
