@@ -3,13 +3,15 @@ most `LATE_STEPS`), which a killed process may lose.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from detonation.log.records import MESSAGE, DamagedLog, whole_records
+from detonation.log.records import MESSAGE, START, DamagedLog, LogRecord, whole_records
 from detonation.log.writer import segments
 
+_SHARD = "replica0-shard"
 LATE_STEPS = 2
 """Largest number of measured steps that a killed process may not have written to its log.
 
@@ -25,7 +27,8 @@ class LogFile:
     rank: the rank that wrote the file. begun: number of steps before the first step of the file.
     last: the last complete step in the file; equals `begun` if there is no complete step. torn:
     number of bytes after the last complete record, which belong to an unfinished step. fault: a
-    description of the damage; "" if the file is whole.
+    description of the damage; "" if the file is whole. shards: number of shards of the world that
+    wrote the file; 0 if unknown.
     """
 
     path: Path
@@ -34,6 +37,7 @@ class LogFile:
     last: int
     torn: int = 0
     fault: str = ""
+    shards: int = 0
 
     def line(self) -> str:
         """Describes the content of the file in one line of text."""
@@ -56,9 +60,12 @@ def log_files(directory: Path) -> list[LogFile]:
 def _read(rank: str, begun: int, path: Path) -> LogFile:
     last = begun
     count = 0
+    shards = 0
     try:
         size = path.stat().st_size
         for record in whole_records(path):
+            if record.kind == START:
+                shards = _shards_in(record)
             if record.kind != MESSAGE:
                 last = max(last, record.step)
             count += record.size
@@ -66,7 +73,16 @@ def _read(rank: str, begun: int, path: Path) -> LogFile:
         return LogFile(path, rank, begun, last, fault=str(error))
     except OSError as error:
         return LogFile(path, rank, begun, last, fault=f"{path} cannot be read: {error.strerror}")
-    return LogFile(path, rank, begun, last, size - count)
+    return LogFile(path, rank, begun, last, size - count, shards=shards)
+
+
+def _shards_in(start: LogRecord) -> int:
+    """Returns the number of shards in a START record; 0 if the record has no such number."""
+    with suppress(ValueError, RecursionError):
+        shards = start.table().get("shards")
+        if type(shards) is int:
+            return shards
+    return 0
 
 
 def log_faults(
@@ -82,11 +98,31 @@ def log_faults(
         saved: Step of its newest whole checkpoint; 0 if there is none.
     """
     found = []
-    expected = [f"replica0-shard{shard}" for shard in range(shards)]
+    expected = [f"{_SHARD}{shard}" for shard in range(shards)]
     for rank in sorted({file.rank for file in files}.union(expected)):
-        own = [file for file in files if file.rank == rank]
+        own = _log_of(rank, files, measured)
         found += _lacks(f"the log of {rank} in {directory}", own, measured, saved)
     return found
+
+
+def _log_of(rank: str, files: Sequence[LogFile], measured: int) -> list[LogFile]:
+    """Returns the files of `rank`, in order. Where the world had too few shards to have this rank,
+    the files of the first shard take their place, as if they had all their steps.
+
+    Leaves out files that begin before the files of the first shard. A run removes these files, but
+    keeps the last file of a rank that it no longer has.
+    """
+    first = [file for file in files if file.rank == f"{_SHARD}0"]
+    begun = min((file.begun for file in first), default=0)
+    number = rank.removeprefix(_SHARD)
+    ends = [*(file.begun for file in first[1:]), measured]
+    without = [
+        replace(file, last=max(file.last, end))
+        for file, end in zip(first, ends, strict=False)
+        if number.isdecimal() and 0 < file.shards <= int(number)
+    ]
+    own = [file for file in files if file.rank == rank and file.begun >= begun]
+    return sorted(own + without, key=lambda file: file.begun)
 
 
 def _lacks(name: str, files: Sequence[LogFile], measured: int, saved: int) -> list[str]:
