@@ -1,13 +1,17 @@
 """Lengths in epochs, rates that fall in steps, and layers that are compiled or computed again in backward."""
 
 import pytest
+import tomli_w
 import torch
 
 from detonation.train.loop.checks import check_config, checkpoint_activations, load_data
 from detonation.train.loop.session import seeded_model
+from detonation.train.output import directory
 from detonation.train.recipe.optimizers import lr_factor
+from detonation.train.recipe.resolve import Request
 from detonation.train.recipe.schema import ScheduleConfig
 from detonation.train.recipe.tables import from_table, to_table
+from detonation.train.run.start import _length, _with_length, make_task
 
 
 def test_epochs_become_the_steps_that_they_take(tiny):
@@ -16,6 +20,25 @@ def test_epochs_become_the_steps_that_they_take(tiny):
     assert config.train.steps == -(-examples // 2 // (4 * 2 * 2))
     assert check_config(from_table(to_table(config))) == config, "a run that is resumed has as many"
     assert tiny("train.epochs=0.5").train.steps == 6, "steps are asked for, and win"
+
+
+def test_a_resumed_run_has_the_epochs_of_its_recipe(tiny_recipe, tmp_path):
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(tiny_recipe))
+    in_epochs = ("train.steps=0", "train.epochs=0.5")
+
+    def started(*sets, resume=True):
+        request = Request(tmp_path / "tiny.toml", sets, out=tmp_path / "run", resume=resume)
+        config = make_task(_with_length(request, _length(request, None)), None).config
+        directory.begin_run(tmp_path / "run", to_table(config))
+        return config.train.steps
+
+    (tmp_path / "run").mkdir()
+    steps = started(*in_epochs, resume=False)
+    assert started(*in_epochs, "mesh.replicas=4") == steps, "other ranks"
+    assert started(*in_epochs, "train.steps=6") == 6
+    assert started(*in_epochs) == steps, "--steps counts where it is given"
+    assert started(*in_epochs, "train.batch_size=8") == -(-steps // 2)
+    assert started(*in_epochs, "train.accumulate=2") == -(-steps // 2)
 
 
 def test_a_run_needs_a_length(tiny, tmp_path):

@@ -286,14 +286,15 @@ def steps_finished(path: Path) -> int:
         return 0
 
 
-def steps_of_epochs(path: Path, epochs: float) -> int:
-    """Returns the number of steps in `epochs` epochs, as computed when the run in `path` began; 0
-    if this number was not saved.
+def steps_of_epochs(path: Path, train: TrainConfig) -> int:
+    """Returns the number of steps in `train.epochs` epochs, as computed when the run in `path`
+    began; 0 if this number was not saved, or if the batches of a rank had another size.
     """
-    train = config_in(path).get("train")
-    if not isinstance(train, dict) or train.get("epochs") != epochs:
+    saved = config_in(path).get("train")
+    same = ("epochs", "batch_size", "accumulate")
+    if not isinstance(saved, dict) or any(saved.get(key) != getattr(train, key) for key in same):
         return 0
-    return _integer(train.get("steps"))
+    return _integer(saved.get("steps"))
 
 
 def _integer(value: object) -> int:

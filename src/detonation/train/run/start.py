@@ -4,7 +4,7 @@ processes.
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,7 +61,7 @@ def _run(
         finished = _finished(request, None)
         if finished is not None:
             return finished
-        task = make_task(_with_steps(request, _steps_begun(request, None)), None)
+        task = make_task(_with_length(request, _length(request, None)), None)
         return run_task(task, set_up)
 
     def on_this_rank() -> Table:
@@ -72,13 +72,13 @@ def _run(
                 _finished(request, place),
                 restarted(os.environ),
                 restartable(os.environ),
-                _steps_begun(request, place),
+                _length(request, place),
             ]
         texts = Texts(local_device())
-        finished, again, may_start, steps = json.loads(texts.broadcast(json.dumps(said)))
+        finished, again, may_start, length = json.loads(texts.broadcast(json.dumps(said)))
         if finished:
             return dict(finished)
-        task = make_task(_with_steps(request, steps), place)
+        task = make_task(_with_length(request, length), place)
         require_same_command(texts, task.config, _flags(request, task.config))
         task = replace(task, resume=request.resume or again, may_start=may_start)
         if place.rank == 0 and not request.replica:
@@ -116,24 +116,25 @@ def _flags(request: Request, config: Config) -> dict[str, Any]:
     }
 
 
-def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
-    """Returns the number of steps that a resumed run computed from its epochs when it first
-    started. This number stays the same if the number of ranks changes.
+def _length(request: Request, place: LaunchPosition | None) -> tuple[str, ...]:
+    """Returns the assignments that set the length of a run whose recipe has epochs.
 
-    Returns 0 for a new run, and if the recipe sets steps.
+    A resumed run keeps the number of steps that was computed from its epochs when it first started,
+    even if the number of ranks changes. If steps are set as well, the run directory keeps no
+    epochs. Otherwise a later resume could not tell these steps from steps of epochs.
     """
-    if request.out is None or not (request.resume or restarted(os.environ)):
-        return 0
     train = request.layers(place).config().train
-    if train.steps:
-        return 0
-    return directory.steps_of_epochs(request.out, train.epochs)
+    if train.steps and train.epochs:
+        return ("train.epochs=0",)
+    if train.steps or request.out is None or not (request.resume or restarted(os.environ)):
+        return ()
+    if steps := directory.steps_of_epochs(request.out, train):
+        return (f"train.steps={steps}",)
+    return ()
 
 
-def _with_steps(request: Request, steps: int) -> Request:
-    if steps:
-        return replace(request, overrides=(*request.overrides, f"train.steps={steps}"))
-    return request
+def _with_length(request: Request, length: Iterable[str]) -> Request:
+    return replace(request, overrides=(*request.overrides, *length))
 
 
 def compute_with_one_thread() -> None:
