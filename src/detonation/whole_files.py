@@ -176,9 +176,22 @@ def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -
         raise
 
 
+def make_directories(path: Path, exist_ok: bool = True) -> None:
+    """Creates the directory `path` and its missing parents, and waits until their entries are on
+    the disk.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=exist_ok)
+    for each in missing:
+        sync_entries(each.parent)
+
+
 def sync_entries(path: Path) -> None:
     """Waits until the entries of the directory `path` are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a directory that cannot be read cannot be synced
+        return
     try:
         os.fsync(descriptor)
     except OSError as error:

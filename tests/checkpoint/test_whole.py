@@ -8,9 +8,11 @@ import shutil
 import stat
 import threading
 import weakref
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_exact import BASES, advance, everything, start
@@ -23,6 +25,7 @@ from detonation.checkpoint import async_save
 from detonation.checkpoint.files import disk
 from detonation.checkpoint.files.manifest import MOST_BYTES
 from detonation.checkpoint.shard_saver import NotSaved, SaveJob
+from detonation.train.output.directory import RunDirectory, fresh_directory
 from limits import LIMIT_S
 
 DEMO = dt.demo(topk=4, chunk=16)
@@ -330,6 +333,36 @@ def test_a_file_system_that_syncs_no_directories_takes_a_checkpoint(tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", of_files_alone)
     assert worlds.run(beside_leftovers, 1, 1, tmp_path) == ["step-000001"]
+
+
+def synced_entries(mesh, folder):
+    """Trains in new directories; the entries that were in a directory when this rank synced it."""
+    synced, sync = set(), os.fsync
+
+    def noted(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            synced.update(path.iterdir())
+        sync(descriptor)
+
+    os.fsync = noted
+    run = fresh_directory(str(folder / "new" / f"rank{mesh.get_rank()}"))
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    with closing(RunDirectory(run / "out")), closing(dt.UpdateLog(folder / "updates")) as log:
+        optimizer.record(log)
+        advance(model, optimizer, range(1))
+        dt.save_checkpoint(folder / "saved" / "checkpoints", model, optimizer)
+        log.rotate()
+        advance(model, optimizer, range(1, 2))
+    os.fsync = sync
+    return synced
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_directories_and_logs_that_are_made_outlive_a_loss_of_power(tmp_path, replicas):
+    synced = set().union(*worlds.run(synced_entries, replicas, 1, tmp_path))
+    made = {path for path in tmp_path.rglob("*") if path.is_dir() or path.suffix == ".updates"}
+    assert made - synced == set() and len(made) == 7 + 2 * replicas
 
 
 def saved_names(mesh, folder):

@@ -20,7 +20,7 @@ from detonation.checkpoint.files import disk
 from detonation.core.flat.tensors import local
 from detonation.core.link import ElasticCommunicator, TextExchange
 from detonation.core.optimizer import Replicated
-from detonation.whole_files import PROBE
+from detonation.whole_files import PROBE, make_directories
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _probe(directory: Path, token: str, rank: int) -> Path:
 def _written(path: Path) -> str:
     """Writes an empty file. Returns the reason if writing fails, else ""."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(path.parent)
         disk.touch(path)
     except OSError as error:
         return f"{error.strerror}, in {path.parent} on {platform.node()}"

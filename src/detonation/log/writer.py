@@ -33,7 +33,7 @@ from detonation.log.records import (
     noted,
     start_of,
 )
-from detonation.whole_files import opened, replaced
+from detonation.whole_files import make_directories, opened, replaced, sync_entries
 
 SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16
@@ -275,7 +275,7 @@ class UpdateLog(StepRecorder):
         if not first:
             about |= self._start
             self._warn_of_earlier(rank, about.get("run", ""))
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directories(self.directory)
         for _, begun, later in segments(self.directory, rank):
             # remove files whose steps training will repeat, because it returned to an earlier step
             if begun > first:
@@ -285,6 +285,7 @@ class UpdateLog(StepRecorder):
         self._closing = weakref.finalize(self, os.close, self._file)
         self._options = []
         self._length = 0
+        sync_entries(self.directory)
         self.hand_on([noted(START, first, about)])
 
     def _continue(self, optimizer: Replicated, first: int) -> bool:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from detonation.whole_files import new_file, sync_entries
+from detonation.whole_files import make_directories, new_file, sync_entries
 
 WRITE_BLOCK = 1 << 20
 
@@ -21,7 +21,7 @@ operation.
 
 def make_directory(path: Path) -> None:
     _about_to("mkdir", path)
-    path.mkdir(parents=True)
+    make_directories(path, exist_ok=False)
 
 
 def touch(path: Path) -> None:

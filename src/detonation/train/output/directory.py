@@ -20,7 +20,14 @@ import tomli_w
 
 from detonation.cluster.processes.failure import RunError
 from detonation.train.recipe.schema import TrainConfig
-from detonation.whole_files import PROBE, open_lock, parse_toml, read_text, write_whole
+from detonation.whole_files import (
+    PROBE,
+    make_directories,
+    open_lock,
+    parse_toml,
+    read_text,
+    write_whole,
+)
 from detonation.whole_files import read_json as read_json
 
 _PACKAGES = (
@@ -323,7 +330,7 @@ def fresh_directory(name: str) -> Path:
     while True:
         path = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
         try:
-            path.mkdir(parents=True)
+            make_directories(path, exist_ok=False)
             return path
         except FileExistsError:
             now += 1
@@ -342,7 +349,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_directories(path)
             _refuse_links(path)
             self._lock = open_lock(path / LOCK)
             _take(self._lock, path)
@@ -378,7 +385,7 @@ def require_writable(path: Path) -> None:
     """
     probe = path / f"{PROBE}{os.getpid()}"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_directories(path)
         write_whole(probe, bytes(_PROBE_BYTES))
     except OSError as error:
         raise unwritable(path, error) from error
