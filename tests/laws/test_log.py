@@ -18,8 +18,9 @@ from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
-from detonation.log import writer
+from detonation.log import continuity, writer
 from detonation.log.records import START, noted, whole_records
+from detonation.train.run import log_check
 from steps import STEPS, advance, bases, started
 from zoo import KINDS, REGISTERED, Plain, batch, built
 
@@ -144,6 +145,56 @@ def test_damage_is_told_of(log):
     _, optimizer = started(LoopbackCommunicator(2), dt.demo())
     with pytest.raises(dt.errors.DamagedLog, match="is damaged at byte"):
         dt.replay(path.parent, optimizer)
+
+
+def test_what_training_appends_to_a_log_while_it_is_read_is_no_damage(log):
+    """A reader has what was whole when it opened the file: not the rest of a step that was being written then."""
+    path, _ = log
+    content = path.read_bytes()
+    records = [*whole_records(path)]
+    early = sum(record.size for record in records[:5])
+    path.write_bytes(content[: early + 9])
+    reader = whole_records(path)
+    found = [next(reader)]
+    path.write_bytes(content)
+    assert [*found, *reader] == records[:5]
+
+    damaged = bytearray(content)
+    damaged[early - 1] ^= 1
+    path.write_bytes(damaged)
+    reader = whole_records(path)
+    next(reader)
+    path.write_bytes(damaged + content)
+    with pytest.raises(dt.errors.DamagedLog, match="is damaged at byte"):
+        list(reader)
+
+
+def test_a_log_that_grows_while_it_is_checked_has_no_torn_end(log, monkeypatch):
+    path, _ = log
+    content = path.read_bytes()
+    path.write_bytes(content[:-1000])
+
+    def grown(path):
+        path.write_bytes(content)
+        return whole_records(path)
+
+    monkeypatch.setattr(continuity, "whole_records", grown)
+    assert [(file.last, file.torn) for file in continuity.log_files(path.parent)] == [(STEPS, 0)]
+
+
+def test_steps_that_a_run_takes_while_its_log_is_read_are_not_missing(log, monkeypatch):
+    path, _ = log
+    measured = [STEPS]
+
+    def read(folder):
+        measured[0] += STEPS
+        return continuity.log_files(path.parent)
+
+    config = {"train": {"log_updates": True}}
+    monkeypatch.setattr(log_check.directory, "config_in", lambda run: config)
+    monkeypatch.setattr(log_check, "_measured", lambda metrics: (measured[0], []))
+    monkeypatch.setattr(log_check, "log_files", read)
+    assert log_check.checked_log(path.parent, saved=0)[1] == []
 
 
 def test_a_log_of_another_run_is_refused(log):

@@ -73,7 +73,8 @@ def _read(rank: str, begun: int, path: Path) -> LogFile:
         return LogFile(path, rank, begun, last, fault=str(error))
     except OSError as error:
         return LogFile(path, rank, begun, last, fault=f"{path} cannot be read: {error.strerror}")
-    return LogFile(path, rank, begun, last, size - count, shards=shards)
+    torn = max(size - count, 0)  # training may write meanwhile
+    return LogFile(path, rank, begun, last, torn, shards=shards)
 
 
 def _shards_in(start: LogRecord) -> int:

@@ -103,8 +103,8 @@ def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
 
 
 def whole_records(path: Path) -> Iterator[LogRecord]:
-    """Yields the whole records of a file. A crash may have left an incomplete record at the end of
-    the file.
+    """Yields the records that were whole when the file was opened. Training may append records
+    meanwhile, and a crash may have left an incomplete record at the end of the file.
 
     Raises `DamagedLog` if whole records follow a damaged one.
     """
@@ -113,7 +113,7 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
         while (record := _next(file, size)) is not None:
             yield record
         at = file.tell()
-        rest = memoryview(file.read())
+        rest = memoryview(file.read(size - at))
         starts = [match.start() for match in re.finditer(_MAGIC, rest)]
         if any(_found(rest[start:]) for start in starts if start):
             raise DamagedLog(

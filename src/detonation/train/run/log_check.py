@@ -25,7 +25,6 @@ def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
     mesh = config.get("mesh")
     logs = isinstance(train, dict) and train.get("log_updates") is True
     updates = run / directory.UPDATES
-    files = log_files(updates)
     measured = 0
     faults: list[str] = []
     expected = 0
@@ -34,6 +33,7 @@ def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
         shards = mesh.get("shards") if isinstance(mesh, dict) else None
         if type(shards) is int and shards <= _MOST_SHARDS:
             expected = shards
+    files = log_files(updates)  # after the metrics: the run may go on meanwhile
     return files, faults + log_faults(updates, files, expected, measured, saved)
 
 
