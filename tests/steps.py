@@ -128,6 +128,15 @@ class Mortal(SurvivingCommunicator):
         self.countdown -= self._begun == self.dies_in
 
 
+def end_replica(axis):
+    """Ends a replica that has died, as the end of its process would."""
+    with axis._changed:
+        axis._closed = True
+        axis._changed.notify_all()
+    axis._membership.leave(0)
+    axis._group.abandon()
+
+
 def replicas(act, number=3):
     """What `act(axis)` returns on each replica, a thread of its own; None for one that died."""
     store = HashStore()
@@ -138,11 +147,7 @@ def replicas(act, number=3):
         try:
             result = act(axis)
         except Died:
-            with axis._changed:
-                axis._closed = True
-                axis._changed.notify_all()
-            membership.leave(0)
-            axis._group.abandon()
+            end_replica(axis)
             return None
         if replica in membership.members:
             axis.close()

@@ -1,15 +1,19 @@
 """Law 15 where the replica that writes the log is lost: the next one goes on, and nothing is lost or repeated."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.cluster.survive.agreement import ReplicaLeft
+from detonation.cluster.survive.agreement import ReplicaLeft, next_axis_store
+from detonation.cluster.survive.membership import Membership
 from detonation.core.flat.tensors import digest
 from detonation.log.records import STEP, heads
-from steps import Died, replicas
+from steps import Died, Mortal, end_replica, replicas, together
 
 SCHEMES = {
     "demo": lambda: dt.demo(topk=2, chunk=8, link="all-gather"),
@@ -18,6 +22,7 @@ SCHEMES = {
     "full": dt.full,
 }
 STEPS = 8
+TOKEN = b"0123456789abcdef"
 
 
 class Pair(nn.Module):
@@ -144,3 +149,81 @@ def test_law_15_a_replica_leaves_right_after_a_log_was_rotated(scheme, tmp_path)
     every = {step: [rotate] for step in range(STEPS)}
     end, replay = trained(scheme, every, tmp_path, leaves=3)
     assert replay() == (STEPS, end)
+
+
+def agreed(optimizer):
+    return digest(tensor for each in optimizer.build() for tensor in each.shared_weights())
+
+
+def replicated(model, scheme, axis):
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return dt.replicate(inner, model, axis, SCHEMES[scheme]())
+
+
+def taken_over_by_a_newcomer(scheme, events, folder, lives):
+    """The weights and the last step of a newcomer, and states of the run at the steps before it joined. The only other
+    replica is lost `lives` steps later; `events` follow each step, but a write only once both are there.
+    """
+    store = HashStore()
+    states = []
+    models = [Pair(), Pair()]
+
+    def steps(me, optimizer, axis):
+        model = models[me]
+        door = dt.Admission(model, optimizer, token=TOKEN)
+        log = dt.UpdateLog(folder)
+        optimizer.record(log)
+        last = optimizer.step_count + STEPS if me else None
+        while optimizer.step_count != last:
+            step = optimizer.step_count
+            if not me and last == step + STEPS - lives:
+                raise Died
+            numbers = torch.Generator().manual_seed(9 * step + me)
+            model(torch.randn(4, 16, generator=numbers)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not last and axis._membership.guest > 1:
+                last = step + STEPS
+            for event in events:
+                if last or event is rotate:
+                    event(model, optimizer, log)
+            if not last:
+                states.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+            door.after_step()
+        optimizer.synchronize()
+        log.close()
+        axis.close()
+        return agreed(optimizer), optimizer.step_count
+
+    def first():
+        membership = Membership(next_axis_store(store, 0, 1), 0, 1, 0, 1, 30.0, 1, print, 30.0)
+        axis = Mortal(membership, 30.0)
+        try:
+            steps(0, replicated(models[0], scheme, axis), axis)
+        except Died:
+            end_replica(axis)
+
+    def newcomer():
+        return steps(1, *dt.admitted(models[1], dt.Guest(store), token=TOKEN))
+
+    _, end = together(first, newcomer)
+    return end, states[-3:]
+
+
+@pytest.mark.parametrize("scheme", ["demo", "diloco", "streaming"])
+@pytest.mark.parametrize(
+    ("events", "lives"),
+    [([], 1), ([rotate], 0), ([rotate], 1), ([rotate, write], 1), ([write, rotate], 2)],
+)
+def test_law_15_a_newcomer_that_takes_over_the_log_keeps_what_led_to_its_join(
+    scheme, events, lives, tmp_path
+):
+    end, states = taken_over_by_a_newcomer(scheme, events, tmp_path, lives)
+    for state in (None, *states):
+        model = Pair()
+        again = replicated(model, scheme, LoopbackCommunicator(1))
+        if state:
+            model.load_state_dict(state[0])
+            again.load_state_dict(state[1])
+        steps = dt.replay(tmp_path, again)
+        assert (agreed(again), steps) == end

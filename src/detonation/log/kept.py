@@ -2,24 +2,28 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from detonation.log.records import STEP, LogRecord
+from detonation.log.records import START, STEP, LogRecord, opening
 
 KEPT_STEPS = 4
 """Number of recent steps that each further replica keeps in memory. If the first replica is lost,
 the next replica writes these steps to the log.
 """
 
+_OTHER_LEVELS = ("replicas", "scheme", "arguments", "parameters", "clip")
+"""Settings that differ if the optimizer has built other levels."""
+
 
 class KeptSteps:
     """The last steps of a log that another replica writes, each with the writes to weights and the
     `synchronize` calls after it.
 
-    A file that begins with kept steps replaces the same steps in the files of the lost replica. So
-    it must begin with a whole step: what came between this step and the one before is in an earlier
-    file already. Only after a gap, as after a load, the new file may replace the file after the gap
-    as a whole.
+    A file that begins with kept steps replaces the same steps in the files of the lost replica. If
+    that replica began a file after as many steps, the new file begins with the writes and
+    `synchronize` calls that are in that file and are not kept. Only after a gap, as after a load,
+    it holds nothing of that file.
     """
 
     def __init__(self) -> None:
@@ -54,25 +58,40 @@ class KeptSteps:
             self._all = False
 
     def take(
-        self, is_used: Callable[[int], bool]
-    ) -> tuple[int, dict[str, Any], list[list[LogRecord]]]:
+        self, path_of: Callable[[int], Path]
+    ) -> tuple[int, dict[str, Any], list[LogRecord], list[list[LogRecord]]]:
         """Drops all steps, and returns them for a new file: the number of steps before this file,
-        the settings for its first record, and the records of each event.
+        the settings of the kept steps, the records of the lost replica that stay before them, and
+        the records of each event.
 
         Args:
-            is_used: True if a file begins after this number of steps. The new file must not replace
-                it, because it may begin with a write or a `synchronize` call.
+            path_of: Path of the file that begins after this number of steps.
         """
-        steps = list(self._steps)
+        events = [event for step in self._steps for event in step]
+        first = _steps_before(events)
         settings = self._settings
+        earlier: list[LogRecord] = []
         if self._all and self._origin:
             settings = settings | self._origin
         else:
-            while len(steps) > 1 and is_used(_steps_before(steps[0])):
-                del steps[0]
+            earlier = opening(path_of(first), settings)
+        if self._all:
+            earlier = _before(settings, earlier)
         self._steps.clear()
         self._all = False
-        return _steps_before(steps[0]), settings, [event for step in steps for event in step]
+        return first, settings, earlier, events
+
+
+def _before(settings: dict[str, Any], records: list[LogRecord]) -> list[LogRecord]:
+    """Returns the records before the last START record that begins the `settings`. All records that
+    follow it are kept, too.
+    """
+    for number, record in reversed([*enumerate(records)]):
+        if record.kind == START:
+            table = record.table()
+            if all(table.get(key) == settings.get(key) for key in _OTHER_LEVELS):
+                return records[:number]
+    return records
 
 
 def _steps_before(events: Sequence[Sequence[LogRecord]]) -> int:

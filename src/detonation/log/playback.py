@@ -255,7 +255,7 @@ class Playback(Player):
             _log.warning(_NEAR, path, why)
         self._check_identity(path, about)
         if not why:
-            self._check_state(path, start.step, about.get("state", ""))
+            self._check_state(path, start.step, about.get("state") or about.get("joined", ""))
         weights = ""
         if self.first == 0:
             weights = about.get("start", "")

@@ -10,7 +10,7 @@ import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +144,24 @@ def start_of(path: Path) -> dict[str, Any]:
     for record in whole_records(path):
         return record.table()
     return {}
+
+
+def opening(path: Path, settings: Mapping[str, Any]) -> list[LogRecord]:
+    """Returns the records of a file before its first step: settings, writes and `synchronize`
+    calls. Empty if there is no such file, or if it is of another run than `settings`.
+    """
+    found: list[LogRecord] = []
+    whole = 0
+    with suppress(DamagedLog, FileNotFoundError):
+        for record in whole_records(path):
+            if record.kind == STEP:
+                break
+            found.append(record)
+            if record.kind != MESSAGE:
+                whole = len(found)
+    if found and found[0].table().get("run") == settings.get("run", ""):
+        return found[:whole]
+    return []
 
 
 def heads(path: Path) -> Iterator[tuple[int, int, int]]:

@@ -28,9 +28,11 @@ from detonation.log.records import (
     Copies,
     LogRecord,
     StepRecorder,
+    agreed_digest,
     heads,
     last_step,
     noted,
+    opening,
     start_of,
 )
 from detonation.whole_files import make_directories, opened, replaced, sync_entries
@@ -99,13 +101,20 @@ class UpdateLog(StepRecorder):
         # the write of the last step, which a thread may still execute
         self._writing: Future[None] | None = None
         self._kept = KeptSteps()
-        self._start: dict[str, Any] = {}  # digest of the weights before the first step
+        self._begun = 0  # number of steps when this log began
+        self._start: dict[str, Any] = {}  # digest of the state after these steps
 
     def begin(self, optimizer: Replicated) -> None:
         """Records a digest of the weights before the first step. A replay from the start must begin
-        with the same weights.
+        with the same weights. If this replica has just joined, records a digest of the state that
+        it has received: the log of the other replicas must lead to this state.
         """
+        if optimizer.step_count and self._last >= 0:
+            return  # other levels were built before the first step of this replica
         self._start = {"start": digest(optimizer.model.parameters())}
+        if optimizer.step_count:
+            self._start = {"joined": agreed_digest(optimizer)}
+        self._begun = optimizer.step_count
         self._optimizer = optimizer
         self._last = optimizer.step_count
         self.note(optimizer)
@@ -158,7 +167,11 @@ class UpdateLog(StepRecorder):
         if self._kept:
             self._write_kept(optimizer)
         if not (goes_on and self._continue(optimizer, first)):
-            self._begin(optimizer, first, _settings(optimizer) | self._origin)
+            settings = _settings(optimizer) | self._origin
+            earlier: list[LogRecord] = []
+            if goes_on and not self._origin:
+                earlier = opening(self._path_of(optimizer, first), settings)
+            self._begin(optimizer, first, settings, earlier)
         elif another:
             self._change(optimizer, first)
         self._levels = optimizer.build()
@@ -185,10 +198,10 @@ class UpdateLog(StepRecorder):
         replica had already written some of these steps, the new records are equal to the old ones.
         """
         self.flush()
-        first, settings, events = self._kept.take(
-            lambda first: self._path_of(optimizer, first).exists()
+        first, settings, earlier, events = self._kept.take(
+            lambda first: self._path_of(optimizer, first)
         )
-        self._begin(optimizer, first, {**settings, "taken_over": True})
+        self._begin(optimizer, first, {**settings, "taken_over": True}, earlier)
         for records in events:
             self.hand_on(records)
         self._close_file()
@@ -269,11 +282,22 @@ class UpdateLog(StepRecorder):
                 with suppress(OSError):
                     os.ftruncate(self._file, self._length)
 
-    def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
+    def _begin(
+        self,
+        optimizer: Replicated,
+        first: int,
+        settings: dict[str, Any],
+        earlier: Sequence[LogRecord],
+    ) -> None:
+        """Begins a file for what follows after `first` steps, in place of a file of the same name.
+
+        earlier: Records of that file which the new file keeps.
+        """
         rank = writer_of(optimizer)
         about = {"version": LOG_VERSION, "first": first, "rank": rank, **settings}
-        if not first:
+        if first == self._begun:
             about |= self._start
+        if not first:
             self._warn_of_earlier(rank, about.get("run", ""))
         make_directories(self.directory)
         for _, begun, later in segments(self.directory, rank):
@@ -286,7 +310,7 @@ class UpdateLog(StepRecorder):
         self._options = []
         self._length = 0
         sync_entries(self.directory)
-        self.hand_on([noted(START, first, about)])
+        self.hand_on([*earlier, noted(START, first, about)])
 
     def _continue(self, optimizer: Replicated, first: int) -> bool:
         """Opens the last file again if that file, too, begins after `first` steps: it may hold a

@@ -14,7 +14,7 @@ class StepObserver:
 
     def begin(self, optimizer: Any) -> None:
         """Called before the first step of `optimizer`, a `Replicated` whose weights are still the
-        initial weights.
+        initial weights or, if this replica has just joined, those of the other replicas.
         """
 
     def left(self) -> None:

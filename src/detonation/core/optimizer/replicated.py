@@ -364,7 +364,7 @@ class Replicated(OptimizerWrapper):
         self.observer = observer
         for link, _ in self._routes.values():
             link.observe(observer)
-        if observer and self.is_built and not self.step_count:
+        if observer and self.is_built and self.step_count in (0, self.run.joined):
             observer.begin(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -424,6 +424,8 @@ class Replicated(OptimizerWrapper):
         """
         changes.take_options(self.build(), self.param_groups, newcomer)
         self._compare()
+        if newcomer:
+            self.run.joined = self.step_count
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:

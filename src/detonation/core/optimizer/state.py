@@ -37,6 +37,8 @@ class RunPoint:
 
     known: the id of the checkpoint or the log that this process has loaded, replayed or written; ""
     before that. The known id may differ between ranks. After `agree`, the drawn id does not.
+    joined: the step at which this replica joined a run that was under way; 0 if it did not, or if it
+    has loaded another state since.
     completed: how often rounds were completed since the last step, as by `synchronize`; None if the
     loaded state does not say it. With this count, a replay knows which completions after a step a
     checkpoint includes.
@@ -44,12 +46,14 @@ class RunPoint:
 
     def __init__(self) -> None:
         self.known = ""
+        self.joined = 0
         self.completed: int | None = 0
         self._drawn = secrets.token_hex(8)
 
     def load(self, known: str = "", completed: int | None = None) -> None:
         """Continues at the point of a loaded state, which may say neither id nor count."""
         self.known = known
+        self.joined = 0
         self.completed = completed
 
     def complete(self) -> None:
