@@ -213,13 +213,10 @@ class Replicated(OptimizerWrapper):
     def _enter(
         self, overlapping: bool
     ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
-        """Begins a step: builds the levels before the first step, and makes pending changes.
-
-        Pending changes are lost or new replicas, and added or removed parameters. If `overlap` has
-        already sent gradients of this step (`overlapping`), all changes wait for the next step.
-
-        Returns: the consensus, the replicators that act before the weights move, with padding rows
-        last, and the replicators that act afterwards.
+        """Begins a step: builds the levels before the first step, and makes pending changes: lost
+        or new replicas, and added or removed parameters. If `overlap` has already sent gradients of
+        this step (`overlapping`), all changes wait for the next step. Returns the consensus, the
+        replicators that act before the weights move, with padding rows last, and all others.
         """
         if self.memory_lost:
             states.warn_of_lost_memory(self)
