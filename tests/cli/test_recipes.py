@@ -34,6 +34,9 @@ def test_recipes_are_listed_printed_and_found_by_name(tmp_path, monkeypatch, cap
         assert read_recipe(tmp_path / f"{name}.toml") == packaged(name)
     assert run_command(["train", "quick", "--print"]) == 2
     assert "unknown recipe 'quick', did you mean 'quick-lm'?" in capsys.readouterr().err
+    (tmp_path / "own.toml").write_text("seed = 3\n")
+    assert run_command(["train", str(tmp_path / "own.toml"), "--print"]) == 0
+    assert capsys.readouterr().out == "seed = 3\n"
 
 
 def packaged(name):

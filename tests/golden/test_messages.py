@@ -77,3 +77,6 @@ def test_messages_and_files_name_a_scheme_as_builds_did_whose_gradients_could_be
     assert made.identity == {**made.arguments, "delay": 0} and made == dt.scheme(name)
     with pytest.raises(ValueError, match=f"{name} has no delay any more"):
         dt.scheme(name, {"delay": 1})
+    with pytest.raises(ValueError, match=f"{name} has no delay any more"):
+        getattr(dt.schemes, name)(delay=1)
+    assert getattr(dt.schemes, name)(delay=0) == dt.scheme(name)

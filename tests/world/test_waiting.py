@@ -63,7 +63,8 @@ BEFORE, FIRST = Standing(20), Standing(0)
         (1, [INSIDE, INSIDE, BEFORE], None),  # a lower rank says it
         (0, [BEFORE, INSIDE], None),  # the others wait for this one
         (0, [OUTSIDE, OUTSIDE], None),  # all evaluate or save
-        (0, [INSIDE, OUTSIDE], None),  # the other has received everything, so this one is at work
+        # the other has received everything, so this one is at work; or the other had an error
+        (0, [INSIDE, OUTSIDE], "step 21, which others have ended, perhaps by an error: rank 1$"),
         (0, [FIRST, FIRST], None),
         (0, [LEFT, BEFORE], None),
     ],

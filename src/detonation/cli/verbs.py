@@ -192,6 +192,7 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
     """
     from detonation.choices import unknown
     from detonation.train.recipe.resolve import headline, names_of_parts, shipped_recipes
+    from detonation.whole_files import read_text
 
     if verb != of.Train(recipe=verb.recipe, print=verb.print, json=verb.json, debug=verb.debug):
         raise ValueError(
@@ -208,6 +209,8 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
             say(verb, fill(line, 100, subsequent_indent=" " * 16, break_on_hyphens=False))
         return {"recipes": about, **names}
     name = str(verb.recipe)
+    if name not in texts and verb.recipe.is_file():
+        texts[name] = read_text(verb.recipe, links=True)
     if name not in texts:
         raise unknown("recipe", name, texts)
     say(verb, texts[name].removesuffix("\n"))

@@ -134,6 +134,9 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
             f"{here}, like all other ranks: the network between them is slow or cut off, or one"
             " rank is busy in a hook"
         )
+    if mine.where == _INSIDE:
+        ended = (f"rank {r}" for r, other in enumerate(standings) if other.where != _INSIDE)
+        return f"{here}, which others have ended, perhaps by an error: {first_names(ended)}"
     return ""
 
 

@@ -376,6 +376,20 @@ def register(function: Callable[P, S]) -> Callable[P, S]:
     return recorded
 
 
+def _without_delay(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `given` without delay=0. Raises `ValueError` for another delay of a scheme that had
+    one in earlier builds.
+    """
+    if name not in _HAD_DELAY or "delay" not in given:
+        return dict(given)
+    if given["delay"] != 0:
+        raise ValueError(
+            f"{name} has no delay any more, because late updates raise the loss: leave delay out;"
+            " overlap() hides messages behind backward"
+        )
+    return {key: value for key, value in given.items() if key != "delay"}
+
+
 def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
     """Wraps `function` so that each call checks the arguments, and records `name` and the arguments
     in the scheme that `function` makes.
@@ -398,7 +412,14 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
             )
         return replace(found, name=name, arguments=dict(bound.arguments))
 
-    return made
+    if name not in _HAD_DELAY:
+        return made
+
+    @functools.wraps(made)
+    def without_delay(*args: P.args, **kwargs: P.kwargs) -> S:
+        return made(*args, **_without_delay(name, kwargs))
+
+    return without_delay
 
 
 def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
@@ -422,12 +443,7 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
     function = find_function("scheme", name, SCHEMES)
     if name not in SCHEMES:
         function = _recorded(function, name)
-    given = dict(arguments or {})
-    if name in _HAD_DELAY and given.pop("delay", 0) != 0:
-        raise ValueError(
-            f"{name} has no delay any more, because late updates raise the loss: leave delay out;"
-            " overlap() hides messages behind backward"
-        )
+    given = _without_delay(name, arguments or {})
     made: Scheme = make("scheme", {name: function}, name, given)
     return made
 
