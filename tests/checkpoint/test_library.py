@@ -442,6 +442,35 @@ def test_a_checkpoint_without_frozen_weights_loads_over_the_same_ones_alone(tmp_
         )
 
 
+def trained_again(mesh, folder):
+    """What loading over a weight says that the saved run had frozen, and how it loads once all weights are frozen."""
+    model = built(Plain)
+    name, weight = next(model.named_parameters())
+    optimizer = dt.replicate(BASES["SGD"](model.parameters()), model, mesh["replicate"], DEMO)
+    weight.requires_grad_(False)
+    advance(model, optimizer, range(2))
+    path = dt.save_checkpoint(folder, model, optimizer, frozen=False)
+
+    again = built(Plain)
+    other = dt.replicate(BASES["SGD"](again.parameters()), again, mesh["replicate"], DEMO)
+    with pytest.raises(ValueError) as raised:
+        dt.load_checkpoint(folder, again, other)
+    again.requires_grad_(False)
+    dt.load_checkpoint(folder, again, other)
+
+    for each, its in ((model, optimizer), (again, other)):
+        each.requires_grad_(True)
+        advance(each, its, range(2, 4))
+    return str(raised.value) == (
+        f"{path} leaves out the frozen weights {name}, which this run trains: give the model these weights, freeze"
+        " them (requires_grad_(False)), and unfreeze them after the load"
+    ), digest(model.parameters()) == digest(again.parameters())
+
+
+def test_a_checkpoint_without_frozen_weights_says_that_this_run_trains_them(tmp_path):
+    assert worlds.run(trained_again, 2, 1, tmp_path) == [(True, True)] * 2
+
+
 def unmarked(mesh, folder):
     """Earlier versions did not describe the frozen weights that they omitted."""
     for n in range(2):

@@ -17,10 +17,10 @@ from detonation.checkpoint.snapshot import (
     PADDING,
     entry_of,
     frozen_marks,
-    frozen_weights,
     generators,
     groups,
     held_shards,
+    omitted_weights,
     point_in,
     replicators_of_shards,
     run_identity,
@@ -143,10 +143,8 @@ def _load_weights(
     Parameters that require no gradient keep their values if `file` does not contain them.
     """
     parameters = local_parameters(model)
-    found = weights(model)
-    frozen = frozen_weights(model)
-    if not any(f"model.{name}" in file.keys for name in frozen):
-        found = {name: tensor for name, tensor in found.items() if name not in frozen}
+    omitted = omitted_weights(model, {*file.keys, *file.values}, saved.path)
+    found = {name: tensor for name, tensor in weights(model).items() if name not in omitted}
     _require_fitting_weights(saved, file, found, parameters, source is file)
     for name, tensor in found.items():
         key = f"model.{name}"

@@ -4,8 +4,9 @@ on the host.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.extra_values import encoded_number
 from detonation.checkpoint.files.reader import MOVED, Box
+from detonation.choices import first_names
 from detonation.core.agreement import persistent_buffers, python_number
 from detonation.core.compute.checksum import checksum
 from detonation.core.flat.padding_rows import used_rows
@@ -111,6 +113,25 @@ def frozen_marks(model: nn.Module) -> dict[str, list[Any]]:
         number = int(checksum(local(parameters[name])))
         found[name] = [number, [*box.whole], [*box.offset], [*box.shape]]
     return found
+
+
+def omitted_weights(model: nn.Module, keys: Collection[str], path: Path) -> set[str]:
+    """Names of the frozen weights of `model` that a file with these `keys`, of the checkpoint
+    `path`, omits.
+
+    Raises `ValueError` if the file omits weights that `model` trains.
+    """
+    frozen = frozen_weights(model)
+    omitted = {key.removeprefix(FROZEN) for key in keys if key.startswith(FROZEN)}
+    if not any(f"model.{name}" in keys for name in frozen):
+        omitted |= frozen
+    if trained := [name for name in local_parameters(model) if name in omitted - frozen]:
+        raise ValueError(
+            f"{path} leaves out the frozen weights {first_names(trained)}, which this run trains:"
+            " give the model these weights, freeze them (requires_grad_(False)), and unfreeze them"
+            " after the load"
+        )
+    return omitted
 
 
 _log = logging.getLogger("detonation.checkpoint")
