@@ -285,6 +285,7 @@ def joined_optimizer(
     if isinstance(axis, ElasticCommunicator):
         optimizer.step_count = before.step_count
         optimizer.welcome(newcomer=True)
+        optimizer.run.joined = optimizer.step_count
         return optimizer
     optimizer.resume_at(before.step_count)
     return optimizer

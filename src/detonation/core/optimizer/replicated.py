@@ -421,8 +421,6 @@ class Replicated(OptimizerWrapper):
         """
         changes.take_options(self.build(), self.param_groups, newcomer)
         self._compare()
-        if newcomer:
-            self.run.joined = self.step_count
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:

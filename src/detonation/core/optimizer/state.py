@@ -37,8 +37,8 @@ class RunPoint:
 
     known: the id of the checkpoint or the log that this process has loaded, replayed or written; ""
     before that. The known id may differ between ranks. After `agree`, the drawn id does not.
-    joined: the step at which this replica joined a run that was under way; 0 if it did not, or if
-    it has loaded another state since.
+    joined: the step at which this replica joined a running training; 0 for other replicas, and
+    after a load.
     completed: how often rounds were completed since the last step, as by `synchronize`; None if the
     loaded state does not say it. With this count, a replay knows which completions after a step a
     checkpoint includes.
