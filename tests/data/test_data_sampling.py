@@ -109,7 +109,21 @@ class OnlyDraw:
         return Numbers(size)[torch.arange(size)]
 
 
+class CountedStream(OnlyDraw):
+    """A stream may also know how many documents it has."""
+
+    def __len__(self):
+        return 3
+
+    def position(self, part, parts):
+        return {}
+
+    def go_to(self, part, parts, position):
+        pass
+
+
 def test_data_tell_which_methods_they_lack():
+    Data("own", "own", "images", CountedStream(), Numbers(4))
     with pytest.raises(
         ValueError, match="OnlyDraw, the training data, lack position, go_to: a stream needs draw"
     ):

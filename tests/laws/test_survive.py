@@ -47,7 +47,7 @@ from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.log.records import whole_records
 from limits import LIMIT_S, Clock, until
-from steps import Died, Mortal, Passing, step_on, together, unsent
+from steps import Died, Mortal, Passing, replicas, step_on, together, unsent
 from zoo import KINDS, TALKING, Plain, batch, built
 
 REPLICAS, STEPS = 4, 8
@@ -1023,3 +1023,30 @@ def test_a_replica_that_its_launcher_saw_ending_is_gone_at_once():
             Presence(store, 2, 1, silence_s=1e9).require()
     finally:
         point.close()
+
+
+def averaged(axis, countdown, under_way):
+    """The statistics after `synchronize()`, at a collective of which the last replica is lost."""
+    model = torch.nn.BatchNorm1d(4, affine=True)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = dt.replicate(sgd, model, axis, dt.full())
+    numbers = torch.Generator().manual_seed(axis.replica)
+    model(torch.randn(8, 4, generator=numbers)).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.running_mean.fill_(10.0 * (axis.replica + 1))
+        model.running_var.fill_(axis.replica + 1.0)
+    if axis.replica == 2:
+        axis.dies_in, axis.countdown, axis.under_way = axis._begun + 1, countdown, under_way
+    optimizer.synchronize()
+    return model.running_mean[0].item(), model.running_var[0].item()
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+@pytest.mark.parametrize("countdown", range(6))
+def test_law_2_statistics_are_the_mean_of_whole_replicas_if_one_is_lost_meanwhile(
+    countdown, under_way
+):
+    first, second, _ = replicas(lambda axis: averaged(axis, countdown, under_way))
+    assert first == second
+    assert first[0] in (15.0, 20.0) and first[1] in (1.5, 2.0)

@@ -81,7 +81,7 @@ class Data:
 
     def __post_init__(self) -> None:
         methods: Sequence[str] = _OF_EXAMPLES
-        if hasattr(self.train, "draw") and not hasattr(self.train, "__len__"):
+        if hasattr(self.train, "draw") and not hasattr(self.train, "__getitem__"):
             methods = _OF_STREAM
         _require_methods("training", self.train, methods)
         _require_methods("validation", self.validation, _OF_EXAMPLES)

@@ -112,9 +112,10 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
     finite = values.isfinite()
-    # The collectives do not depend on the values: the ranks of a node may have other values, but
-    # under `intra_node` each collective between replicas is also one of these ranks.
-    counts = link.all_reduce(finite.to(values.dtype), apart=True)()
-    counted = finite | (counts == 0)
-    sums = link.all_reduce(values.where(counted, values.new_zeros(())), apart=True)()
-    return (sums / counts.clamp(min=1)).view(buffer.shape)
+    nothing = values.new_zeros(())
+    # One collective, so that counts and sums are of the same replicas if one of them is lost. It
+    # does not depend on the values: under `intra_node` the ranks of a node have other values, but
+    # take part in each other's collectives.
+    parts = finite.to(values.dtype), values.where(finite, nothing), values.where(~finite, nothing)
+    counts, sums, others = link.all_reduce(torch.stack(parts).flatten(), apart=True)().view(3, -1)
+    return torch.where(counts > 0, sums / counts, others).view(buffer.shape)
