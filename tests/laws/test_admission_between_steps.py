@@ -130,8 +130,8 @@ def test_law_2_a_newcomer_comes_in_at_a_step_and_not_within_a_change_of_settings
     """It would not take part in what all compare there."""
 
     def change(model, optimizer):
-        if optimizer.step_count % 3 == 0:
-            topk = 8 if optimizer.step_count % 2 else 4
+        if optimizer.step_count % 10 == 0:
+            topk = 8 if optimizer.step_count % 20 else 4
             optimizer.reconfigure(dt.demo(topk=topk, chunk=16))
 
     (end, *others) = ends("demo", change)
