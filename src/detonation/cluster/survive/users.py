@@ -307,6 +307,12 @@ class AxisUser(AxisEnd):
         self.axis.users.note_trained(self.number, tensors)
 
     def expects(self, step: int) -> bool:
+        return self.lets_in and self._has_guest(step)
+
+    def _has_guest(self, step: int) -> bool:
+        """True if all ranks have agreed that a replica joins before `step`, or before an earlier
+        step that this optimizer has not begun.
+        """
         axis = self.axis
         return (
             axis.guest is not None
@@ -319,8 +325,7 @@ class AxisUser(AxisEnd):
             self.axis.settle()
             turn = self.turn_of(step)
             self.turns.entered = max(self.turns.entered, turn + 1)
-            joins = self.lets_in and self.expects(step)
-            if self._due(turn) or joins or self.leaving(step):
+            if self._due(turn) or self.expects(step) or self.leaving(step):
                 return True
             self._begin(step)
         return False
@@ -422,7 +427,7 @@ class AxisUser(AxisEnd):
         while True:
             with membership.changed:
                 axis.settle()
-                if axis.guest is None or not (self.lets_in and self.expects(step)):
+                if axis.guest is None or not self.expects(step):
                     axis.awaits = -1
                     return
                 turn, guest = axis.guest
@@ -456,7 +461,7 @@ class AxisUser(AxisEnd):
 
     def _begin(self, step: int) -> None:
         # a replica that must wait joins before this turn, which no rank may have begun
-        if self.expects(step) and not self.lets_in:
+        if self._has_guest(step) and not self.lets_in:
             return
         turns = self.turns
         membership = self._membership

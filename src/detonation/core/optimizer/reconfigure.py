@@ -180,7 +180,7 @@ def needs_all(levels: Sequence[Level], step: int) -> bool:
 
 def expects(levels: Sequence[Level], step: int) -> bool:
     """True if a replica may join now, before `step`."""
-    return any(axis.lets_in and axis.expects(step) for axis in _axes_with_joins(levels))
+    return any(axis.expects(step) for axis in _axes_with_joins(levels))
 
 
 def completion(levels: Sequence[Level], step: int) -> str:
