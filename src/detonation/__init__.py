@@ -5,7 +5,8 @@ between nodes.
 --help` does not wait for torch. No module of the package imports this module.
 """
 
-# Import no module of the package here: before `interrupts.end_at_once` Ctrl-C prints a traceback.
+# Import no module of the package here: Ctrl-C prints a traceback until `interrupts.end_at_once`
+# has run.
 with open(f"{__file__.removesuffix('.py')}.pyi") as _stub:  # noqa: PTH123
     _WORDS = [line.split() for line in _stub if line.startswith("from ")]
 _MODULE_OF = {words[3]: words[1] for words in _WORDS}
@@ -34,8 +35,8 @@ def __getattr__(name: str) -> object:
     if name in _OF_0_5:
         # `from detonation import name` would drop the text of an AttributeError
         raise ImportError(
-            f"{name} is of the package detonation 0.5, and this is DeToNATION, which has another"
-            " interface: docs/tutorials/from-detonation-0.5.md names what to write here"
+            f"{name} belongs to the package detonation 0.5, but this is DeToNATION, which has"
+            " another interface: docs/tutorials/from-detonation-0.5.md names what to write here"
         )
     if name not in _MODULE_OF:
         text = (

@@ -32,7 +32,7 @@ def main() -> int:
 
 def _run_somewhere() -> int:
     """Runs the command line. If the working directory was removed, prints an error instead, because
-    libraries would abort.
+    libraries abort in such a directory.
     """
     try:
         Path.cwd()

@@ -87,12 +87,12 @@ def first_line(error: Exception) -> str:
 
 
 def checks_keywords(kind: str, **elsewhere: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Makes a decorator. A function with this decorator raises `TypeError` with the valid names for
-    an unknown keyword.
+    """Makes a decorator. If a decorated function gets an unknown keyword, it raises `TypeError`,
+    which lists the valid names.
 
     Args:
         kind: The noun for the keyword in the message.
-        elsewhere: Names of other libraries, each with the name of the same argument here.
+        elsewhere: Argument names of other libraries, each with the argument's name here.
 
     >>> @checks_keywords("argument of halved")
     ... def halved(number: int) -> float:
@@ -127,7 +127,7 @@ def make(
     """Checks `name` and the names of the arguments, and then calls `table[name](**arguments)`.
 
     Args:
-        also: Names that the caller accepts itself; an error about an unknown name lists them too.
+        also: Arguments that the caller handles itself; errors about unknown arguments list them.
 
     Raises:
         ValueError: The name or an argument is unknown, or an argument is missing. Errors of the

@@ -1,10 +1,10 @@
-"""Says what Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 do to a process that runs a command. Uses only the
-standard library, and imports no other module of the package.
+"""Defines what Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 do to a process that runs a command. Uses only
+the standard library, and imports no other module of the package.
 
 A process is in one of three states:
 
-- at once (`end_at_once`): from the first instruction of the process on, a signal ends it with one
-  line and exit code 128 + n.
+- at once (`end_at_once`): a signal with number n ends the process with one line of output and exit
+  code 128 + n. This is the first state of a process.
 - raising (`raising`): the main thread has child processes or folders to remove, so a signal raises
   an exception in this thread.
 - watched (`watched`): training saves its state and ends; see `stoppable` in
@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask a process to end. A scheduler that preempts the job, a terminal that closes, or
-a user sends them. Training saves its state before it ends.
+"""Signals that ask a process to end. The sender is a scheduler that preempts the job, a terminal
+that closes, or a user. Training saves its state before it ends.
 """
 
 SIGNALS = (signal.SIGINT, *REQUESTS)
@@ -75,9 +75,9 @@ def open_closed_streams() -> None:
 
 
 def let_kernel_end() -> None:
-    """Restores the default actions of signals, because the interpreter begins to shut down.
+    """Restores the default actions of signals before the interpreter shuts down.
 
-    Does not return if a signal already ends the process.
+    Does not return if another thread is already ending the process.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -93,8 +93,8 @@ def begin_end() -> None:
 
 
 def call_before_end(act: Callable[[], None]) -> None:
-    """Registers a function that `end` calls first, from any thread, for example to clear a progress
-    bar.
+    """Registers a function that `end` calls first, for example to clear a progress bar. Any thread
+    may call `end`.
     """
     global _before_end
     _before_end = act

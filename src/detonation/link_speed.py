@@ -21,9 +21,9 @@ class LinkSpeed:
     """Rate and latency of the link of a node. The link sends and receives at the same time.
 
     Args:
-        rate_bits_per_s: In each direction, shared by all ranks of the node; above 0, may be
-            infinite.
-        latency_s: One way, at least 0.
+        rate_bits_per_s: Rate of each direction, for all ranks of the node together; above 0, may
+            be infinite.
+        latency_s: Latency of one direction, at least 0.
 
     Raises:
         ValueError: A value is out of range.

@@ -48,8 +48,8 @@ def plugin_names(kind: Kind) -> dict[str, str]:
         other = (built_in | added).get(point.name, point.value)
         if other != point.value:
             raise ValueError(
-                f"the entry point {point.name} = {point.value} in detonation.{kind} has the name of"
-                f" {other}: rename it, or uninstall its package"
+                f"the entry point {point.name} = {point.value} in detonation.{kind} has the same"
+                f" name as {other}: rename the entry point, or uninstall its package"
             )
         added[point.name] = point.value
     return added | built_in

@@ -1,5 +1,5 @@
-"""Test helpers: `check_scheme` checks in one process whether a scheme, also a scheme of your own,
-obeys the laws of docs/design.md.
+"""Test helpers: `check_scheme` checks in one process whether a scheme, built-in or your own, obeys
+the laws of docs/design.md.
 
 This module needs only torch, so its helpers run in any test suite. No module of the package imports
 this module.
@@ -44,7 +44,7 @@ def check_scheme(
     result). One parameter of the simulated model gets no gradient, as in law 10. It also checks
     that the name and the arguments of the scheme make an equal scheme, that its basis is
     orthonormal, and that its selection and its aggregation are pure functions: two calls with equal
-    arguments have equal results. It cannot see what depends on the process, the rank or the time.
+    arguments have equal results. It cannot detect results that depend on process, rank or time.
 
     Args:
         scheme: Made by a registered function.
@@ -96,7 +96,7 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
 
     Args:
         ends: The communicators of one axis, one for each replica, in replica order.
-        device: Of the tensors, as in `check_scheme`.
+        device: Device of the tensors, as in `check_scheme`.
 
     Raises:
         LawBroken: A collective or a law does not hold.
@@ -248,12 +248,12 @@ def _indices_rise(scheme: Scheme, layout: Layout, device: torch.device) -> None:
     second = selection.indices(flat.clone(), 3, 5)
     law = "the contract of a selection"
     same = torch.equal(first, second)
-    _require(same, law, "two calls of indices with equal arguments have other results")
+    _require(same, law, "two calls of indices with equal arguments return different results")
     rises = bool((first.long().diff(dim=1) > 0).all())
     _require(
         selection.shared or rises,
         law,
-        "the indices of a row do not rise, or one of them stands there twice",
+        "the indices of a row do not rise, or a row contains an index twice",
     )
 
 
@@ -273,7 +273,7 @@ def _aggregation_is_pure(scheme: Scheme, device: torch.device) -> None:
     second = aggregated(rows)
     law = "the contract of an aggregation, a pure function"
     _require(torch.equal(values, before), law, "it changes the values that it is given")
-    _require(torch.equal(first, second), law, "two calls with equal values have other results")
+    _require(torch.equal(first, second), law, "two calls with equal values differ in their results")
     _require(
         not scheme.aggregation.rowwise or torch.equal(aggregated(rows // 2), first[: rows // 2]),
         law,
@@ -311,7 +311,7 @@ def _everyone_is_heard(scheme: Scheme, device: torch.device) -> None:
     _require(
         once,
         "law 3, everyone is heard",
-        f"the selection has not chosen every coordinate once in {selection.period} steps",
+        f"the selection did not choose every coordinate exactly once in {selection.period} steps",
     )
 
 
@@ -346,7 +346,7 @@ def _zero_is_zero(scheme: Scheme, device: torch.device) -> None:
     _require(
         worst == 0,
         "law 11, zero is zero",
-        f"negated values, zeros included, do not read as negated: {worst:g}",
+        f"negated values and zeros do not decode to the negated result: they are off by {worst:g}",
     )
 
 

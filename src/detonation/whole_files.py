@@ -1,9 +1,8 @@
 """Opens files safely: follows no symbolic links, waits for no pipes, and reads no devices.
 
 A run directory may come from another user. An entry in such a directory may be a pipe, a device, or
-a symbolic link to a private file. If the caller allows this, files that the user names may be
-links. Files are written atomically. Uses only the standard library, and imports no other module of
-the package.
+a symbolic link to a private file. For files that the user names, the caller may allow links. Files
+are written atomically. Uses only the standard library, and imports no other module of the package.
 """
 
 import errno
@@ -18,8 +17,8 @@ from typing import IO, Any
 
 PROBE = ".volume-"
 """Prefix of test files in a directory. At the start of a run, ranks write these files to find out
-which ranks can write there and which ranks share the directory. A run that is killed meanwhile may
-leave such a file behind.
+which ranks can write there and which ranks share the directory. A run that is killed during this
+test may leave such a file behind.
 """
 MOST_TEXT = 1 << 26
 """Largest size of a settings file that is read, in bytes."""
@@ -144,7 +143,6 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _inside(value: object) -> Iterable[Any]:
-    """Returns the values inside a table or list. Any other value has no values inside."""
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, list):
@@ -157,8 +155,8 @@ def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -
     disk.
 
     After a crash, `path` is either the whole old file or the whole new file. If `path` is a link,
-    the link is replaced, not followed. If writing fails, it raises `OSError`, keeps the old file,
-    and leaves no partial file.
+    the link is replaced, not followed. If writing fails, raises `OSError`, keeps the old file, and
+    leaves no partial file.
     """
     if isinstance(content, bytes | bytearray):
         content = [memoryview(content)]

@@ -220,7 +220,7 @@ def test_replicas_without_an_exchange_cannot_be_merged(tmp_path):
     worlds.run(alone, 2, 1, tmp_path)
     (line,) = worlds.run(alone, 1, 1, tmp_path)
     assert (
-        "is of 2 replicas, not 1: without an exchange they have nothing in common to go on from"
+        "was saved by 2 replicas, not 1: the scheme exchanges nothing, so the replicas have no common"
         in line
     )
 

@@ -210,7 +210,9 @@ def test_a_save_beside_a_later_checkpoint_is_warned_of_once_and_stays(tmp_path):
         f"step-000004 in {tmp_path} is later than the checkpoint of step 3, which was saved now"
     )
     assert said == [
-        [f"{warning}: a resume would take the later one; remove it, or save in another directory"],
+        [
+            f"{warning}: a resume would load the later checkpoint; remove it, or save in another directory"
+        ],
         [],
     ]
     assert other == [[], []] and left == ["step-000003", "step-000004"]

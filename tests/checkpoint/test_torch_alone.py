@@ -155,7 +155,7 @@ def test_the_product_of_a_hostile_shape_is_never_formed(tmp_path, monkeypatch):
     """Which takes half a minute for a header of 1 MB."""
     monkeypatch.setattr(shard_file.math, "prod", lambda sizes: pytest.fail("a product"))
     path = file_of(tmp_path / "file", {"a": entry(shape=[2**60] * 100_000)})
-    with pytest.raises(CorruptCheckpoint, match="no type, shape or offsets"):
+    with pytest.raises(CorruptCheckpoint, match="no valid type, shape or offsets"):
         TensorFile(path)
 
 

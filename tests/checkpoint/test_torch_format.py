@@ -133,7 +133,7 @@ def test_rounds_begin_with_the_state_of_a_plain_optimizer():
 
 def test_the_state_of_another_replica_is_refused():
     for demo, diloco in worlds.run(others_state, 2, 1):
-        assert "the saved state is of replica9-shard0, this rank is replica" in demo
+        assert "replica9-shard0 saved the state, but this rank is replica" in demo
         assert (
             "the saved optimizer state has replica9." in diloco
             and "so another replica saved it" in diloco

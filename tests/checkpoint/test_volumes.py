@@ -296,7 +296,7 @@ def test_what_is_where_is_told_and_files_that_were_brought_there_load(tmp_path):
     swapped = rf"replica 0 is needed {host} \(ranks 0-1\), and is only {host} \(ranks 2-3\); replica 1 is needed {host}"
     other = (
         rf"replica 0 is needed {host} \(ranks 2-3\), and is only {host} \(ranks 0-1\)"
-        ".*go on as 4 x 1 copy the files"
+        ".*resume as 4 x 1, copy all replicas' files"
     )
     for errors, merged in worlds.run(exchanged, 2, 2, tmp_path):
         assert [name for name, _ in errors] == ["NoCheckpoint"] * 3
@@ -308,7 +308,7 @@ def test_what_is_where_is_told_and_files_that_were_brought_there_load(tmp_path):
         )
         assert re.search(
             rf"manifest.json cannot be read \(No such file or directory\) {host} \(ranks 2-3\): "
-            "copy the files of all replicas there",
+            "copy the files of all replicas from another node",
             empty,
         )
         assert re.search(other, wide)

@@ -206,7 +206,7 @@ def test_a_save_waits_no_longer_than_its_timeout_and_the_next_one_is_whole(tmp_p
         assert name == "NotSaved" and text.startswith(
             "checkpoint step-000001 failed: RuntimeError: "
         )
-        assert text.endswith("; the checkpoints before it are as they were") and "\n" not in text
+        assert text.endswith("; earlier checkpoints are unchanged") and "\n" not in text
         assert after == ["step-000002", [], ["step-000002"]]
 
 
@@ -234,7 +234,9 @@ def no_memory():
 
 
 def test_where_one_rank_fails_alone_the_next_checkpoint_is_whole(tmp_path):
-    failed = "checkpoint step-000002 failed: MemoryError: no memory; the checkpoints before it are as they were"
+    failed = (
+        "checkpoint step-000002 failed: MemoryError: no memory; earlier checkpoints are unchanged"
+    )
     first, second = worlds.run(one_fails_alone, 2, 1, tmp_path)
     assert first == (["step-000001", failed, "step-000003"], [])
     assert second == (["step-000001", "step-000002", "step-000003"], [])

@@ -72,11 +72,11 @@ def fails(capsys, monkeypatch, tmp_path):
         ),
         (
             "optimizer.name=Adafactor optimizer.lr=1",
-            "optimizer Adafactor cannot be used: torch cannot take its step on",
+            "optimizer Adafactor cannot be used: its step does not work on",
         ),
         (
             "optimizer.name=Rprop optimizer.lr=1",
-            "optimizer Rprop cannot be used: torch cannot take its step on shards",
+            "optimizer Rprop cannot be used: its step does not work on shards",
         ),
         (
             "optimizer.name=adm",
@@ -86,7 +86,7 @@ def fails(capsys, monkeypatch, tmp_path):
         (
             "optimizer.name=SGD",
             "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"
-            " optimizer.lr=...; another optimizer.name drops all settings of the optimizer before it",
+            " optimizer.lr=...; a new optimizer.name drops all settings of the previous optimizer",
         ),
         (
             "optimizer.name=AdamW optimizer.lr=1 optimizer.embeding_lr_ratio=3",
@@ -133,7 +133,7 @@ def fails(capsys, monkeypatch, tmp_path):
         ("scheme.name=random scheme.rate=1.5", "rate is 1.5, must be above 0 and at most 1"),
         ("scheme.decay=1.1", "decay is 1.1, must be from 0 to 1"),
         ("scheme.chunk=0", "chunk is 0, must be at least 1"),
-        ("model.vocab=100", "model.vocab is 100, but the data sotu-sample has vocab 256"),
+        ("model.vocab=100", "model.vocab is 100, but the data sotu-sample need vocab 256"),
         ("model.layers=two", "model.layers is 'two', but must be a whole number"),
         ("data.source=nowhere", "unknown source 'nowhere'"),
         (
@@ -170,7 +170,7 @@ def test_a_replica_does_not_join_into_the_directory_of_a_finished_run(fails, tmp
     (tmp_path / "old").mkdir()
     (tmp_path / "old/summary.json").write_text("{}")
     line = fails("--join", "127.0.0.1:7400", "--out", "old")
-    assert line.startswith("error: run directory old holds a finished run, whose checkpoints")
+    assert line.startswith("error: run directory old holds a finished run, and the joined run")
 
 
 def test_a_missing_recipe_and_resuming_nothing(fails):

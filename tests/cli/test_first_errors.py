@@ -412,7 +412,7 @@ MISTAKES = {
     "a report of nothing": Mistake(
         run("report", "none"),
         "holds no finished run",
-        ("none", "no finished run", "give the directory of one"),
+        ("none", "no finished run", "give the directory of a finished run"),
     ),
     "a check of nothing": Mistake(
         run("verify", "none"), "there is no directory", ("none", "no directory", "give")
@@ -486,7 +486,7 @@ MISTAKES = {
     "the optimizer of another model": Mistake(
         library(lambda: step(nn.Linear(8, 8), sgd(nn.Linear(8, 8)))),
         "are not in the model",
-        ("2 parameters", "not in the model", "pass replicate the model whose"),
+        ("2 parameters", "not in the model", "make the optimizer from the parameters of the"),
     ),
     "the name of an axis": Mistake(
         library(lambda: replicated(axis="replicate")),
@@ -603,8 +603,8 @@ MISTAKES = {
     ),
     "more replicas that exchange nothing": Mistake(
         resumed(linear, dt.none(), replicas=2),
-        "nothing in common to go on from",
-        ("of 1 replicas, not 2", "without an exchange", "resume with 1"),
+        "no common weights",
+        ("by 1 replicas, not 2", "exchanges nothing", "resume with 1"),
     ),
     "no transformers": Mistake(
         without("transformers", train()),

@@ -118,9 +118,9 @@ def test_two_machines_are_compared_before_a_run(capsys, tmp_path):
     there.write_text(printed)
     assert run_command(["--version", "--compare", str(there)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "Under schemes of gradients they will train alike with "
+        "If a scheme exchanges gradients, replicas stay equal with "
         "SignSGD, SGD, AdamW, Muon, AdamW(fused=True) (bit for bit).",
-        "Under schemes of rounds (diloco, ...) any optimizer will do.",
+        "If a scheme has rounds (diloco, ...), any optimizer works.",
     ]
     assert run_command(["--version", "--compare", str(tmp_path / "nothing")]) == 2
     assert "must be a file that detonation --version --json printed" in capsys.readouterr().err
@@ -135,17 +135,17 @@ def test_what_differs_between_two_machines_is_named():
     )
     assert told[0] == "- platform: Linux 6 x86_64 here, Linux 5 aarch64 there"
     alike = (
-        "Under schemes of gradients they will train alike with SGD (bit for bit); "
-        "with AdamW in steps that take longer"
+        "If a scheme exchanges gradients, replicas stay equal with SGD (bit for bit); "
+        "with AdamW, too, in slower steps"
     )
-    assert told[1] == f"{alike}; closely, not alike, with Muon."
+    assert told[1] == f"{alike}; close, but not equal, with Muon."
     here["steps"] = steps
     other = directory.compare_machines(
         here, {**here, "packages": {"torch": "2.12"}, "gpus": ["H100"]}
     )
     assert (
         other[-1]
-        == "They will not train together, because these differ: torch, GPUs. Make these alike."
+        == "They will not train together, because these differ: torch, GPUs. Make them equal."
     )
 
 

@@ -97,7 +97,7 @@ def test_train_and_validation_must_have_one_shape(tmp_path):
     picture(tmp_path / "validation" / "a" / "0.png", 0, size=(5, 5))
     source = {"source": str(tmp_path)}
     with pytest.raises(
-        ValueError, match=r"0\.png is 5x5, the first image 4x4: set data\.size to scale all of them"
+        ValueError, match=r"0\.png is 5x5, the first image 4x4: set data\.size to scale all images"
     ):
         load_dataset("images", source)
     assert load_dataset("images", {**source, "size": 6}).validation[torch.tensor([0])][

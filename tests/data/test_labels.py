@@ -84,10 +84,10 @@ def test_texts_that_occur_in_training_are_not_held_out(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokenizer": ""}, "data.tokenizer is '', must be the model's tokenizer"),
+        ({"tokenizer": ""}, "data.tokenizer is '', but texts with labels need the tokenizer"),
         ({"context": 1}, "context must be at least 2 ids, not 1"),
         ({"source": "texts"}, "source 'texts' does not exist|unknown source"),
-        ({"streaming": True}, "data.streaming is true, must be false for texts with labels"),
+        ({"streaming": True}, "data.streaming is true, but texts with labels cannot be streamed"),
         ({"label": "kind"}, "row 1 has no column kind; there are text, label"),
         ({"split": "train"}, "split is for sources hf:NAME"),
     ],
@@ -119,7 +119,7 @@ def test_a_text_without_a_label_is_named(encoder, tmp_path, name, content):
 
 def test_one_label_is_none(encoder, tmp_path):
     (tmp_path / "t.csv").write_text("text,label\n" + "a b,x\n" * 20)
-    with pytest.raises(ValueError, match="at least 10 texts of 2 labels are needed"):
+    with pytest.raises(ValueError, match="it needs at least 10 texts and 2 labels"):
         load_dataset(
             "text", {"source": str(tmp_path / "t.csv"), "label": "label", "tokenizer": encoder}
         )

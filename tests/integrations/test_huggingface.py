@@ -690,8 +690,7 @@ def test_without_a_shared_file_system_a_line_says_what_to_copy_and_resuming_is_e
     (_, first, said), _, (_, second, _), _ = outcome
     assert "trainer_state.json" in first and "trainer_state.json" not in second
     assert any(
-        "(ranks 0-1; ranks 2-3)" in line and "copy to each node what it lacks" in line
-        for line in said
+        "(ranks 0-1; ranks 2-3)" in line and "copy to each node the files" in line for line in said
     )
 
 

@@ -95,7 +95,7 @@ def test_a_replica_that_ends_between_its_messages_and_its_weights_says_so(name, 
     assert (first, second) == (2, 2)
     assert ends[0] == ("MemoryError", "no more") and ends[1][0] == "HalfStep"
     assert ends[1][1].startswith(
-        "step 1 of this replica sent its messages and then ended by MemoryError('no more')"
+        "step 1 of this replica sent its messages and then failed with MemoryError('no more')"
     )
 
 

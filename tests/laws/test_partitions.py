@@ -216,7 +216,7 @@ def test_a_replica_that_does_not_answer_in_an_exchange_is_reported_after_the_bou
     assert not clocked.membership.apart
     clocked.pass_s(4)
     assert clocked.membership.apart == [1] and not clocked.watch.judges
-    assert "rank 0 has had no answer of rank 1 at 10.0.0.2 4000 for 15 s" in caplog.text
+    assert "rank 0 has had no answer from rank 1 at 10.0.0.2 4000 for 15 s" in caplog.text
 
 
 def test_all_that_are_silent_are_reported_also_those_that_became_so_after_the_first(monkeypatch):

@@ -117,7 +117,7 @@ def test_a_name_that_is_built_in_is_refused(tmp_path, monkeypatch):
     (metadata / "entry_points.txt").write_text("[detonation.engines]\nnative = mine:engine\n")
     monkeypatch.syspath_prepend(tmp_path)
     forget()
-    with pytest.raises(ValueError, match=r"has the name of detonation\.engines\.native_engine"):
+    with pytest.raises(ValueError, match=r"same name as detonation\.engines\.native_engine"):
         plugins.plugin_names("engines")
 
 

@@ -111,14 +111,14 @@ def test_sixteen_replicas_of_a_large_model_on_a_slow_link_are_told_that_they_do_
         "2 machines pay: one machine with Muon and the same"
     )
     assert (
-        ", 1.9 times as long; in the same seconds its loss is 14.2% higher" in found["notes"][0]
+        ", 1.9 times as long; in the same time its loss is 14.2% higher" in found["notes"][0]
     )  # 1.91 ** 0.205
 
 
 @pytest.mark.parametrize(
     ("factor", "pays", "words"),
     [
-        (0.99, False, "; by then that of one is"),
+        (0.99, False, "; by then the loss of one machine is"),
         (1.0, False, ""),
         (1.04, False, ""),
         (1.06, True, "1.1 times as long"),
@@ -400,9 +400,9 @@ def test_the_reason_names_scheme_link_and_the_wait_of_full_synchronisation():
     ranked, goal = ranked_at(1e6), goal_of()
     line = why(ranked, network(1e6), goal)
     assert line.startswith(
-        f"{ranked[0]} reaches the loss of AdamW in full after 1,000 steps within "
+        f"{ranked[0]} reaches the loss of full() with AdamW at step 1,000 within "
     )
-    assert ", of which it would wait 9" in line and "at 1mbit per node" in line
+    assert ", of which waiting takes 9" in line and "at 1mbit per node" in line
     assert "with one node" in why(ranked, network(1e9, 1), goal)
     assert why(ranked_at(1e11), network(1e11), goal).endswith("within the budget of 10%")
 

@@ -188,7 +188,7 @@ def test_a_registered_scheme_is_ranked_and_its_loss_is_unknown(registered):
 
 def test_advice_gives_the_reason_and_the_first_choice_on_other_links():
     advice = advise(options(pairs(GOAL), WORK, SLOW, GOAL), WORK, SLOW, GOAL)
-    assert advice["first"] == advice["options"][0] and "of which it would wait" in advice["reason"]
+    assert advice["first"] == advice["options"][0] and "of which waiting takes" in advice["reason"]
     assert advice["if_half_the_rate"]["seconds"] > advice["if_twice_the_rate"]["seconds"]
     assert json.loads(json.dumps(advice)) == advice
     lines = plan_words(advice)
@@ -203,7 +203,7 @@ def test_the_flags_of_the_first_choice_are_a_recipe_of_it():
     first = [(dt.demo(topk=1, precision="sign", error_feedback=False), "SignSGD")]
     advice = advise(options(first, WORK, SLOW, GOAL), WORK, SLOW, GOAL)
     flags = "--set scheme.name=demo scheme.topk=1 scheme.precision=sign scheme.error_feedback=false"
-    assert plan_words(advice)[1] == f"to take it: {flags}"
+    assert plan_words(advice)[1] == f"to use it: {flags}"
 
 
 ASK = ["--link", "100mbit,20ms", "--step-time", "0.35", "--replicas", "16", "--parameters", "1.2b"]
@@ -222,14 +222,14 @@ def test_the_verb_ranks_schemes_for_a_given_link(capsys):
     assert found["reason"] in " ".join(printed.err.split())
     assert (
         "optimizer.name=Muon optimizer.momentum=0.9" in printed.err
-        and "optimizer.lr" not in printed.err.split("to take it: ")[1].splitlines()[0]
+        and "optimizer.lr" not in printed.err.split("to use it: ")[1].splitlines()[0]
     )
 
 
 def test_a_person_reads_a_sentence_five_rows_of_six_columns_and_the_flags(capsys):
     assert main(["plan", *ASK]) == 0
     lines = capsys.readouterr().out.splitlines()
-    flags = next(line for line in lines if line.startswith("to take it: --set scheme.name="))
+    flags = next(line for line in lines if line.startswith("to use it: --set scheme.name="))
     assert all(len(line) <= 100 for line in lines if line != flags)
     (heads,) = [line for line in lines if line.startswith("┃")]
     assert heads.count("┃") == 7
@@ -262,7 +262,7 @@ def test_the_flags_of_a_plan_for_no_recipe_are_its_first_choice_in_any_recipe(ca
     ]
     assert main(question) == 0
     printed = capsys.readouterr()
-    flags = shlex.split(printed.err.split("to take it: --set ")[1].splitlines()[0])
+    flags = shlex.split(printed.err.split("to use it: --set ")[1].splitlines()[0])
     recipes = [
         recipe
         for recipe in map(read_recipe, ROOT.glob("recipes/*.toml"))

@@ -33,7 +33,7 @@ def test_a_directory_that_holds_no_run(error_of, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other" / "inner").mkdir(parents=True)
     (tmp_path / "file").write_text("")
-    remedy = "give the directory of one, which detonation train names in its last line"
+    remedy = "give the directory of a finished run, which detonation train prints last"
     for name in ("empty", "other", "gone", "file"):
         assert error_of(name) == f"error: {name} holds no finished run: {remedy}"
 

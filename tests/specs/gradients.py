@@ -47,7 +47,7 @@ def full(
     precision: str = "fp32",
     link: str = "all-reduce",
 ) -> Tensors:
-    """All gradients are averaged, rounded to the precision."""
+    """All gradients are rounded to the precision and averaged."""
     weights = {name: weight.clone() for name, weight in weights.items()}
     replicas = len(gradients[0])
     take_step = base(weights)
@@ -74,9 +74,9 @@ def momentum(
     forward: Callable[[Tensor], Tensor] = lambda memory: memory,
     inverse: Callable[..., Tensor] = scattered,
 ) -> Tensors:
-    """The rule of all schemes with a momentum: what is sent of it leaves it.
+    """The rule of all schemes with a momentum: sent values are subtracted from it.
 
-    `indices_of(coefficients, step)` selects; `forward` and `inverse` are the basis.
+    `indices_of(coefficients, step)` selects coefficients. `forward` and `inverse` are the basis.
     """
     weights = {name: weight.clone() for name, weight in weights.items()}
     take_step = base(weights)
@@ -148,7 +148,7 @@ def demo(
 
 
 def decoupled_adamw(weights: Tensors, gradients: Gradients, base: Base, **options: Any) -> Tensors:
-    """`demo` under AdamW, whose moments are those of the common update."""
+    """`demo` with AdamW, which computes its moments from the common update."""
     return demo(weights, gradients, base, **options)
 
 
@@ -165,7 +165,7 @@ def random(
     link: str = "all-reduce",
     cycle: bool = True,
 ) -> Tensors:
-    """A random part of the momentum is sent, the same coordinates on all replicas."""
+    """A random part of the momentum is sent; all replicas send the same coordinates."""
     shares, k = shares_of(rate)
     rows = Rows(weights, shares * k)
     replicas, period = len(gradients[0]), shares if cycle else 1
@@ -189,7 +189,7 @@ def random_sign(
     cycle: bool = False,
     link: str = "all-gather",
 ) -> Tensors:
-    """`random` in signs, of which the majority counts."""
+    """`random` with signs: the majority of the replicas' signs decides."""
     settings = "sign", error_feedback, "majority_vote", link, cycle
     return random(weights, gradients, base, rate, decay, alpha, *settings)
 
@@ -206,7 +206,7 @@ def striding(
     aggregate: str = "mean",
     link: str = "all-reduce",
 ) -> Tensors:
-    """A comb of the momentum is sent, which moves on by one coordinate at each step."""
+    """Every n-th coordinate of the momentum is sent, one coordinate later at each step."""
     shares, k = shares_of(rate)
     rows = Rows(weights, shares * k)
     replicas = len(gradients[0])

@@ -55,7 +55,7 @@ def outer_sgd(
 ) -> list[Tensors]:
     """The rule of all rounds: replicas train alone, then all move to a common anchor.
 
-    With a `decay` what was not sent of the movement is added to the next one.
+    The unsent part of a movement, times `decay`, is added to the next movement.
     """
     replicas = [{name: each.clone() for name, each in weights.items()} for _ in gradients[0]]
     take_steps = [base(mine) for mine in replicas]
@@ -125,8 +125,8 @@ def muloco(
     aggregate: str = "mean",
     link: str = "all-gather",
 ) -> list[Tensors]:
-    """`diloco` in few bits, whose rounding errors are sent in the next round; `base` is Muon."""
-    width = 1 if aggregate == "mean" else 256  # of rows whose length counts
+    """`diloco` in low precision; rounding errors are sent in the next round. `base` is Muon."""
+    width = 1 if aggregate == "mean" else 256  # of rows whose norm is rescaled
     rows = Rows(weights, width)
     settings = len(gradients[0]), width, precision, aggregate, link
     exchange = Exchange(rows, *settings, shared=True, period=every, cancel=True)
@@ -147,7 +147,7 @@ def sparseloco(
     aggregate: str = "clipped_mean",
     link: str = "all-gather",
 ) -> list[Tensors]:
-    """The largest coordinates of the movement are sent; the rest is added to the next one."""
+    """The largest coordinates of a movement are sent; the rest is added to the next movement."""
     rows = Rows(weights, chunk)
     settings = len(gradients[0]), topk, precision, aggregate, link
     exchange = Exchange(rows, *settings, shared=False, period=every, cancel=True)
@@ -167,7 +167,7 @@ def sparta(
     precision: str = "fp32",
     link: str = "all-reduce",
 ) -> list[Tensors]:
-    """A random part of the parameters is averaged after every step; the rest stays."""
+    """A random part of the parameters is averaged after every step; the rest is unchanged."""
     replicas = [{name: each.clone() for name, each in weights.items()} for _ in gradients[0]]
     take_steps = [base(mine) for mine in replicas]
     shares, k = shares_of(rate)
@@ -202,7 +202,7 @@ def streaming_diloco(
     unit: str = "parameter",
     link: str = "all-gather",
 ) -> list[Tensors]:
-    """`diloco` in fragments that take turns; a message has `delay` steps to arrive."""
+    """`diloco` by fragments, sent at different steps; a message has `delay` steps to arrive."""
     replicas = [{name: each.clone() for name, each in weights.items()} for _ in gradients[0]]
     take_steps = [base(mine) for mine in replicas]
     parts = [Rows(each, chunk=1) for each in fragments_of(weights, fragments, unit)]
@@ -214,7 +214,7 @@ def streaming_diloco(
         for take_step, gradient in zip(take_steps, given, strict=True):
             take_step(gradient)
         for turn, (rows, exchange, outer) in enumerate(zip(parts, exchanges, outers, strict=True)):
-            over = step + 1 - (turn + 1) * every // fragments  # steps since its first end
+            over = step + 1 - (turn + 1) * every // fragments  # steps since the first move
             if (over + delay) % every == 0:
                 moved = [movement(outer.anchor, rows, mine) for mine in replicas]
                 sent = [exchange.read(each, step, i) for i, each in enumerate(moved)]

@@ -314,7 +314,7 @@ def test_the_flags_that_a_plan_prints_take_its_first_choice(tmp_path, capsys):
         == 0
     )
     printed = capsys.readouterr()
-    flags = printed.err.split("to take it: --set ")[1].splitlines()[0].split()
+    flags = printed.err.split("to use it: --set ")[1].splitlines()[0].split()
     table = resolve(tomllib.loads(path.read_text()), parse_sets(flags)).scheme
     assert (
         made({"name": table.name, **table.arguments}).arguments

@@ -160,11 +160,11 @@ def test_another_optimizer_keeps_nothing_of_the_first():
         (["steps=1"], r"--set takes table\.key=value or seed=value, got 'steps=1'"),
         (
             ["model.mode=2024-01-01"],
-            r"model\.mode has 2024-01-01, which TOML takes for a date or a time: quote the value",
+            r"model\.mode has 2024-01-01, which TOML reads as a date or a time: quote the value",
         ),
         (
             ["data.since=[08:30:00]"],
-            r"data\.since has 08:30:00, which TOML takes for a date or a time: quote the value",
+            r"data\.since has 08:30:00, which TOML reads as a date or a time: quote the value",
         ),
         (
             ["data.source=caf\udce9.txt"],
@@ -185,7 +185,7 @@ def test_bad_settings_are_named(sets, message):
         ({**BASE, "train": 3}, "train is 3, but must be a table"),
         (
             {**BASE, "tuned": {}, "scheme": {"name": "demo", "at": [{"day": date(2024, 1, 1)}]}},
-            r"scheme\.at has 2024-01-01, which TOML takes for a date or a time: quote the value",
+            r"scheme\.at has 2024-01-01, which TOML reads as a date or a time: quote the value",
         ),
         ({key: value for key, value in BASE.items() if key != "model"}, r"model\.name is missing"),
     ],

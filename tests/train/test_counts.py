@@ -97,7 +97,7 @@ def test_the_table_of_an_elastic_run_says_which_replicas_were_lost_and_joined():
 
 
 @pytest.mark.parametrize(
-    "norm, words", [(0.0, ""), (0.41, ", with the unsent momentum (on this replica of norm 0.41)")]
+    "norm, words", [(0.0, ""), (0.41, ", with the unsent momentum (of norm 0.41 on this replica)")]
 )
 def test_the_line_of_a_lost_replica_names_momentum_only_where_there_is_some(
     norm, words, monkeypatch
@@ -109,5 +109,5 @@ def test_the_line_of_a_lost_replica_names_momentum_only_where_there_is_some(
     )
     change = SimpleNamespace(replicas=[1], left=False, next_step=60, recovered_s=0.09)
     assert [*losses._lines(change)] == [
-        f"lost replica 1 after step 60{words}; the other replicas went on 0.09 s after the notice"
+        f"lost replica 1 after step 60{words}; the other replicas continued 0.09 s after they noticed the loss"
     ]

@@ -84,7 +84,7 @@ def test_set_reaches_one_level():
         ),
         (["scheme=3"], {}, r"--set takes table\.key=value"),
         (["a.b.c=3"], {}, r"--set takes table\.key=value"),
-        (["scheme.rack=3", "scheme.rack.topk=3"], {}, r"rack is 3, but must be said once"),
+        (["scheme.rack=3", "scheme.rack.topk=3"], {}, r"rack is 3, but must be set once"),
         (
             [],
             {"scheme": [{"axis": "rack", "name": "full"}]},

@@ -95,7 +95,7 @@ def test_a_run_whose_steps_are_taken_and_whose_metrics_are_lost_is_told_so(train
         (tmp_path / "run" / name).unlink()
     with pytest.raises(
         WorldError,
-        match=r"all 6 steps have been taken, but .*metrics\.jsonl has no record of step 6",
+        match=r"all 6 steps are trained, but .*metrics\.jsonl has no record of step 6",
     ):
         train("run", resume=True)
 
@@ -193,7 +193,7 @@ def test_what_changed_since_the_checkpoint_is_told_in_a_line(train, tmp_path, ca
     assert re.search(r"\na step has (\d+) examples, had (\d+): train.accumulate", said)
     text = source.read_text()
     for changed, told in (
-        (text[1:] + "T", "other examples, "),
+        (text[1:] + "T", "training examples as before, but with other contents"),
         (text * 2, "training examples, was "),
     ):
         source.write_text(changed)

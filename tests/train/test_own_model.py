@@ -68,7 +68,7 @@ def test_a_model_and_rows_of_ones_own_resume_exactly(train, here, capfd, streami
         capfd.readouterr()
         assert train("other", *sets, "mesh.shards=2", resume=True, **said)[0]["steps"] == 6
         assert (
-            "the stream is read again up to this step, because other ranks divide it"
+            "the stream is read again up to this step, because the number of ranks changed"
             in capfd.readouterr().out
         )
 
@@ -301,7 +301,7 @@ def test_a_finished_run_is_not_begun_again(train, tmp_path, capsys, monkeypatch)
             == 2
         )
         assert (
-            "choose another --out, or remove it; with --resume and more --steps than 2 it goes on"
+            "choose another --out, or remove it; give --resume and more --steps than 2 to continue it"
             in capsys.readouterr().err
         )
     assert (tmp_path / "run" / "summary.json").exists()

@@ -109,7 +109,7 @@ def test_a_foreign_checkpoint_is_refused(train, tmp_path):
         (["scheme.topk=2"], r"was written with scheme \{.*'topk': 4.*: resume with the same"),
         (["model.layers=2"], r"was written with model \{.*'layers': 1.*: resume with the same"),
         (["seed=1"], "was written with seed 0, this run has 1: resume with the same"),
-        (["train.steps=1"], "train.steps is 1, but 2 steps have been taken: give more"),
+        (["train.steps=1"], "train.steps is 1, but 2 steps are already trained: give more"),
         (
             ["optimizer.name=SGD", "optimizer.lr=0.1"],
             "was written with optimizer AdamW, this run has SGD",

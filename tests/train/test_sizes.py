@@ -25,7 +25,7 @@ MISFITS = {
     "schedule.warmup is 6, all of the 6 steps, so the learning rate only rises: set a smaller warmup": [
         "schedule.warmup=6"
     ],
-    "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave it out": [
+    "train.clip changes nothing for SignSGD without momentum, which uses only signs: leave it out": [
         "train.clip=1.0",
         "optimizer.name=SignSGD",
         "optimizer.lr=0.01",

@@ -164,7 +164,7 @@ def test_a_run_of_ones_own_parts_and_its_resumption(recipe, tmp_path, capfd):
 )
 def test_a_model_that_returns_no_loss_is_one_line(recipe, capfd, model, found):
     assert run_command(["simulate", recipe, "--set", f"model.name=own_parts:{model}"]) == 2
-    line = f"model own_parts:{model} returns {found}, must return .loss, a tensor of one number (and .logits)\n"
+    line = f"model own_parts:{model} returns {found}: return an object with .loss (a one-element tensor) and .logits\n"
     assert capfd.readouterr().err.endswith(line)
 
 
@@ -220,7 +220,7 @@ def test_train_lists_registered_schemes(registered, capsys):
         ("model.name=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
         (
             "model.name=own_parts:nothing",
-            "model own_parts:nothing makes a dict, must make a torch.nn.Module",
+            "model own_parts:nothing returns a dict, but must return a torch.nn.Module",
         ),
         (
             "model.name=Lin",
@@ -239,7 +239,7 @@ def test_train_lists_registered_schemes(registered, capsys):
         ("data.task=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
         (
             "data.task=own_parts:nothing",
-            "data own_parts:nothing makes a dict, must make a detonation.data.Data",
+            "data own_parts:nothing returns a dict, but must return a detonation.data.Data",
         ),
         (
             "data.held_out=0",
@@ -256,7 +256,7 @@ def test_train_lists_registered_schemes(registered, capsys):
         ),
         (
             "optimizer.name=own_parts:nothing optimizer.lr=1",
-            "optimizer own_parts:nothing makes a dict, must make a ",
+            "optimizer own_parts:nothing returns a dict, but must return a ",
         ),
         (
             "optimizer.momentun=0",

@@ -144,7 +144,7 @@ def test_ranks_that_share_a_gpu_or_differ_in_having_one_are_named():
     require_own_devices(["the CPU of n1", "the CPU of n1"])
     with pytest.raises(
         ValueError,
-        match=r"ranks 0 and 2 share GPU a of n1: give each rank its own \(srun --gpus-per-task",
+        match=r"ranks 0 and 2 share GPU a of n1: give each rank its own GPU \(srun --gpus-per-task",
     ):
         require_own_devices(["GPU a of n1", "GPU b of n1", "GPU a of n1"])
     with pytest.raises(ValueError, match="rank 1 is on the CPU of n2, rank 0 on GPU a of n1"):

@@ -199,7 +199,7 @@ def other_files(replica):
 @pytest.mark.parametrize(
     "spoil, why",
     [
-        (other_arithmetic, "training rounds otherwise"),
+        (other_arithmetic, "training rounds differently"),
         (other_files, "there is no log of replica0-shard0"),
     ],
 )

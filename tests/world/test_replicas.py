@@ -306,7 +306,7 @@ def test_law_8_what_an_outer_round_agreed_on_stays(inner, outer, still):
 def test_rounds_that_would_undo_the_rounds_around_them_are_refused(inner):
     model = built(Plain)
     axis = LoopbackCommunicator(2)
-    with pytest.raises(ValueError, match=f"{inner.name} is a level of rounds inside another level"):
+    with pytest.raises(ValueError, match=f"{inner.name} is an inner level of rounds"):
         dt.replicate(sgd(model), model, levels=[(axis, inner), (axis, dt.diloco(every=4))])
 
 

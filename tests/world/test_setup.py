@@ -100,7 +100,7 @@ def test_parameters_that_span_the_replicas_are_refused_and_others_are_not():
         "hsdp": "so replicas share it (by hybrid sharding (HSDP)): shard inside the replica",
         "fsdp over the world": "layers.0.weight is on ranks 0, 1, 2, 3, so replicas share it",
         "wrong axis": "(or the axis is the wrong one): shard inside the replica",
-        "ddp over the world": "averages gradients over ranks 0, 1, 2, 3, which are of several replicas",
+        "ddp over the world": "averages gradients over ranks 0, 1, 2, 3, which belong to several replicas",
         "tensor parallel": "layers.1.bias is held whole by the ranks",
         "fsdp1": "FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2",
     }
@@ -130,7 +130,7 @@ def test_an_axis_of_one_rank_in_a_larger_world_is_warned_of():
         assert error == ["nothing", ""]
         assert (
             len(lines) == 1
-            and "the 2 ranks of the world train apart, one rank at a time" in lines[0]
+            and "the 2 ranks of the world train apart, in groups of one rank" in lines[0]
         )
     assert [lines for *_, lines in (first[2], *second)] == [[]] * 4
     assert [lines for *_, lines in worlds.run(alone, 1, 2)[0][2:]] == [

@@ -185,7 +185,7 @@ def test_what_follows_a_close_run_has_the_bits_of_replica_0_or_is_told_that_it_h
     )
     weights = first["weights"]
     assert second["weights"] != weights and second["feed"].startswith(
-        "replica 1 of close replicas takes over parts"
+        "replica 1 of close replicas copies parts"
     )
     assert like["follow"] == like["replay"].split()[0] == weights and like["said"] == ""
     assert like["late"] == f"{weights} 12"
@@ -196,7 +196,7 @@ def test_what_follows_a_close_run_has_the_bits_of_replica_0_or_is_told_that_it_h
     assert digest != weights and 0 < float(apart) < 1e-5
     assert (
         "optimizer's steps on a test vector is" in unlike["said"]
-        and "replay on a machine of its kind" in unlike["said"]
+        and "replay on a machine of the same kind" in unlike["said"]
     )
 
 
@@ -384,4 +384,4 @@ def test_a_run_says_how_far_its_replicas_are_apart_and_its_checkpoints_are_good(
         COMMAND, [0, 1], free_port(), recipe, tmp_path / "begin" / "run", like
     )
     assert json.loads((like / "summary.json").read_text())["replicas_equal"]
-    assert (said + warned).count("is now rounded by itself") == 1
+    assert (said + warned).count("is now rounded separately") == 1

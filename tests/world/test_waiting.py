@@ -315,7 +315,7 @@ def with_a_hook(mesh, scheme, where):
 def test_a_hook_that_raises_on_one_rank_does_not_leave_it_a_step_behind_the_others(scheme, where):
     others, raising = worlds.run_alone(with_a_hook, 2, 1, scheme, where)
     assert raising[:3] == ["", "", '"a user\'s hook"'] and len(raising) == 4
-    why = 'step 2 of this replica sent its messages and then ended by KeyError("a user\'s hook")'
+    why = 'step 2 of this replica sent its messages and then failed with KeyError("a user\'s hook")'
     assert (
         raising[3]
         == f"{why}; other replicas may have taken this step: load a checkpoint on all replicas"

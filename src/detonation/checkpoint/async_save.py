@@ -40,8 +40,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     the block.
 
     Args:
-        directory: for the checkpoints. Without a shared file system each node has its own, with
-            the files of its ranks.
+        directory: for the checkpoints. Without a shared file system each node has its own
+            directory, with the files of the node's ranks.
         keep: how many of the newest checkpoints to keep.
 
     Raises:
@@ -92,7 +92,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         elastic = elastic_axis(self._optimizer)
         with _as_saving():
             _meet(self._model, self._optimizer)
-        # make the job first: if this raises an error, no process group must be left open
+        # make the job before the group: if making the job raises an error, no group stays open
         job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
             self._open_group()
@@ -166,7 +166,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             if not any(Texts(device_of(self._model)).gather(broken)):
                 return
             dist.destroy_process_group(self._group)
-        # a group of its own: collectives of the writing thread must not mix with those of training
+        # the thread needs its own group, so that its collectives do not mix with those of training
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
         # no rank may close the group while another rank still connects to it
         dist.barrier(self._group)
@@ -180,11 +180,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         except NotSaved as error:  # `NotSaved` is raised on all ranks
             text = str(error)
             number = error.errno
-        # any other error is raised on this rank alone, such as a timeout of gloo
+        # any other error, such as a timeout of gloo, is raised on this rank alone
         except Exception as error:
             self._broken = True  # after an error, gloo can use the process group no longer
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            still = "the checkpoints before it are as they were"
+            still = "earlier checkpoints are unchanged"
             text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
             number = getattr(error, "errno", None)
         # store only the error's text: its traceback would keep the copy of the state in memory
@@ -201,8 +201,8 @@ def save_checkpoint(
     keep: int = 3,
     frozen: bool = True,
 ) -> Path:
-    """Saves the state between two steps, and waits until the checkpoint is complete. All ranks call
-    it.
+    """Saves the state between two steps, and waits until the checkpoint is complete. All ranks must
+    call this function.
 
     Gradients are not part of a checkpoint: save after `step()`, not between the backward passes
     that accumulate gradients for one step. If the directory holds a checkpoint of a later step, a
@@ -211,16 +211,16 @@ def save_checkpoint(
     To save while training continues, use `Checkpoints`.
 
     Args:
-        directory: for the checkpoints. Without a shared file system each node has its own, with
-            the files of its ranks.
-        extra: values such as a scheduler's state, which loading returns equal in value and type:
-            numbers, texts, bytes, the containers of Python and of `collections`, tensors, numpy
-            arrays, enums, dates and paths. Only those of rank 0 are saved: gather values that
-            differ between ranks first, for example with `torch.distributed.all_gather_object`.
+        directory: for the checkpoints. Without a shared file system each node has its own
+            directory, with the files of the node's ranks.
+        extra: values such as a scheduler's state. Loading returns them equal in value and type.
+            Allowed are numbers, texts, bytes, the containers of Python and of `collections`,
+            tensors, numpy arrays, enums, dates and paths. Only the values of rank 0 are saved:
+            gather values that differ between ranks first, for example with
+            `torch.distributed.all_gather_object`.
         keep: how many of the newest checkpoints to keep.
-        frozen: False leaves out the parameters that require no gradient, such as the model under a
-            LoRA adapter; loading then leaves them unchanged, after comparing them with the
-            checksums that the checkpoint holds.
+        frozen: False omits the parameters that require no gradient, such as the model under a LoRA
+            adapter. Loading compares these parameters with saved checksums, and keeps them.
 
     Returns:
         The checkpoint, `directory/step-NNNNNN`.
@@ -229,7 +229,7 @@ def save_checkpoint(
         NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are
             unchanged.
         ValueError: `keep` is below 1, or a checkpoint cannot hold a value in the state or in
-            `extra`; the message has its key.
+            `extra`; the message names the value's key.
         OverlapError: gradients were sent in `overlap`, and their step is missing.
 
     Example:
@@ -266,8 +266,8 @@ def _meet(model: nn.Module, optimizer: Replicated) -> None:
     """Waits until all ranks have begun to save, if copying the state needs collectives over the
     links between replicas.
 
-    Otherwise a rank that still takes a step would mistake these collectives for messages of its
-    step.
+    Without this wait, a rank that is still in a step would mistake these collectives for messages
+    of its step.
     """
     late = any(scheme.round.delay for _, scheme in optimizer.levels)
     if late or not optimizer.is_built:

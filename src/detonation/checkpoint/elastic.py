@@ -8,12 +8,13 @@ between saved replicas. They give replica j of the new run:
                       target(i) = i if R <= R' else floor(i * R' / R)
     everything else   the mean over all i that have it (if all are bitwise equal: that tensor)
 
-The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, and so everything that
-is still to be sent: merged replicas are averaged, and a joining replica starts with zero. The
-second rule keeps the mean of the weights. So it also keeps what the current round will send: the
-mean of the replicas' distances from their anchor. Owners (replicas that aggregate rows for all)
-keep what they have aggregated and not sent yet, the server residual. This residual belongs to all
-replicas: the saved residuals are put together by coordinate, and given to the new owners.
+The first rule keeps the mean of the memories: (1/R') sum r' = (1/R) sum r. So what is still to be
+sent stays the same. A joining replica starts with zero. The second rule keeps the mean of the
+weights. So it also keeps what the current round will send: the mean of the replicas' distances from
+their anchor.
+Owners (replicas that aggregate rows for all) hold the server residual: what they have aggregated
+and not sent yet. The saved server residuals are joined by coordinate. Each new owner gets the
+values of its rows.
 """
 
 from collections.abc import Sequence
@@ -35,9 +36,8 @@ class Elastic:
     """Reads the state of the rank with the coordinates `own` from a checkpoint of a run with
     another number of replicas or shards.
 
-    among: the replicas from which tensors that all replicas share are read; by default all
-    replicas. If the replicas were equal only up to rounding, these tensors are read from the first
-    replica.
+    among: the replicas that are read for tensors that all replicas share; by default all replicas.
+    If the replicas were equal only up to rounding, only the first one is read.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Elastic:
 
         Args:
             box: None for a tensor that is not sharded.
-            alike: the replicas are equal, so that one of them is enough.
-            some: skip replicas without the tensor.
+            alike: True if the replicas are equal, so that reading one of them is enough.
+            some: True to skip replicas without the tensor.
         """
         replicas = self._replicas(alike)
         if some:
@@ -143,8 +143,8 @@ class Elastic:
 
 
 def memory_sources(replica: int, before: int, now: int) -> range:
-    """The replicas of a saved run of `before` replicas whose memory of unsent values goes to
-    `replica` in a run of `now` replicas.
+    """The saved replicas whose memory of unsent values goes to `replica`, if the number of replicas
+    changes from `before` to `now`.
 
     >>> [list(memory_sources(j, 4, 2)) for j in range(2)]
     [[0, 1], [2, 3]]
@@ -167,7 +167,7 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
         return first
     if not first.is_floating_point():
         raise ValueError(
-            f"{key} differs between replicas or shards: resume with as many of both as were saved"
+            f"{key} differs between replicas or shards: resume with the saved numbers of both"
         )
     return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
 
@@ -220,7 +220,7 @@ def _residual(
     node, with gradients for the shard on that node.
 
     For each shard, one node starts with all unsent gradients of the saved run: the node before the
-    node of the shard. So this rank fills only the row for the next node, and all other rows are
+    shard's own node. So this rank fills only the row for the next node, and all other rows are
     zero. The node after the last node is node 0.
     """
     nodes = unit.link.replicas

@@ -98,7 +98,7 @@ def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Device of the model's parameters. The process group of the model can send from it."""
+    """Device of the model's parameters. The model's process group can send tensors on it."""
     return next(local(parameter).device for parameter in model.parameters())
 
 
@@ -139,8 +139,8 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
     must call this function together.
 
     Rank 0 writes a file under a random name, and all ranks look for this file. Each rank that does
-    not find it creates `directory` and writes a file, too. Then this rank looks for rank 0's file
-    again, because the cache of a network file system may have hidden a new directory.
+    not find the file creates `directory` and writes a file, too. Then this rank looks for rank 0's
+    file again, because the cache of a network file system may have hidden a new directory.
 
     Raises `OSError` on all ranks, with the host and the reason, if one of them cannot write.
     """
@@ -182,8 +182,8 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
     volumes = survey(directory, Texts(device_of(model)))
     if dist.get_rank() == 0 and not volumes.shared:
         logging.getLogger("detonation").warning(
-            "%s is not one directory for all ranks (%s): before a checkpoint is resumed, copy to"
-            " each node what it lacks from the others (rsync -a --ignore-existing)",
+            "%s is not one directory for all ranks (%s): before you resume a checkpoint, copy to"
+            " each node the files that only other nodes have (rsync -a --ignore-existing)",
             directory,
             volumes.ranks_text(),
         )
@@ -195,8 +195,8 @@ class CheckpointsElsewhere:
 
     The library itself removes checkpoints only on rank 0's disk. All ranks construct this object
     before training; the constructor warns like `warn_unless_shared`. The object removes a
-    checkpoint only if rank 0 once had it and no longer has it, and only if the directory of the
-    checkpoint contains `part`.
+    checkpoint only if rank 0 had this checkpoint and has removed it. The directory of the
+    checkpoint must also contain `part`.
 
     named: a pattern for the names of checkpoints. part: the subdirectory that DeToNATION adds to a
     checkpoint.

@@ -42,8 +42,8 @@ class View:
 
     host: name of the rank's machine. digest: sha256 of the manifest. file: inode and change time of
     the manifest, equal on all ranks that share the file. fault: fault in the manifest, or in a file
-    that this rank checks. lacks: replicas of which this rank needs a file that it does not find.
-    has: replicas of which this rank finds all files.
+    that this rank checks. lacks: replicas with a file that this rank needs and does not find.
+    has: replicas for which this rank finds all files.
     """
 
     host: str
@@ -78,7 +78,7 @@ def inspect(
     if reason := _disagreement(views):
         return path, None, reason
     assert manifest is not None
-    # -1: the caller may have given a checkpoint whose name contains no step
+    # `step_of` returns -1 if the caller named a checkpoint whose name contains no step
     if retention.step_of(path) not in (-1, manifest.step):
         return path, None, f"its name is not that of step {manifest.step}"
     sharing = [rank for rank, other in enumerate(views) if other.file == view.file]
@@ -109,7 +109,7 @@ def _disagreement(views: Sequence[View]) -> str:
     if all(view.fault for view in views):
         return first.fault
     if faulty := [rank for rank, view in enumerate(views) if view.fault]:
-        remedy = "copy the files of all replicas there from another node"
+        remedy = "copy the files of all replicas from another node"
         return f"{views[faulty[0]].fault} {_where(faulty, views)}: {remedy}"
     if other := [rank for rank, view in enumerate(views) if view.digest != first.digest]:
         return f"{MANIFEST_NAME} {_where(other, views)} is not that of rank 0 on {first.host}"
@@ -126,8 +126,8 @@ def _files(
 ) -> View:
     """Checks the files of a checkpoint that this rank must read.
 
-    If this rank must read the files of all ranks, each of the ranks that share its directory
-    (`sharing`) checks only a part of the files.
+    If each rank must read all files, the ranks that share a directory (`sharing`) divide the checks
+    among themselves.
     """
     present = {file.name for file in path.glob("*.safetensors")}
     replicas = range(manifest.replicas)
@@ -147,11 +147,10 @@ def _files(
 
 
 def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str:
-    """A text that names the replicas whose files are missing on nodes that need them, and gives a
-    remedy; "" if no node misses a file that another node has.
+    """Describes which replicas' files are missing on nodes that need them, and gives a remedy.
 
-    If all ranks see the same files, a missing file is a fault of the checkpoint, and this text does
-    not name it.
+    Returns "" if no such file is missing. Also returns "" if all ranks see the same files, because
+    then a missing file is a fault of the checkpoint.
     """
     if not manifest.volumes and all(view.has == views[0].has for view in views):
         return ""
@@ -169,7 +168,7 @@ def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str
         remedy = "start the nodes in the same order as in the saved run, or copy the missing files"
     else:
         remedy = (
-            f"to go on as {own.replicas} x {own.shards} copy the files of all replicas to each node"
+            f"to resume as {own.replicas} x {own.shards}, copy all replicas' files to each node"
         )
     return f"{'; '.join(texts[:4])}: {remedy}"
 
@@ -217,28 +216,29 @@ def load_checkpoint(
     directory: Path | str, model: nn.Module, optimizer: Replicated
 ) -> Loaded | None:
     """Loads the newest complete checkpoint of `directory` into `model` and `optimizer`. All ranks
-    call it.
+    must call this function.
 
     `directory` may also be one checkpoint, such as the path that `save_checkpoint` returned: then
-    exactly this checkpoint is loaded, for example to go back to an earlier step. Remove the later
-    checkpoints then, or save in another directory.
+    exactly this checkpoint is loaded. If there are later checkpoints, remove these, or save in
+    another directory.
 
-    Call it after `replicate` and before the first step. With as many replicas and shards as the
-    saved run, training continues bit for bit as if it had not been interrupted. With other numbers,
-    weights on which all replicas agreed are exact, and the memories of unsent values are merged as
-    `detonation.checkpoint.elastic` describes. Incomplete checkpoints are skipped; the log gives the
-    reason for each. Gradients are dropped: after an error they belong to the step that failed.
+    Call this function after `replicate` and before the first step. If the saved run had the
+    same numbers of replicas and shards, training continues bit for bit as if it had not been
+    interrupted. Otherwise weights on which all replicas agreed are exact, and the memories of
+    unsent values are merged as `detonation.checkpoint.elastic` describes. Incomplete checkpoints
+    are skipped; the log gives the reason for each. Gradients are dropped: after an error they
+    belong to the step that failed.
 
     Returns:
-        The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint or
-        does not exist, which the log says (level INFO).
+        The path, step and `extra` of the checkpoint. None if `directory` holds no checkpoint or
+        does not exist; the log says so (level INFO).
 
     Raises:
         NoCheckpoint: no checkpoint is complete for all ranks, or the checkpoint that `directory`
             names is missing or not complete. If nodes share no file system, the message names the
             missing files, the host that needs them and the host that has them.
-        ValueError: the checkpoint is of another model, optimizer, scheme or seed, or it omits
-            frozen weights and those of `model` are others.
+        ValueError: the checkpoint was saved with another model, optimizer, scheme or seed, or with
+            other frozen weights, which the checkpoint omits.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
@@ -314,8 +314,8 @@ def find(
 
 
 def rejections(rejected: Mapping[str, str], used: str) -> list[str]:
-    """A line for each checkpoint that was `rejected` (by name, with the reason) in favour of the
-    checkpoint that is `used`.
+    """One line for each checkpoint in `rejected` (reasons by name). `used` is the checkpoint that
+    is loaded instead.
     """
     return [f"{name} rejected: {reason}; using {used}" for name, reason in rejected.items()]
 
@@ -332,8 +332,8 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     together.
 
     Gradients are dropped, because they belong to a step after the loaded state. Raises `ValueError`
-    on all ranks if the checkpoint is of another run; then nothing has changed, except that
-    gradients which `overlap` has sent are no longer counted as sent.
+    on all ranks if the checkpoint does not fit this run. In that case no state has changed, but
+    gradients that `overlap` has sent no longer count as sent.
     """
     optimizer.drop_overlap()
     texts = texts_between(model, optimizer)
@@ -371,8 +371,8 @@ _SCHEDULED = {"lr": "initial_lr", "momentum": "max_momentum", "betas": "max_mome
 def _replaced(
     given: Mapping[str, str], saved: CheckpointReader, model: nn.Module, optimizer: Replicated
 ) -> list[str]:
-    """Describes the options in `given`, which this run gave to its optimizer, that the load
-    replaced by the options in `saved`.
+    """Describes the options that this run gave to its optimizer (`given`) and that loading replaced
+    by saved options.
 
     An option is left out if the saved run was given the same value. In that case the training loop
     of the saved run changed the option later, and the loop of this run may do so, too.

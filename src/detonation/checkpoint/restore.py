@@ -51,9 +51,9 @@ def restore(
     after this call.
 
     Returns:
-        In words, how the saved state was merged into this run; and a collective function, which
-        the caller calls once no rank has raised. The function completes the state, and returns in
-        words what had to be dropped.
+        A text that says how the saved state was merged into this run, and a collective function
+        that completes the state. The caller calls the function if no rank has raised an error. The
+        function returns a text about the state that was dropped.
 
     Raises:
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
@@ -68,7 +68,7 @@ def restore(
     source: Elastic | ShardReader = file
     if not same:
         source = Elastic(saved, own)
-    elif any(held.values()):  # this rank holds several shards, each from a file of its own
+    elif any(held.values()):  # this rank holds several shards, each from its own file
         source = Elastic(saved, own, [own.replica])
     # read the options before any state changes, because reading can raise an error
     options = _saved_options(file, optimizer)
@@ -106,7 +106,8 @@ def compare_frozen(saved: CheckpointReader, model: nn.Module, optimizer: Replica
     """Compares the frozen weights that the checkpoint omits with their saved checksums. Returns a
     text if some could not be compared, because they were sharded differently. Changes no state.
 
-    Checkpoints of earlier versions do not describe the frozen weights that they omit.
+    Checkpoints of earlier versions do not describe the frozen weights that they omit, so nothing is
+    compared.
 
     Raises:
         ValueError: a frozen weight has other bytes than in the saved run.
@@ -241,13 +242,12 @@ def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
     load_shard_state(model, state)
     if not state or shard_units(model):
         return ""
-    return "; dropped: what a shard wire had not sent, because the model has none now"
+    return "; dropped: unsent gradients of a shard wire, because the model now has no shard wire"
 
 
 def _check(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own: Coordinates
 ) -> None:
-    """Raises `ValueError` if this run cannot continue from `saved`."""
     manifest = saved.manifest
     for key, now in run_identity(optimizer).items():
         was = getattr(manifest, key)
@@ -270,8 +270,10 @@ def _check(
         scheme.signal == "nothing" for _, scheme in optimizer.levels
     ):
         counts = f"{manifest.replicas} replicas, not {own.replicas}"
-        why = "without an exchange they have nothing in common to go on from"
-        raise ValueError(f"{saved.path} is of {counts}: {why}; resume with {manifest.replicas}")
+        why = "the scheme exchanges nothing, so the replicas have no common weights"
+        raise ValueError(
+            f"{saved.path} was saved by {counts}: {why}; resume with {manifest.replicas} replicas"
+        )
 
 
 def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
@@ -299,7 +301,6 @@ def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
 
 
 def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
-    """True if this run has as many replicas and shards as the saved run."""
     return (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
 
 
@@ -443,7 +444,9 @@ def _assembled(
     if key not in file.boxes:
         return source.own(key, alike)
     if file.boxes[key].whole != tuple(parameter.shape):
-        raise ValueError(f"{key} is not sharded like its parameter: use the saved shard count")
+        raise ValueError(
+            f"{key} is not sharded like its parameter: resume with the saved number of shards"
+        )
     return source.agreed(key, Box.of(parameter), alike, some=True)
 
 
@@ -562,7 +565,7 @@ def _merge_server_residual(
     squares = [float(piece.double().square().sum()) for piece in residual]
     norm = sum(squares) ** 0.5
     return (
-        f"; dropped: the server residual of the owners, norm {norm:.3g}, has no place in this world"
+        f"; dropped: the server residual, norm {norm:.3g}: this run has neither owners nor a memory"
     )
 
 
@@ -575,11 +578,10 @@ def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
 
 
 def _require_alike(key: str, target: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises `ValueError` unless `target` has the saved `dtype` and `shape`."""
     if tuple(target.shape) != shape or target.dtype != dtype:
         now = f"{target.dtype} {tuple(target.shape)}"
         raise ValueError(
-            f"{key} was saved as {dtype} {shape}, is {now} here: it is of another model or scheme"
+            f"{key} was saved as {dtype} {shape}, but is {now} here: another model or scheme"
         )
 
 

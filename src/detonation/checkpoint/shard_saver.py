@@ -155,7 +155,8 @@ class ShardSaver:
         except PeerLost as error:
             name = retention.checkpoint_name(job.step)
             raise NotSaved(
-                f"checkpoint {name} failed: {error}; the remaining replicas save the next one"
+                f"checkpoint {name} failed: {error}; the remaining replicas save the next"
+                " checkpoint"
             ) from error
 
     def _saved(self, job: SaveJob) -> Path:
@@ -181,7 +182,7 @@ class ShardSaver:
             if self._texts.rank == 0:
                 _warn_of_later(directory, step, common)
             kept = [saved for saved in common if saved <= step][: self._keep]
-            # a node that joined late may not have `keep` checkpoints yet, so remove none until then
+            # remove none while a node that joined late has fewer than `keep` checkpoints
             if len(kept) == self._keep:
                 retention.retire(directory, kept[-1])
         return directory / retention.checkpoint_name(step)
@@ -216,7 +217,7 @@ class ShardSaver:
             world = f"{own.replicas} replicas x {own.shards} shards"
             more = ""
             if own.shards == 1:
-                more = ": pass intra_node where the ranks of a node hold the model whole"
+                more = ": pass intra_node if each rank of a node holds the whole model"
             raise ValueError(
                 f"{world_size} ranks save a state of {world}, but exactly one rank must save each"
                 f" shard; this rank is {own.name}{more}"
@@ -275,7 +276,7 @@ class ShardSaver:
             json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))
         ]
         before = [step for step in _common(saved) if step < job.step]
-        still = "there is none before it"
+        still = "there is no earlier checkpoint"
         if before:
             still = f"{retention.checkpoint_name(before[0])} is still whole"
         sizes = ""
@@ -301,8 +302,8 @@ def _warn_of_later(directory: Path, step: int, saved: Sequence[int]) -> None:
         return
     _warned.add(place)
     _log.warning(
-        "%s in %s is later than the checkpoint of step %d, which was saved now: a resume would take"
-        " the later one; remove it, or save in another directory",
+        "%s in %s is later than the checkpoint of step %d, which was saved now: a resume would load"
+        " the later checkpoint; remove it, or save in another directory",
         retention.checkpoint_name(max(saved)),
         directory,
         step,

@@ -116,8 +116,8 @@ def frozen_marks(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def omitted_weights(model: nn.Module, keys: Collection[str], path: Path) -> set[str]:
-    """Names of the frozen weights of `model` that a file with these `keys`, of the checkpoint
-    `path`, omits.
+    """Names of the frozen weights of `model` that a file of the checkpoint `path` omits. The file
+    has these `keys`.
 
     Raises `ValueError` if the file omits weights that `model` trains.
     """
@@ -149,8 +149,8 @@ COMPLETED = "completed"
 
 
 def point_in(values: Mapping[str, Any]) -> tuple[str, int | None]:
-    """The id of the run, and the count of completions, in the plain values of a checkpoint; see
-    `RunPoint`. "" and None if an older version wrote the checkpoint.
+    """The run's id and its count of completions (see `RunPoint`), from the plain values of a
+    checkpoint. "" and None if an older version wrote the checkpoint.
     """
     known = values.get(RUN)
     completed = values.get(COMPLETED)
@@ -275,8 +275,8 @@ one whole shard the inner mapping is {}.
 
 
 def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
-    """The replica and the shard for which this rank saves its first file, and all shards that this
-    rank holds.
+    """The coordinates of the shard for which this rank saves its first file, and all shards that
+    this rank holds.
 
     All replicas have equally many shards, even if they have different numbers of ranks: a rank of a
     smaller replica then has several shards.
@@ -354,7 +354,7 @@ def _renumber(
     snapshot: Snapshot, part: Snapshot, replicator: Replicator, number: int, level: int
 ) -> None:
     """Copies the local state of `replicator` from `snapshot` to `part`. The keys of this state
-    contain the number `number` in `snapshot`, and `level` in `part`.
+    contain `number` in `snapshot`, and `level` in `part`.
     """
     before = f"replica.{number}."
     for key, tensor in snapshot.tensors.items():

@@ -186,7 +186,7 @@ def newest_model(directory: Path) -> WholeModel:
     described = found.manifest
     if described.replicas > 1 and any(level["scheme"] == "none" for level in described.levels[-1:]):
         raise ValueError(
-            f"{path} is of {described.replicas} replicas that trained independently: "
+            f"{path} was saved by {described.replicas} replicas that trained independently: "
             "it has no common model"
         )
     here = whole_replicas(path, described)
@@ -223,7 +223,7 @@ class _Comparison:
 
     def compare_shards(self, here: Collection[str]) -> None:
         """Compares, for each shard, the files of its replicas that are on this node (`here`). Skips
-        a shard of which only one replica of several is on this node."""
+        a shard if only one of several replicas is on this node."""
         manifest = self._saved.manifest
         for shard in range(manifest.shards):
             present = [
@@ -251,7 +251,7 @@ class _Comparison:
 
     def _unequal(self, keys: Sequence[str], first: ShardReader, other: ShardReader) -> list[str]:
         """Keys of the tensors that differ between the files of two replicas. If these replicas may
-        differ by rounding, only tensors that differ by more than rounding."""
+        differ by rounding, returns only keys of tensors that differ by more than rounding."""
         unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
         if not (first.moved and other.moved):
             return unequal
@@ -315,8 +315,8 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
         ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # The replicas of a tier of the network are equal if the level on it exchanges gradients.
-    # The replicas of a tier differ in their anchors if its level exchanges weights, or nothing.
+    # Replicas in a tier of the network are equal if the level on this tier exchanges gradients.
+    # If the level exchanges weights or nothing, these replicas differ in their anchors.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1
@@ -342,14 +342,14 @@ def load_weights(directory: Path, model: nn.Module) -> str:
     """Loads weights into `model`, which may be sharded: each rank reads its own part.
 
     Args:
-        directory: A run directory, whose newest whole checkpoint is read, a checkpoint, or a
+        directory: A run directory (its newest complete checkpoint is read), a checkpoint, or a
             directory with safetensors files, as `detonation export` and transformers write them.
 
     Returns:
         In words, the source of the weights.
 
     Raises:
-        ValueError: `directory` has no weights, or those of another model.
+        ValueError: `directory` has no weights, or the weights of another model.
     """
     open_weights = _saved
     if any((directory / name).is_file() for name in (EXPORTED, _INDEX)):

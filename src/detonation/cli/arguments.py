@@ -225,7 +225,7 @@ class Plan(Overrides):
     optimizer: Text = None
     """Plan only for this optimizer, such as AdamW."""
     steps: Integer = None
-    """Steps of the baseline to its loss; default: the recipe's, else 1000."""
+    """Steps of the baseline's run; default: the recipe's, else 1000."""
     all: Flag = False
     """Show every scheme, with all columns."""
 

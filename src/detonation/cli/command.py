@@ -28,16 +28,16 @@ _INTERFACE: dict[str, Any] = {
     "prog": "detonation",
     "description": (
         "Train PyTorch models over slow links: sharded inside a node, compressed between"
-        " nodes.\n\n--version prints all versions; with --compare FILE, what differs from a"
-        " --version --json elsewhere."
+        " nodes.\n\n--version prints all versions; with --compare FILE, the differences from"
+        " another --version --json."
     ),
     "config": (FlagCreatePairsOff,),
 }
 """Options of tyro that all verbs share."""
 
 _MEANT = {"replay": "follow"}
-"""Names that users take for verbs, because the library has functions of these names; each with the
-verb that does the same.
+"""Functions of the library whose names users may try as verbs, each with the verb that does the
+same.
 """
 
 

@@ -131,7 +131,7 @@ SETTING_FLAGS = {
 
 def requested(kind: type[_R], verb: of.Common) -> _R:
     """Builds a request of the class `kind`. Each field of the request gets the value of the flag of
-    `verb` that has the name of the field.
+    `verb` with the same name.
     """
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}

@@ -131,7 +131,7 @@ def require_own_devices(names: Sequence[str]) -> None:
     for rank, name in enumerate(names):
         if not on_cpu and (first := names.index(name)) < rank:
             raise ValueError(
-                f"ranks {first} and {rank} share {name}: give each rank its own (srun"
+                f"ranks {first} and {rank} share {name}: give each rank its own GPU (srun"
                 " --gpus-per-task=1), or make all GPUs visible to all ranks of the machine and"
                 " set LOCAL_RANK"
             )
@@ -186,8 +186,8 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory in bytes: of the tensors on `device` if it is an accelerator, else of
-    this process.
+    """Returns the peak memory in bytes: of the tensors on `device` if `device` is an accelerator,
+    else of this process.
     """
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))

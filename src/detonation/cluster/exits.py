@@ -18,8 +18,8 @@ from detonation.whole_files import read_json
 
 _POLL_S = 0.02
 _LEAVING_S = 15.0
-"""Seconds after the successful end of a rank, within which all other ranks must end. The end of a
-replica that was asked to leave does not count.
+"""After a rank has ended successfully, all other ranks must end within this number of seconds. The
+end of a replica that was asked to leave does not count.
 """
 _log = logging.getLogger("detonation")
 
@@ -78,7 +78,6 @@ class RankExits:
         return self._root_cause()
 
     def _collect_ended(self) -> None:
-        """Records the exit code of each rank that has ended."""
         for rank, pid in list(self._pids.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

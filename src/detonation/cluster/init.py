@@ -76,7 +76,7 @@ def init_rank(
 
     Args:
         end: ends this process when another rank is lost; see `Heartbeat`.
-        folder: a directory of this machine where the ranks meet; without it they meet at
+        folder: a directory of this machine in which the ranks meet. By default they meet at
             MASTER_ADDR:MASTER_PORT.
 
     Raises `ValueError` like `meet`, and if ranks have different tokens.
@@ -225,7 +225,7 @@ def meet(
         keep_to_loopback(os.environ)
         return store, device
     require_start(store, position, device)
-    # only now: once a rank has reached the store, it can resolve the name of the store's host
+    # choose the interface now: a rank that has reached the store can resolve the name of its host
     _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device
 
@@ -307,8 +307,8 @@ def leave() -> None:
     """Waits for all ranks, unless a rank is lost. Then destroys the process group and ends the
     threads of the group. Collective.
 
-    Call it after the training function has returned, when no variable of that function refers to
-    the group any more: the threads end only when the last reference to the group is dropped. If the
+    Call this function after the training function has returned, when none of its variables refers
+    to the group: the threads end only when the last reference to the group is dropped. If the
     interpreter shuts down before the threads have ended, the process may abort ("terminate called
     without an active exception"). torch itself keeps references to the group in functions of
     torch.distributed.nn that are imported later, and in caches of sharded tensors.

@@ -86,7 +86,9 @@ def way_towards(host: str) -> Way | None:
 
 
 def way_over(interface: str, host: str = "") -> Way:
-    """Returns the route over `interface`. Its address has the IP version of `host`, if possible."""
+    """Returns the route over `interface`, with an address of the same IP version as `host` if
+    possible.
+    """
     addresses = addresses_of(interface)
     sources = [*source_addresses(host)]
     if sources:

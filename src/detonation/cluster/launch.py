@@ -83,10 +83,11 @@ def run_local(
         timeout_s: ends the world after this time; by default never.
         enter: called with the rank in each forked process, before the process has sockets and
             threads.
-        survival: the replicas share no process group; after the loss of one, the others continue.
+        survival: if given, the replicas share no process group, and the run survives the loss of a
+            replica.
 
     Returns:
-        The results of the ranks (JSON values), in their order, without lost ranks.
+        The results (JSON values) of all ranks that were not lost, in rank order.
 
     Raises:
         WorldError: a rank failed, or `timeout_s` passed.

@@ -138,17 +138,17 @@ def init_mesh(
         replicas: number of copies of the model, usually the number of nodes; by default it follows
             from the number of ranks and `shards`.
         shards: number of ranks that share one copy, usually the accelerators of a node; by default
-            the ranks of a node, or the number of ranks divided by `replicas`. Nodes may have
-            different numbers; you may give them as a list: `[4, 2]`. The result then has the same
-            two axes, but is not torch's `DeviceMesh`, and all replicas have the same weight in
+            the ranks of a node, or the number of ranks divided by `replicas`. If nodes have
+            different numbers of ranks, you may pass a list: `[4, 2]`. The mesh then has the same
+            two axes, but is not a `DeviceMesh` of torch. All replicas have the same weight in
             means.
         device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only if no GPU is visible.
         timeout_s: seconds for which a collective waits for a rank before it raises, in all process
             groups; above 0. By default 1800 s if this call initialises the process group, or else
             the timeout of that group.
         slow_backend: "gloo" sends messages between replicas over TCP from host memory, while NCCL
-            serves the ranks of a node; by default the backend of the device does both. With "gloo",
-            and always with NCCL, the axis has its own communicator.
+            serves the ranks of a node. By default the backend of the device sends all messages.
+            With "gloo", and always with NCCL, the axis has its own communicator.
 
     A rank that waits for 30 s in a step logs which ranks have not begun that step. After 60 s the
     waiting rank ends with exit code 1 if those ranks have left the run.
@@ -184,7 +184,6 @@ def init_mesh(
 
 
 def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
-    """Raises `ValueError` if an argument of `init_mesh` is out of range."""
     if slow_backend not in (None, *SLOW_BACKENDS):
         raise ValueError(
             f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or"
@@ -195,7 +194,6 @@ def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
 
 
 def _world_size(position: LaunchPosition | None) -> int:
-    """Returns the number of ranks: of the process group, else of the launcher's world, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     if position:
@@ -394,7 +392,7 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
 
     Args:
         mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or a mesh
-            with more axes. Without an axis "replicate", the first axis joins the replicas.
+            with more axes. Without an axis "replicate", replicas lie along the first axis.
 
     Returns:
         The sha256 in hex, which depends on the number of shards, and True if all replicas are

@@ -57,8 +57,9 @@ class UnevenAxis(Communicator):
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """Cuts all `parameters` into pieces, by group of owners (the ranks that hold a piece). The
-        groups are sorted. Pieces may be empty. A group without this rank gets no pieces here.
+        """Cuts all `parameters` into pieces. Returns the pieces of each group of owners (the ranks
+        that hold a piece). The groups are sorted. Pieces may be empty. A group without this rank
+        gets no pieces here.
         """
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         everyone = {ranks for run in runs.values() for ranks in run}

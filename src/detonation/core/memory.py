@@ -32,10 +32,10 @@ class Feedback:
     Args:
         decay: From 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of
             the signal.
-        alpha: From 0 to 1, the share of the sent values that leaves; 1 in DeMo v1 and FlexDeMo, 0.2
-            is best in DeMo v2.
-        error_feedback: Whether the difference between a coefficient and its rounded value stays, so
-            that nothing is lost; False takes the whole coefficient out (DisTrO).
+        alpha: From 0 to 1, the share of the sent values that is subtracted; 1 in DeMo v1 and
+            FlexDeMo, 0.2 is best in DeMo v2.
+        error_feedback: Whether the rounding error of a sent coefficient stays in the memory, so
+            that nothing is lost. If False, the whole coefficient is subtracted (DisTrO).
 
     Raises:
         ValueError: A value is out of range.
@@ -87,8 +87,8 @@ class Memory:
         the parameters).
 
         Args:
-            signals: One tensor per parameter; an absent one is zero.
-            bad: On a device that decides by itself, `[]` bool: if it is True, the residual does not
+            signals: One tensor per parameter; an absent tensor counts as zeros.
+            bad: `[]` bool, on a device that decides by itself. If it is True, the residual does not
                 change.
 
         Shapes: one local shape per parameter -> the residual, `[rows, chunk]` fp32.
@@ -187,10 +187,12 @@ def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -
 
     >>> require_same_keys("the saved state", ["0.residual.weight"], [])
     Traceback (most recent call last):
-    ValueError: the saved state is of another model or scheme: it differs in 0.residual.weight
+    ValueError: the saved state belongs to another model or scheme: it differs in 0.residual.weight
     """
     if odd := sorted({*current} ^ {*saved}):
-        raise ValueError(f"{what} is of another model or scheme: it differs in {first_names(odd)}")
+        raise ValueError(
+            f"{what} belongs to another model or scheme: it differs in {first_names(odd)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,8 @@ class LocalState:
     """The state of one or several objects, as tensors that share memory with these objects.
 
     Args:
-        flats: By kind (`residual`, `anchor`, ...), `[rows, chunk]` each.
-        others: By name, the tensors that are not in the coordinates of a parameter.
+        flats: Flat matrices `[rows, chunk]`, by kind (`residual`, `anchor`, ...).
+        others: Tensors that are not in the coordinates of a parameter, by name.
         loaded: Called after `load`.
     """
 

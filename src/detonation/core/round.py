@@ -1,6 +1,6 @@
 """Rounds: the steps at which messages are exchanged, and the local steps that each replica runs.
 
-All functions take step numbers that start at 0.
+Step numbers start at 0.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class LocalSteps:
         return (at + 1) * self.counts // self.every > at * self.counts // self.every
 
     def agree(self, durations: Sequence[int]) -> None:
-        """Sets the local steps of each replica to as many steps as this replica can run in the
-        following time: the duration of the fastest replica's round, plus `SLACK_PERCENT` percent.
+        """Sets the local steps of each replica to the number of its steps that fit into this time:
+        the duration of the fastest replica's round, plus `SLACK_PERCENT` percent.
 
         Args:
             durations: Duration of a local step of each replica, in any unit. If any duration is 0

@@ -78,10 +78,10 @@ class Runtime:
     """The device of a replica's step, and the rules of its arithmetic.
 
     Args:
-        device: Of the trained parameters.
-        seed: Of the random selections; the same on all replicas.
-        kernels: Whether compiled kernels may be used. They round differently, so all replicas must
-            use them, or none.
+        device: Device of the trained parameters.
+        seed: Seed of the random selections, the same on all replicas.
+        kernels: Whether compiled kernels may be used. Kernels round differently from torch, so all
+            replicas must use kernels, or none.
         local_steps: The local steps of each replica per round, if slow replicas run fewer steps;
             else None.
         stops_when_bad: Whether all replicas stop at a nonfinite signal, so that no memory of unsent
@@ -135,8 +135,8 @@ class Runtime:
 
 
 class Progress:
-    """Progress of the steps in this process, for a thread that watches the training. To read the
-    attributes needs no waiting and no communication.
+    """Progress of the steps in this process, for a thread that watches the training. The thread
+    reads the attributes without waiting or communication.
 
     steps: count of steps that have begun, over all optimizers. where: whether the process is
     "inside" the last step, "outside" of this step, or "saving". explain: a function that is called
@@ -151,8 +151,7 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""The progress of this process. Simulated replicas are threads that share it; nothing watches them.
-"""
+"""The progress of this process. Simulated replicas are threads that share this object."""
 
 
 def recorded(device: torch.device) -> Any:
@@ -194,7 +193,5 @@ class Readback:
         return self._numbers
 
     def read(self) -> list[Any]:
-        """The copied numbers as lists. Waits for work queued on the device before the copy, but not
-        for later work.
-        """
+        """The copied numbers as lists. Waits for the device like `wait`."""
         return self.wait().tolist()

@@ -150,8 +150,8 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
 
 
 def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
-    """Returns over how many predictions (images, or token ids of text) the loss of `batch` is a
-    mean.
+    """Returns the number of predictions (images, or token ids of text) over which the loss of
+    `batch` is averaged.
 
     If a batch has no `labels`, returns the number of rows of the batch.
 
@@ -172,7 +172,7 @@ def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
             f" {step}"
         )
     if not 0 <= part < parts:
-        raise ValueError(f"part {part} is not among the {parts} parts, which count from 0")
+        raise ValueError(f"part {part} is not among the {parts} parts, numbered from 0")
     if size * parts > count:
         raise ValueError(
             f"a step of {parts} parts x {size} examples needs {parts * size}, but there are"

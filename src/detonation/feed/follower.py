@@ -116,16 +116,16 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def current(self) -> bool:
-        """True if a copy of the state has arrived, and the connection that brought it still brings
-        each later step.
+        """True if a copy of the state has arrived, and the same connection still brings each later
+        step.
         """
         return all(stream.current for stream in self._streams)
 
     @property
     def received(self) -> Point:
         """The last point of training that has arrived from all shards of the present feeds: a step,
-        and the number of `synchronize` calls after it. `BEFORE_COPY` before their copies of the
-        state have arrived.
+        and the number of `synchronize` calls after that step. `BEFORE_COPY` before the copies of
+        the state have arrived.
         """
         with self._changed:
             return min(self._received(*pair) for pair in self._pairs())
@@ -179,13 +179,13 @@ class Follower(AbstractContextManager["Follower"]):
         `synchronize`.
 
         Args:
-            to: Apply steps up to this one, and wait for it.
-            wait_s: Seconds to wait for anything new (by default 0), or with `to` for that step (by
-                default no limit).
+            to: Apply the steps up to step `to`, and wait for step `to`.
+            wait_s: Longest wait in seconds: for any new step (by default 0) or, with `to`, for step
+                `to` (by default no limit).
 
         Raises:
             LostFeed: The feed refuses this follower or ends before `to`, or training is past `to`.
-            ValueError: The training is of another model, or this process would round differently.
+            ValueError: Training has another model, or this process would round differently.
         """
         if wait_s is None and to is not None:
             deadline = None
@@ -411,7 +411,7 @@ def follow(
     wait: bool = True,
     timeout_s: float = 60.0,
 ) -> Follower | WeightFollower:
-    """Keeps the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
+    """Keeps the weights of a training that has a `Feed` in `model`, bit for bit, step by step.
 
     This process is not a replica: it sends nothing, and training does not wait for it. It first
     receives a copy of the training state, and after that the messages of each step. It applies
@@ -427,23 +427,23 @@ def follow(
     process may round differently from training, and needs memory only for the model.
 
     Args:
-        model: Like the trained one, with any weights. You may use it between the calls of
+        model: A model like the trained one, with any weights. You may use it between the calls of
             `Follower.update`.
-        address: "HOST:PORT" of the feed of shard 0, if the feed of shard s is at the port + s; or
-            the addresses of all shards, separated by commas. Or the `Path` of a directory of
-            weights, or a `RemoteFolder`.
+        address: "HOST:PORT" of the feed of shard 0, if the feed of shard s is at this port + s; or
+            the addresses of all shards, separated by commas. For a directory of weights: its
+            `Path`, or a `RemoteFolder`.
         token: At least 16 bytes; None reads the environment. See `Feed`.
         optimizer: Makes the base optimizer over parameter groups, if it is neither from torch nor
             from this library.
-        most_behind: Steps that may wait for `Follower.update`. With more, the feed disconnects the
-            follower, which reconnects.
-        wait: Return after the model has the first weights.
-        timeout_s: Seconds to wait for them.
+        most_behind: Largest number of steps that may wait for `Follower.update`. If more wait, the
+            feed disconnects the follower. The follower then reconnects.
+        wait: True to return only after the model has its first weights.
+        timeout_s: Seconds to wait for the first weights.
 
     Raises:
         LostFeed: The feed refuses the token, or no weights arrived in time.
-        ValueError: The token is missing or too short, the training is of another model, or this
-            process rounds differently.
+        ValueError: The token is missing or too short, training has another model, or this process
+            rounds differently.
 
     Example:
         >>> follow(nn.Linear(8, 1), "127.0.0.1", token=b"0123456789abcdef")

@@ -43,7 +43,7 @@ class BadFrame(DetonationError, ConnectionError):
 class FrameSocket:
     """Sends and receives frames over a connection after its handshake.
 
-    A frame has a checksum under the `key` of the handshake, and the checksum also covers the index
+    Each frame has a checksum under the `key` of the handshake. The checksum also covers the index
     of the frame. So nobody on the network can change, insert, repeat or omit a frame without
     detection. Frames are not encrypted.
 
@@ -264,9 +264,9 @@ class Subscription:
     """Sends a copy of the state, and after it each step, to one follower. The log calls this
     follower `peer`.
 
-    most_behind: largest number of steps that may wait in the queue. This limit begins when the
-    queue, which first holds the copy of the state, is empty for the first time. The limits of
-    `offer` in bytes hold from the start.
+    most_behind: largest number of steps that may wait in the queue. This limit applies once the
+    queue has been empty, because at first the queue holds the copy of the state. The limits of
+    `offer` in bytes apply from the start.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:

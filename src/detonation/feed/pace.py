@@ -49,10 +49,10 @@ class SharedPace:
 
     limit: the last point up to which this shard may apply steps now. copy: number of the current
     copy. is_final: True if this shard has announced its point as final. is_over: True if all shards
-    have done so; `limit` is then the last point that all shards have received.
+    have announced final points; `limit` is then the last point that all shards have received.
 
     Args:
-        member: This shard of the newcomer.
+        member: The membership of this shard of the joining replica.
     """
 
     def __init__(self, member: Membership) -> None:

@@ -63,9 +63,10 @@ class Feed(StepRecorder):
     Args:
         model: The trained model.
         optimizer: Made by `replicate`, with one level.
-        address: "HOST:PORT" of the interface to listen at; port 0 chooses a free one.
+        address: "HOST:PORT" of the interface to listen at; for port 0 the system selects a port.
         token: At least 16 bytes; None reads the environment.
-        most_behind: Steps that may wait for a follower before it is disconnected.
+        most_behind: Largest number of steps that may wait for a follower. With more steps, the feed
+            disconnects the follower.
         most_followers: Largest number of followers at a time.
         about: JSON values for the followers, such as the configuration of the run.
         run: Name of this start of the training, the same for all shards.
@@ -172,10 +173,10 @@ class Feed(StepRecorder):
         Args:
             model: The trained model. If FSDP2 shards it, each rank calls `publish`.
             target: A directory, which is made if it is missing, or a URL with "://" for fsspec.
-                If the model is sharded, one rank writes; the others give None.
-            dtype: Rounds floating-point weights to this type, such as fp32 weights to
-                torch.bfloat16; readers have a model of this type. By default weights are not
-                rounded; almost all fp32 weights change at each step.
+                If the model is sharded, one rank writes, and all other ranks pass None.
+            dtype: The type to which floating-point weights are rounded, such as torch.bfloat16 for
+                fp32 weights. Readers have a model of this type. By default weights are not rounded,
+                but almost all fp32 weights change at each step.
             base_every: Number of differences between two bases. By default there is a new base
                 when the differences have as many bytes as the last base.
 
@@ -244,7 +245,7 @@ class Feed(StepRecorder):
         else:
             self._synchronized += 1
         if not goes_on:
-            # step numbers repeat now, so rename the run: followers tell its steps from earlier ones
+            # step numbers repeat now: the new run name distinguishes the new steps from the old
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self.disconnect("training went back to an earlier state")

@@ -26,8 +26,8 @@ from detonation.log.repeat import repeat_step, show_agreed
 from detonation.log.writer import identity, round_like, use_padding_of
 
 Moment = tuple[str, int, int]
-"""A moment of training: the name of the training's start, its steps, and the number of
-`synchronize` calls after the last step.
+"""A moment of training: the name of this start of training, the step, and the number of
+`synchronize` calls since that step.
 """
 
 
@@ -47,16 +47,16 @@ class ReceivedSteps(Player):
 class ShardFollower:
     """Repeats the steps of one shard of training.
 
-    moment: the moment of training that this shard has reached; None before the first copy of the
-    state. admits: True if training waits at this moment for a replica that joins, and has sent all
-    that this replica needs.
+    moment: how far this shard has followed training; None before the first copy of the state.
+    admits: True if training now waits for a replica that joins, and has sent everything that this
+    replica needs.
 
     Args:
-        model: Whole, or sharded like the model of training.
-        sharded: Whether `model` is sharded.
-        make: Makes the base optimizer; None for one of torch or of this library, by its name.
-        joins: This process will join as a replica, so it may round differently if replicas may be
-            close instead of equal.
+        model: The model, whole or sharded like the model of training.
+        sharded: True if `model` is sharded.
+        make: Creates the base optimizer. None creates one of torch or of this library, by its name.
+        joins: True if this process will join as a replica. It may then round differently, provided
+            that replicas may be close instead of equal.
     """
 
     def __init__(

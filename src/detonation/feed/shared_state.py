@@ -51,8 +51,8 @@ def require_followable(optimizer: Replicated) -> None:
         )
     if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
         why = (
-            f"replica {own} of close replicas takes over parts of the weights of replica 0, which"
-            " no message has"
+            f"replica {own} of close replicas copies parts of the weights of replica 0, which no"
+            " message contains"
         )
         raise ValueError(f"{why}: serve the feed from replica 0, or use detonation.Feed.of_weights")
     ((_, scheme),) = optimizer.levels
@@ -186,7 +186,7 @@ def load_shared_state(
     )
     if odd:
         raise ValueError(
-            f"the state is of another model or scheme: it differs in {first_names(odd)}"
+            f"the state belongs to another model or scheme: it differs in {first_names(odd)}"
         )
     for level, replicator in enumerate(optimizer.build()):
         mine = {}

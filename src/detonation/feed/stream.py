@@ -87,7 +87,7 @@ class Stream:
     """Receives data from the feed at `host`, `port` into `inbox`, and notifies `changed` of each
     new event.
 
-    A copy of the state may have at most `most_bytes`, and so may the records of one step. While
+    Neither a copy of the state nor the records of one step may have more than `most_bytes`. While
     `most_waiting` events wait in `inbox`, the stream reads no data. If this lasts too long, the
     feed disconnects this follower.
 

@@ -21,7 +21,7 @@ HANDSHAKE_S = 5.0
 # the first bytes of each handshake: a fixed name, then two bytes for the version of the handshake
 _MAGIC = b"DTFEED\x00\x01"
 _NONCE = 32
-# the answer that refuses a token; without it, a follower whose connection is closed reconnects
+# the answer that refuses a token; without this answer, a refused follower would reconnect
 _REFUSAL = bytes(32)
 
 
@@ -62,7 +62,7 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def checked_token(token: bytes | None) -> bytes:
-    """Returns `token`, or the result of `read_token` if it is None.
+    """Returns `token`, or the result of `read_token` if `token` is None.
 
     Raises `ValueError` as `read_token` does, and `TypeError` for text.
     """

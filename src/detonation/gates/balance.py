@@ -57,7 +57,8 @@ class Balance(StepGate):
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
             for link in self._shards:
-                # Exchange between shards last: some shards may lack the duration of a lost replica.
+                # The exchange between shards comes last, because some shards may lack the duration
+                # of a lost replica.
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()

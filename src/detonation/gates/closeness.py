@@ -1,4 +1,4 @@
-"""Closeness: keeps replicas that round differently within rounding error of each other.
+"""Closeness: if replicas round differently, keeps them within rounding error of each other.
 
 Such replicas receive the same messages, so their states differ only by the rounding errors that
 accumulate after the states were equal. So in each step all replicas copy a part of replica 0's
@@ -19,7 +19,7 @@ from detonation.core.link import Link
 from detonation.core.replicator import Replicator
 
 PERIOD = 1000
-"""Number of steps in which each number of the agreed state is made equal on all replicas once."""
+"""Number of steps in which every number of the agreed state is copied once to all replicas."""
 MOST_MOVED = 1 / 64
 """Replicas may differ by this share of the distance that a tensor moved in the last `PERIOD` steps.
 """
@@ -101,8 +101,8 @@ class Closeness(StepGate):
         """
         tensors = _floats(replicator.replicated())
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # Copy no weights if an outer level has an anchor, because the anchor would not change.
-            # The outer momentum would multiply a change that only the weights have.
+            # If an outer level has an anchor, copy no weights: the anchor would not change with
+            # them, and the outer momentum would amplify a change that only the weights have.
             for name in replicator.parameters:
                 tensors.pop(name, None)
         cut = _cut(tensors, turn, max(1, PERIOD // replicator.round.every))
@@ -227,9 +227,9 @@ def _cut(tensors: Mapping[str, Tensor], turn: int, turns: int) -> dict[str, slic
 
 
 def projections(tensor: Tensor) -> Tensor:
-    """Returns sums of the values of `tensor`, each multiplied by a fixed random sign. The mean
-    square of these sums estimates the squared norm of `tensor`, with a relative error of about one
-    half.
+    """Returns eight sums of the values of `tensor`. In each sum, every value has a fixed random
+    sign. The mean square of these sums estimates the squared norm of `tensor`, with a relative
+    error of about one half.
 
     Shapes: any -> `[8]` fp64 on the CPU.
     """

@@ -32,25 +32,25 @@ def comm_hook(
     """Makes `model` exchange its gradients by `scheme`, instead of by a dense all-reduce.
 
     Call this function before the first backward. The optimizer and the training loop need no
-    change: after `backward`, each `p.grad` is the update on which all ranks agree, bit for bit as
-    with `replicate`. Each backward outside `no_sync` makes one exchange. Every rank must save and
-    load the `state_dict` of its own hook.
+    change: after `backward`, each `p.grad` is the update on which all ranks agree. This update is
+    bitwise equal to that of `replicate`. Each backward outside `no_sync` makes one exchange. Every
+    rank must save and load the `state_dict` of its own hook.
 
     Args:
         model: Wrapped model. Frozen and unused parameters, bf16 and autocast are supported. If no
             rank uses a parameter, its gradient does not change, as without the hook.
         scheme: Scheme that exchanges gradients, such as `loco()`, or its name.
         mesh: Mesh of `init_mesh` over the ranks of `model`. The ranks of a node (`mesh["shard"]`)
-            average their gradients during backward, and each sends a part of the message to the
-            other nodes. Without a mesh each rank is a replica.
+            average their gradients during backward, and each of these ranks sends a part of the
+            message to the other nodes. Without a mesh each rank is a replica.
         seed: Seed of random selections; equal on all ranks.
         kernels: Use compiled kernels if all ranks can build them (g++).
         safety: Reaction to gradients that are not finite, and to replicas out of sync.
 
     Raises:
         TypeError: The model is not wrapped in DistributedDataParallel.
-        ValueError: The scheme exchanges parameters; the model has a hook, or reduces in another
-            precision; the mesh has other ranks.
+        ValueError: The scheme exchanges parameters, the model already has a hook or reduces
+            gradients in another precision, or the mesh has other ranks than the model.
         Mismatch: In the first backward, if ranks differ in a setting or a weight.
         LargerThanDense: In the first backward, if the scheme would send more than
             DistributedDataParallel.

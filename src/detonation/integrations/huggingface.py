@@ -2,8 +2,8 @@
 scheme connects the replicas.
 
 Accelerate shards a model, replaces the parameters of its optimizer, and wraps the optimizer. Then
-this module replicates the optimizer inside the wrapper. In a checkpoint, a directory `detonation`
-beside the files of these libraries contains the state that differs between replicas.
+this module replicates the optimizer inside the wrapper. Next to the files of these libraries, a
+checkpoint has a directory `detonation` with the state that differs between replicas.
 """
 
 import math
@@ -55,7 +55,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
     Args:
         dp_replicate_size: Replicas, usually the number of nodes.
         dp_shard_size: Ranks that share one replica, usually the GPUs of a node; 1 for a replica on
-            one GPU. By default both come from the environment of `accelerate launch`.
+            one GPU. By default both sizes come from the environment of `accelerate launch`.
 
     Raises:
         ValueError: In `Accelerator`, if the product of the sizes is not the number of ranks.
@@ -72,7 +72,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True if the run has several ranks, which may form one replica or one replica each."""
+        """True if the run has several ranks, whether they form one replica or several."""
         return bool(self.total_size > 1)
 
     dp_shard_enabled = dp_replicate_enabled
@@ -113,8 +113,8 @@ def prepare(
         others: Loaders and schedulers to prepare.
         scheme: Scheme between the replicas, such as `loco()`.
         clip: Largest global norm, above 0, of the gradients after the exchange. A loop may still
-            call `accelerator.clip_grad_norm_` with this norm: it returns the norm of this replica's
-            gradients and changes nothing.
+            call `accelerator.clip_grad_norm_` with this norm. The call then returns the norm of
+            this replica's gradients and changes nothing.
         settings: Arguments of `replicate`: seed, kernels, safety; and `axis`, such as the axis of
             `elastic` if each replica has its own process group.
 
@@ -193,7 +193,7 @@ class Replicate(TrainerCallback):
         self._scheme = scheme
         self._settings = settings
         self._folder = Path()  # the folder that holds the checkpoints
-        self._sent_before = 0  # bytes that the resumed run had sent
+        self._sent_before = 0  # bytes that the run had sent before it was resumed
         self._elsewhere: CheckpointsElsewhere | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -289,7 +289,7 @@ class _LastRound(TrainerCallback):
     on_epoch_end = on_evaluate = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._optimizer = None  # so that `on_evaluate` does nothing if `evaluate` is called later
+        self._optimizer = None  # then `on_evaluate` does nothing if `evaluate` is called later
 
 
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
@@ -310,7 +310,7 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
         )
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
-            f"{kind.value} shards and steps by itself, which cannot be replicated: use FSDP2 and"
+            f"{kind.value} has its own sharding and step, which cannot be replicated: use FSDP2 and"
             f" {_USE}"
         )
     if plugin is not None and plugin.fsdp_version != 2:
@@ -474,6 +474,6 @@ def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str,
     loaded = load_checkpoint(part, model, optimizer)
     if loaded is None:
         missing = f"{part.parent} has no directory {part.name}, the state of the replicas"
-        remedy = "it was saved without this state, or cut short: take an earlier checkpoint"
+        remedy = "it was saved without this state, or cut short: use an earlier checkpoint"
         raise ValueError(f"{missing}: {remedy}")
     return loaded.extra

@@ -58,7 +58,7 @@ class ReplicaStrategy(ModelParallelStrategy):
     A checkpoint is a Lightning directory. It contains the weights of replica 0, for evaluation and
     for other strategies, and the exact state of every rank. From a checkpoint of `fit`,
     `fit(ckpt_path=...)` continues bit for bit, even in another process and in the middle of a
-    round. See `load_checkpoint` for a different number of replicas or shards.
+    round. See `detonation.load_checkpoint` for a different number of replicas or shards.
 
     Args:
         scheme: Scheme between the replicas, such as `loco()`, or its name.
@@ -69,8 +69,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         safety: Reaction to gradients that are not finite, and to replicas out of sync.
         clip: Same as `gradient_clip_val`, which Lightning refuses under manual optimization.
         axis: Axis between replicas with separate process groups, such as the axis of `elastic`;
-            create it after `init_mesh(1)`. Each replica then saves to its own directory. SIGTERM to
-            a rank makes its replica leave: `fit` raises `ReplicaLeft`.
+            create the axis after `init_mesh(1)`. Each replica then saves to its own directory.
+            SIGTERM to a rank makes its replica leave: `fit` raises `ReplicaLeft`.
         process_group_backend, timeout: Same as in Lightning's strategies.
 
     Raises:
@@ -90,7 +90,7 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     _optimizers: list[Optimizer]
     sent_before = 0
-    """The part of `bytes_sent` that earlier runs sent, before this run resumed them."""
+    """The part of `bytes_sent` from the runs that this run resumes."""
 
     @checks_keywords("argument of ReplicaStrategy")
     def __init__(
@@ -270,7 +270,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(filepath))
         trains = bool(checkpoint.pop("optimizer_states", None))
         assert self.model is not None
-        # remove old metadata first: without metadata, an interrupted save is seen to be incomplete
+        # remove old metadata first, so that after an interrupted save the metadata is missing
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
         if self.local_rank == 0:  # another run may have left the state of a later step
@@ -300,8 +300,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         """Loads the state of training. For evaluation, loads only the weights. Collective.
 
         Raises:
-            ValueError: The checkpoint is of another model, optimizer or scheme, or the rest of it
-                cannot be read.
+            ValueError: The checkpoint belongs to another model, optimizer or scheme, or Lightning's
+                part of the checkpoint cannot be read.
         """
         path = Path(self.broadcast(checkpoint_path))
         assert self.lightning_module is not None

@@ -69,8 +69,7 @@ def with_replicas(
     Raises:
         ValueError: A component of `config` is not torchtitan's own. In `Trainer`, for unsupported
             settings: one replica, several optimizers, pipeline, tensor, context or expert
-            parallelism, another `spmd_backend`. When loading a checkpoint without the state of the
-            replicas.
+            parallelism, another `spmd_backend`. When a checkpoint lacks the state of the replicas.
 
     Example, your own function for `--module` and `--config`::
 
@@ -119,7 +118,7 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        # read `max_norm` only once: below it becomes infinite, which a second trainer would read
+        # read `max_norm` only once: a second trainer would read the infinite value set below
         if self._clip is None:
             self._clip = training.max_norm
         # with an infinite limit, torchtitan measures the norm before the exchange but does not clip
@@ -336,8 +335,8 @@ def check_dimensions(dims: ParallelDims) -> None:
     for name in ("pipeline", "tensor", "context", "expert"):
         if (degree := getattr(dims, f"{name[0]}p")) > 1:  # the fields are pp, tp, cp and ep
             raise ValueError(
-                f"parallelism.{name}_parallel_degree is {degree}, must be 1: FSDP alone shards"
-                " replicas"
+                f"parallelism.{name}_parallel_degree is {degree}, must be 1: only FSDP may"
+                " shard a replica"
             )
     if dims.spmd_backend != "partial_dtensor":
         raise ValueError(

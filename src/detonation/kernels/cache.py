@@ -159,7 +159,7 @@ def _wait_for(lock: int) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.05)
-        except OSError:  # a file system without locks: the atomic rename suffices
+        except OSError:  # this file system has no locks, but the atomic rename is enough
             return
         else:
             return

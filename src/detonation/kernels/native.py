@@ -142,7 +142,7 @@ class Library:
         """Subtracts the sent `values`, times `share`, from the residual of unsent values. `decode`
         describes `few` and `basis`.
         """
-        # shapes: residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 of `encode`
+        # shapes, as in `encode`: residual [rows, chunk], values [rows, k], indices [nbytes] uint8
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width,
@@ -171,9 +171,9 @@ class Library:
             targets: fp32, one tensor per parameter.
             shape: Number of rows, coefficients per row, and selected coefficients per row.
             magnitudes: Magnitude of each block, if the values are signs.
-            few: True if each row is a single sum over the coefficients of all replicas, at most
-                `chunk` (`scatter_sum.weighted_sum`). Otherwise coefficients are aggregated first
-                (`scatter_sum.product_in_order`).
+            few: True if each row is a single sum over the coefficients of all replicas, of which
+                there are at most `chunk` (`scatter_sum.weighted_sum`). Otherwise coefficients are
+                aggregated first (`scatter_sum.product_in_order`).
             nonzero: True if each mean is over the replicas that sent a nonzero coefficient, instead
                 of over all replicas.
 
@@ -208,7 +208,7 @@ class Library:
         """Returns the indices of the `k` largest magnitudes in each row, in rising order; see
         `topk_indices`.
         """
-        # shapes: [rows, chunk] fp32, with chunk one of KERNEL_CHUNKS -> [rows, k] uint8
+        # shapes: [rows, chunk] fp32 -> [rows, k] uint8; chunk is one of KERNEL_CHUNKS
         rows, chunk = coefficients.shape
         found = torch.empty(rows, k, dtype=torch.uint8, device="cpu")
         status = self._library.detonation_topk(
@@ -221,7 +221,7 @@ class Library:
         """Computes `coefficients @ basis` as a chain of fused multiply-adds, in the order of the
         basis vectors.
         """
-        # shapes: [rows, chunk], [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
+        # shapes: [rows, chunk], [chunk, chunk] fp32 -> [rows, chunk]; chunk is one of KERNEL_CHUNKS
         rows, chunk = coefficients.shape
         out = torch.empty_like(coefficients)
         status = self._library.detonation_product(
@@ -408,7 +408,7 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _identity(compiler: str) -> str:
-    """Returns an identity of the machine code. It depends on the compiler and the processor,
+    """Returns an identity of the machine code. The identity depends on compiler and processor,
     because machines of different kinds may share a home directory.
     """
     version = subprocess.run(

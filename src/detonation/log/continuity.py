@@ -73,7 +73,7 @@ def _read(rank: str, begun: int, path: Path) -> LogFile:
         return LogFile(path, rank, begun, last, fault=str(error))
     except OSError as error:
         return LogFile(path, rank, begun, last, fault=f"{path} cannot be read: {error.strerror}")
-    torn = max(size - count, 0)  # training may write meanwhile
+    torn = max(size - count, 0)  # training may write to the file meanwhile
     return LogFile(path, rank, begun, last, torn, shards=shards)
 
 
@@ -96,7 +96,7 @@ def log_faults(
         files: Result of `log_files`.
         shards: Number of ranks that must have a log; 0 if unknown.
         measured: Last step that the run has measured; 0 if unknown.
-        saved: Step of its newest whole checkpoint; 0 if there is none.
+        saved: Step of the run's newest complete checkpoint; 0 if there is none.
     """
     found = []
     expected = [f"{_SHARD}{shard}" for shard in range(shards)]
@@ -107,11 +107,11 @@ def log_faults(
 
 
 def _log_of(rank: str, files: Sequence[LogFile], measured: int) -> list[LogFile]:
-    """Returns the files of `rank`, in order. Where the world had too few shards to have this rank,
-    the files of the first shard take their place, as if they had all their steps.
+    """Returns the files of `rank`, in order. While the world had too few shards for this rank, the
+    files of the first shard count as its files, as if they had all steps.
 
-    Leaves out files that begin before the files of the first shard. A run removes these files, but
-    keeps the last file of a rank that it no longer has.
+    Omits files that begin before the files of the first shard. A run removes such files, but keeps
+    the last file of a rank that the run no longer has.
     """
     first = [file for file in files if file.rank == f"{_SHARD}0"]
     begun = min((file.begun for file in first), default=0)
@@ -141,8 +141,8 @@ def _lacks(name: str, files: Sequence[LogFile], measured: int, saved: int) -> li
     last = files[-1]
     if first.begun > saved:
         found.append(
-            f"{name} begins after step {first.begun}, and no checkpoint leads to it: the newest is "
-            f"of step {saved}"
+            f"{name} begins after step {first.begun}, and no checkpoint leads to that step: the "
+            f"newest checkpoint is of step {saved}"
         )
     if last.fault:
         return found

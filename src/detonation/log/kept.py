@@ -8,8 +8,8 @@ from typing import Any
 from detonation.log.records import START, STEP, LogRecord, opening
 
 KEPT_STEPS = 4
-"""Number of recent steps that each further replica keeps in memory. If the first replica is lost,
-the next replica writes these steps to the log.
+"""Number of recent steps that each replica except the first keeps in memory. If the first replica
+is lost, the next replica writes these steps to the log.
 """
 
 _OTHER_LEVELS = ("replicas", "scheme", "arguments", "parameters", "clip")
@@ -21,26 +21,26 @@ class KeptSteps:
     `synchronize` calls after it.
 
     A file that begins with kept steps replaces the same steps in the files of the lost replica. If
-    that replica began a file after as many steps, the new file begins with the writes and
-    `synchronize` calls that are in that file and are not kept. Only after a gap, as after a load,
-    it holds nothing of that file.
+    that replica began a file at the same step, the new file first repeats those writes and
+    `synchronize` calls of that file that are not kept. After a gap, such as a load, the new file
+    repeats nothing.
     """
 
     def __init__(self) -> None:
         self._steps: deque[list[list[LogRecord]]] = deque()
         self._settings: dict[str, Any] = {}
         self._origin: dict[str, Any] = {}
-        # True if the kept steps are all since the lost replica began its file
+        # True if the kept steps are all steps since the lost replica began its file
         self._all = True
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
     def begin(self, settings: dict[str, Any], origin: dict[str, Any]) -> None:
-        """Drops all steps, because the lost replica would begin a new file now.
+        """Drops all steps, because the replica that writes the log begins a new file now.
 
         Args:
-            settings: Of the run, for the first record of a file.
+            settings: Settings of the run, for the first record of a file.
             origin: Describes the state from which training continues, if there is a gap.
         """
         self._steps.clear()
@@ -61,11 +61,11 @@ class KeptSteps:
         self, path_of: Callable[[int], Path]
     ) -> tuple[int, dict[str, Any], list[LogRecord], list[list[LogRecord]]]:
         """Drops all steps, and returns them for a new file: the number of steps before this file,
-        the settings of the kept steps, the records of the lost replica that stay before them, and
-        the records of each event.
+        the settings of the kept steps, the records of the lost replica that the file repeats first,
+        and the records of each event.
 
         Args:
-            path_of: Path of the file that begins after this number of steps.
+            path_of: Returns the path of the file that begins after a given number of steps.
         """
         events = [event for step in self._steps for event in step]
         first = _steps_before(events)
@@ -83,8 +83,8 @@ class KeptSteps:
 
 
 def _before(settings: dict[str, Any], records: list[LogRecord]) -> list[LogRecord]:
-    """Returns the records before the last START record that begins the `settings`. All records that
-    follow it are kept, too.
+    """Returns the records before the last START record with these `settings`. All records from this
+    START record on are kept, too.
     """
     for number, record in reversed([*enumerate(records)]):
         if record.kind == START:

@@ -29,8 +29,8 @@ from detonation.log.writer import identity, round_like, segments, use_padding_of
 
 _log = logging.getLogger("detonation")
 _NEAR = (
-    "%s: %s, so replay ends near the weights of training: replay on a machine of its kind, from a"
-    " later checkpoint"
+    "%s: %s, so replay only comes close to the weights of training: replay on a machine of the same"
+    " kind, from a later checkpoint"
 )
 
 
@@ -121,11 +121,11 @@ class Playback(Player):
         return max(self.first, last - self._delay), why
 
     def _oldest_file(self, files: list[tuple[int, Path]]) -> int:
-        """Returns after how many steps the oldest file begins that the replay needs. The `files`
-        begin after at most `first` steps, and the last of them is usually sufficient.
+        """Returns the number of steps before the oldest file that the replay needs. All `files`
+        begin after at most `first` steps. Usually the last file is sufficient.
 
         If the last file begins exactly after `first` steps, and training went on without a gap,
-        the file before it may end with a write or a `synchronize` call that the state of the
+        the previous file may end with a write or a `synchronize` call that the state of the
         checkpoint does not include.
         """
         begun, path = files[-1]
@@ -150,9 +150,9 @@ class Playback(Player):
         return lacks
 
     def _includes(self, calls: int) -> bool:
-        """True if the state at the beginning of the replay includes the `synchronize` call that was
-        number `calls` after `first` steps. False if this is unknown (see `RunPoint`): to repeat an
-        included call changes nothing.
+        """True if the state at the beginning of the replay includes call number `calls` of
+        `synchronize` after `first` steps. False if this is unknown (see `RunPoint`), because
+        repeating an included call changes nothing.
         """
         return 0 < calls <= (self._completed or 0)
 
@@ -166,8 +166,8 @@ class Playback(Player):
 
     def _is_included(self, end: LogRecord) -> bool:
         """True if the state at the beginning of the replay includes the `synchronize` call that
-        `end` ends. The state then also includes the weights that were written before this call, and
-        to write them again changes nothing.
+        `end` ends. The state then also includes the weights that were written before this call.
+        Writing these weights again changes nothing.
         """
         return end.kind == SYNCHRONIZE and end.step <= self.first and self._includes(end.place)
 
@@ -191,7 +191,7 @@ class Playback(Player):
             if needed := self._needed(waiting, record, following):
                 yield needed
             waiting = []
-        # messages that a save received before the process ended, without the step in progress
+        # messages without a record that ends them: a save received them before the process ended
         if waiting := [each for each in waiting if each.step < following < math.inf]:
             yield waiting
 
@@ -208,8 +208,8 @@ class Playback(Player):
         return records
 
     def _records_of(self, path: Path) -> Iterator[LogRecord]:
-        """Checks the START records of a file, and yields all other records. A START record that is
-        not the first one tells that settings changed after a `synchronize` call.
+        """Checks the START records of a file, and yields all other records. A second or later START
+        record says that settings changed after a `synchronize` call.
         """
         for number, record in enumerate(whole_records(path)):
             if number == 0 and record.kind != START:
@@ -287,11 +287,11 @@ class Playback(Player):
             raise ValueError(self.other)
 
     def _check_state(self, path: Path, step: int, state: str) -> None:
-        """Raises `ValueError` if training continued after step `step` from a state that differs
-        from the current state of this process.
+        """Raises `ValueError` if this process has taken `step` steps, and its state does not have
+        the digest `state`.
 
-        The START record of a file has no `state` if the file continues the previous file without a
-        gap.
+        Training continued from the state with this digest after step `step`. `state` is "" if the
+        file continues the previous file without a gap.
         """
         optimizer = self._optimizer
         if state and optimizer.step_count == step and state != agreed_digest(optimizer):
@@ -310,11 +310,11 @@ class Playback(Player):
         odd = next((key for key in mine if theirs.get(key) != mine[key]), "")
         if odd:
             return (
-                f"training rounds otherwise than this process ({odd} is {theirs.get(odd)} there,"
+                f"training rounds differently from this process ({odd} is {theirs.get(odd)} there,"
                 f" {mine[odd]} here)"
             )
         if about.get("close") and (self._exact or about.get("taken_over")):
-            return "it is of one replica, and the weights of the others were only close to its own"
+            return "one replica wrote the log, and the weights of other replicas were only close"
         return ""
 
     def _check_identity(self, path: Path, about: dict[str, Any]) -> None:
@@ -346,11 +346,11 @@ def _first_options(path: Path) -> dict[str, Any]:
 
 
 def require_hooks(end: LogRecord, optimizer: Replicated) -> None:
-    """Raises `ValueError` if the base optimizer of the logged training ran hooks before its step,
-    and the base optimizer of `optimizer` has no hooks with the names of these hooks.
+    """Raises `ValueError` if the logged training ran hooks before steps of its base optimizer, and
+    the base optimizer of `optimizer` has no hooks with the same names.
 
-    end: the record that ends the step. It lists the names of the hooks only if they have changed
-    since the record before. Logs of earlier versions do not have these names.
+    end: the record that ends the step. The record lists the names of hooks only if they have
+    changed since the previous record. Logs of earlier versions do not list these names.
     """
     here = {name.rpartition(".")[2] for name in hooks_before(optimizer.base)}
     recorded = end.table().get("hooks", ())

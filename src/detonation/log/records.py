@@ -1,5 +1,5 @@
-"""Records of an update log, each with a checksum, the recorder that makes records of the messages
-of training, and the player that plays messages back.
+"""Records of an update log, each with a checksum. `StepRecorder` makes records of the messages of
+training, and `Player` plays these messages back.
 """
 
 import json
@@ -36,14 +36,14 @@ _MAGIC = b"DTLG"
 _HEADER = struct.Struct("<4sB3xIQQI")
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
-"""Kinds of records: START holds the settings of the run, as the first record of each file, and
-again after a `synchronize` call that a change of the settings follows; MESSAGE
-holds messages; STEP and SYNCHRONIZE end a step or a `synchronize` call, after its messages; WRITTEN
-holds weights that other code wrote between steps.
+"""Kinds of records: START holds the settings of the run: it begins each file, and is repeated if
+settings change after a `synchronize` call; MESSAGE holds messages; STEP and SYNCHRONIZE end a step
+or a `synchronize` call, after its messages; WRITTEN holds weights that other code wrote between
+steps.
 """
 
 MEMBERS = "$parameters"
-"""The key in a record of a group's options under which a text names the group's parameters."""
+"""Key of a text that names a group's parameters, in a record of the group's options."""
 
 _log = logging.getLogger("detonation")
 
@@ -262,8 +262,8 @@ class StepRecorder(StepObserver, ABC):
         self._moved = False
 
     def moved(self, optimizer: Replicated) -> None:
-        """Marks the current weights as recorded, before the hooks that follow the base optimizer
-        run. So weights that these hooks write are found and recorded.
+        """Marks the current weights as recorded, before the hooks after the base optimizer's step
+        run. So if these hooks write weights, the new weights are found and recorded.
         """
         if self.records and self._watched is not None and hooks_after(optimizer.base):
             self._take_stamps(optimizer)
@@ -303,7 +303,7 @@ class StepRecorder(StepObserver, ABC):
             size = sum(local(tensor).nbytes for tensor in found.values())
             _log.warning(
                 "weights were written outside of optimizer.step(), as by a clamp or a merge: %s; "
-                "%s gets them whole each time, now %s bytes",
+                "%s gets the full weights each time, now %s bytes",
                 first_names(found),
                 self.reader,
                 f"{size:,}",
@@ -416,9 +416,9 @@ class StepRecorder(StepObserver, ABC):
         if hooks and hooks != self._warned_of:
             self._warned_of = hooks
             _log.warning(
-                "%s does not get what hooks before steps of the base optimizer change: %s; register"
-                " them on the replicated optimizer, or on the base optimizer of a replay and of a"
-                " follower, too",
+                "%s does not get the changes that hooks make before steps of the base optimizer:"
+                " %s; register these hooks on the replicated optimizer, or also on the base"
+                " optimizer of a replay and of a follower",
                 self.reader,
                 first_names(hooks),
             )
@@ -504,8 +504,8 @@ class Player(PlayedMessages, ABC):
         return None
 
     def drop_messages(self) -> None:
-        """Drops the messages that were read and not taken. After `synchronize` no update is in
-        flight; if the state included the call already, the messages of the call are left.
+        """Drops the messages that were read and not taken: messages of a `synchronize` call that
+        the state already included. After the call no update is in flight.
         """
         self._messages.clear()
 

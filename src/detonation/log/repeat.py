@@ -38,10 +38,11 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     number of steps.
 
     After the replay, the weights and the base optimizer state on which replicas agree equal those
-    of training, bit for bit. Schemes that exchange parameters agree only at the end of a round, so
-    replay reproduces the weights of the last such end. An update log does not contain the private
-    memory of a replica, for example of error feedback. If the trained parameters changed at a step,
-    replay ends before that step. To continue, load a checkpoint that was saved after that step.
+    of training, bit for bit. With schemes that exchange parameters, replicas agree only at the end
+    of a round, so replay reproduces the weights at the last end of a round. An update log does not
+    contain the private memory of a replica, for example of error feedback. If the trained
+    parameters changed at a step, replay ends before that step. To continue, load a checkpoint that
+    was saved after that step.
 
     In a world of several replicas, all ranks call `replay` after `load_checkpoint`. All ranks
     repeat steps up to the last end of a round that every rank can reproduce bit for bit, and a
@@ -57,10 +58,10 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         to: Number of steps after which to stop; None for the end of the log.
 
     Raises:
-        DamagedLog: In one process: the log is damaged, or ends before `to`. The steps before were
+        DamagedLog: In one process: the log is damaged, or ends before `to`. Earlier steps were
             repeated.
         ValueError: The log is of another run than the checkpoint. In one process also: there is no
-            log of these steps, or it is of a run with other settings; a world only warns of these.
+            log of these steps, or the log has other settings. A world only warns in these cases.
 
     Example:
         >>> import tempfile, torch, detonation as dt
@@ -204,7 +205,7 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
     recorded = end.table().get("groups", [{}] * len(groups))
     if len(recorded) != len(groups):
         raise ValueError(
-            f"after step {end.step}, training had {len(recorded)} parameter groups, and here are"
+            f"after step {end.step}, training had {len(recorded)} parameter groups, but here are"
             f" {len(groups)}: make the same groups, or replay from a checkpoint that is saved after"
             " the change"
         )

@@ -63,10 +63,11 @@ class UpdateLog(StepRecorder):
     file begins at that state. The steps in this file replace the steps that were recorded before.
 
     Args:
-        directory: For the files of this run alone; made if it is missing. If it holds the log of an
-            earlier run, a run that starts at step 0 replaces this log and warns.
+        directory: A directory for the files of this run alone; made if it is missing. If it holds
+            the log of an earlier run, a run that starts at step 0 replaces this log and warns.
         fsync_every: Number of steps after which the log is forced to the disk. With 0 the system
-            decides: nothing is lost if a process dies, and some seconds if the machine does.
+            decides when: the end of a process then loses no logged step, but a failure of the
+            machine may lose the last seconds.
 
     Raises:
         ValueError: At `Replicated.record`, if the optimizer has several levels.
@@ -158,11 +159,11 @@ class UpdateLog(StepRecorder):
                 os.fsync(self._file)
 
     def _open(self, optimizer: Replicated, first: int, goes_on: bool, another: bool) -> None:
-        """Opens a file for what follows after `first` steps.
+        """Opens a file for the records after `first` steps.
 
         Args:
-            goes_on: True if no step is missing before it.
-            another: True if it has other settings, or follows a gap.
+            goes_on: True if no step is missing before the file.
+            another: True if the records have other settings, or follow a gap.
         """
         if self._kept:
             self._write_kept(optimizer)
@@ -186,7 +187,7 @@ class UpdateLog(StepRecorder):
                 self._write_kept(optimizer)
             self._levels = optimizer.build()
             self._kept.begin(_settings(optimizer), self._origin)
-        # record all options and hooks with each step in RAM, because a file may begin with any step
+        # record all options and hooks at each step: a file may begin with any of the kept steps
         self._options = []
         self._hooks = []
         self.add_written()
@@ -238,7 +239,7 @@ class UpdateLog(StepRecorder):
 
     def _write_arrived(self) -> None:
         """Writes the messages that a save or `state_dict` has received since the last step. If this
-        process ends now, no other process receives them: a checkpoint holds their updates.
+        process ends now, no later process receives them, because a checkpoint has their updates.
         """
         with self._forgiving():
             self.flush()
@@ -289,9 +290,9 @@ class UpdateLog(StepRecorder):
         settings: dict[str, Any],
         earlier: Sequence[LogRecord],
     ) -> None:
-        """Begins a file for what follows after `first` steps, in place of a file of the same name.
+        """Begins a file for the records after `first` steps. Replaces a file of the same name.
 
-        earlier: Records of that file which the new file keeps.
+        earlier: Records of the replaced file that the new file keeps.
         """
         rank = writer_of(optimizer)
         about = {"version": LOG_VERSION, "first": first, "rank": rank, **settings}
@@ -313,8 +314,8 @@ class UpdateLog(StepRecorder):
         self.hand_on([*earlier, noted(START, first, about)])
 
     def _continue(self, optimizer: Replicated, first: int) -> bool:
-        """Opens the last file again if that file, too, begins after `first` steps: it may hold a
-        `synchronize` call, which a new file of the same name would remove. Returns whether it did.
+        """Opens the last file again if that file, too, begins after `first` steps; returns whether
+        it did. A new file of the same name would remove a `synchronize` call in the last file.
         """
         if self._path != self._path_of(optimizer, first) or not self._path.exists():
             return False
@@ -324,8 +325,8 @@ class UpdateLog(StepRecorder):
         return True
 
     def _change(self, optimizer: Replicated, step: int) -> None:
-        """Records changed settings in the middle of a file, after the `synchronize` call before the
-        change.
+        """Records changed settings in the middle of a file, after the `synchronize` call that
+        precedes the change.
         """
         self._options = []
         self._hooks = []
@@ -386,7 +387,7 @@ class UpdateLog(StepRecorder):
 
 
 def writer_of(optimizer: Replicated) -> str:
-    """Returns the name of the rank that writes the log of this shard: of the first replica."""
+    """Returns the name of the rank of the first replica, which writes the log of this shard."""
     return replace(optimizer.coordinates, replica=0).name
 
 
@@ -404,7 +405,6 @@ def _run_of(path: Path) -> str:
 
 
 def _ends_with_step(path: Path) -> bool:
-    """True if the last record of a file ends a step."""
     kinds = [START, *(head[0] for head in heads(path))]
     return kinds[-1] in (START, STEP)
 

@@ -1,6 +1,6 @@
 """Models of transformers by name. `model(**batch)` returns `logits`, and a fp32 `loss` in nats.
 
-The initial weights depend only on `torch.manual_seed`.
+Random initial weights depend only on `torch.manual_seed`.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +54,8 @@ def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
 
 
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Builds a model by name, in training mode and with random weights.
+    """Builds a model by name, in training mode. The weights are random without the argument
+    `pretrained`.
 
     The `arguments` are those of the function of this model: `olmo2`, `olmoe`, `t5`, `vit`, or the
     function that `transformers_model` returns.
@@ -70,5 +71,7 @@ def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """
     made = make("model", {name: model_function(name)}, name, arguments)
     if not isinstance(made, nn.Module):
-        raise ValueError(f"model {name} makes a {type(made).__name__}, must make a torch.nn.Module")
+        raise ValueError(
+            f"model {name} returns a {type(made).__name__}, but must return a torch.nn.Module"
+        )
     return made.train()  # pretrained models are created in evaluation mode

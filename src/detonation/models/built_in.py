@@ -53,7 +53,7 @@ def olmo2(
         layers: Number of blocks.
         heads: Attention heads of each block; divides hidden_size.
         feed_forward: Width of the gated feed-forward layer of each block.
-        dropout: On attention weights, the only dropout of OLMo2.
+        dropout: Dropout rate on attention weights. OLMo 2 has no other dropout.
 
     Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
 
@@ -127,9 +127,9 @@ def olmoe(
         experts: Number of experts in each block.
         active: Number of experts that process a token.
         feed_forward: Width of the gated feed-forward layer of each expert.
-        balance: Weight of the loss that balances the experts. Validation ignores it, so that its
-            losses are in nats.
-        dropout: On attention weights.
+        balance: Weight of the loss that balances the experts. Validation leaves this loss out, so
+            that validation losses are in nats.
+        dropout: Dropout rate on attention weights.
 
     Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
 
@@ -176,10 +176,10 @@ def t5(
     Args:
         vocab: Number of ids; ByT5 has 384: 3 special ids, 256 bytes, 125 spare.
         hidden_size: Width of the residual stream.
-        layers: Of the encoder, and of the decoder.
+        layers: Number of blocks of the encoder, and also of the decoder.
         heads: Attention heads of each block; divides hidden_size.
         feed_forward: Width of the feed-forward layer of each block.
-        dropout: On hidden states and on attention weights.
+        dropout: Dropout rate on hidden states and on attention weights.
 
     Shapes: `input_ids` and `attention_mask` `[B, S]`, `labels` `[B, T]`; all int64.
 
@@ -258,7 +258,7 @@ def vit(
         layers: Number of blocks.
         heads: Attention heads of each block; divides hidden_size.
         feed_forward: Width of the feed-forward layer of each block.
-        dropout: On hidden states and on attention weights.
+        dropout: Dropout rate on hidden states and on attention weights.
 
     Shapes: `pixel_values` `[B, channels, image_size, image_size]` float, `labels` `[B]` int64.
 

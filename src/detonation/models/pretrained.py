@@ -31,7 +31,7 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
     """Returns a function that builds the model `hf:NAME`. NAME is a directory or an id of the
     Hugging Face hub.
 
-    This function never runs code of the directory or the hub. It raises `ValueError` if the model
+    This function never runs code from the directory or the hub. It raises `ValueError` if the model
     cannot be reached, if it is for another task, if its configuration lacks a given key, or if its
     weights do not fit.
     """
@@ -50,11 +50,11 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
 
         Args:
             task: "text" (a causal model), "translation" (sequence to sequence), "images" or
-                "labels" (a classifier); filled in.
-            pretrained: Start from its weights instead of random weights. A classifier gets a new
-                head if the number of classes differs.
+                "labels" (a classifier); filled in from the data.
+            pretrained: Start from the pretrained weights instead of random weights. A classifier
+                gets a new head if the number of classes differs.
             dtype: Data type of the weights: "float32" or "bfloat16".
-            vocab: Number of ids in the data, which the model must support; filled in.
+            vocab: Number of ids that the model must support; filled in from the data.
             image_size: Filled in from the data.
             channels: Filled in from the data.
             classes: Filled in from the data.
@@ -145,8 +145,8 @@ def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) 
 
 
 def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> Any:
-    """Returns the configuration of the model with `settings`, and with each of the `sizes` for
-    which the configuration has a key.
+    """Returns the configuration of the model, changed by `settings` and `sizes`. Ignores sizes for
+    which the configuration has no key.
     """
     config = copy.deepcopy(_config(name))
     for key in settings:

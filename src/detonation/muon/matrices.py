@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from detonation.core.flat.tensors import local
 
 GROUP_BYTES = 2**26
-"""Bytes per rank of the matrices in a group, which is sent together. Three groups are in memory at
-a time.
+"""Size of a group of matrices that is sent together, in bytes per rank. Three groups are in memory
+at a time.
 """
 
 
@@ -54,7 +54,7 @@ class MatrixStep(Protocol):
 
 
 def take(steps: Iterable[MatrixStep]) -> None:
-    """Takes the steps on matrices, in any order. Collective over the ranks of a node.
+    """Runs `steps`, each on one matrix, in any order. Collective over the ranks of a node.
 
     The resulting bits do not depend on the number of shards. A matrix that is sharded over one axis
     is gathered to one rank, its owner. The owner computes the step and returns shards of the
@@ -172,7 +172,7 @@ class _Sharded:
 
 
 def _take_by_owners(steps: list[_Sharded]) -> None:
-    """Takes the steps on matrices that are sharded over the same ranks."""
+    """Runs the steps on matrices that are sharded over the same ranks."""
     steps.sort(key=lambda step: -step.cost)
     computed: _Group | None = None
     # the next group is transferred while this group is computed

@@ -27,7 +27,9 @@ _POLAR_EXPRESS = (
 _SECOND_MOMENT = "second_momentum_buffer"
 """The key of NorMuon's state: the mean square of each row of directions, `[rows]` fp32."""
 _MISSPELT = 0.85
-"""The likeness from which a key of a group is misspelt; `max_momentum` is 0.8 like `momentum`."""
+"""A key of a group counts as misspelt if its likeness to a valid key is at least this number. The
+likeness of `max_momentum` and `momentum` is 0.8.
+"""
 _SAFETY = 1.01
 """The factor by which rounding may enlarge a singular value in the method Polar Express."""
 COEFFICIENTS = {
@@ -64,11 +66,12 @@ class Muon(Optimizer):
         weight_decay: Decoupled, at least 0.
         betas: The decay of AdamW's two moments, each from 0 to below 1.
         eps: Added to denominators: AdamW's, and that of `muon_beta2`.
-        coefficients: Polynomials of the five iterations towards an orthogonal matrix: "jordan", the
-            same in each, or "polar_express", the best for each.
-        muon_beta2: The decay of NorMuon's second moment, from 0 to below 1; NorMuon has 0.95. It is
-            a mean of squares for each row of directions, and rows are divided by its root. The norm
-            of the direction is then exactly that of an orthogonal matrix. None divides no row.
+        coefficients: Polynomials of the five iterations towards an orthogonal matrix: "jordan" uses
+            the same polynomial in each iteration, "polar_express" the best one for each iteration.
+        muon_beta2: The decay of NorMuon's second moment, from 0 to below 1; NorMuon has 0.95. The
+            second moment is the mean square of each row of directions. Each row is divided by the
+            root of its second moment, and the direction is then scaled to the norm of an orthogonal
+            matrix. None divides no row.
 
     Raises:
         ValueError: A value is out of range.
@@ -130,7 +133,7 @@ class Muon(Optimizer):
         for group in state.get("param_groups", ()):
             if missing := {"betas", "orthogonal"} - group.keys():
                 lacks = " and ".join(sorted(missing))
-                raise ValueError(f"the state is of another optimizer: its groups lack {lacks}")
+                raise ValueError(f"another optimizer saved the state: its groups lack {lacks}")
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("coefficients", "jordan")
@@ -214,7 +217,6 @@ def _refuse_misspelt(group: dict[str, Any], valid: dict[str, Any]) -> None:
 
 
 def _check(settings: dict[str, Any]) -> None:
-    """Raises `ValueError` for a setting of a group that is out of range."""
     for name in ("lr", "weight_decay", "eps"):
         require_range(name, settings[name])
     _check_choices(settings)

@@ -40,22 +40,23 @@ def auto(
 
     Collective: call it on every rank, after sharding and before `replicate`. It measures the links
     for a few seconds. Rank 0 chooses the scheme, and all ranks return this scheme. This scheme is
-    the first choice of `detonation plan --optimizer`. Full synchronisation is the choice if it
+    the first choice of `detonation plan --optimizer`. `auto` chooses full synchronisation if it
     waits for the network for at most `budget` of a step, and if no other scheme is faster by more
-    than `budget`. Otherwise the choice is the scheme that is expected to reach this loss first.
-    This expectation comes from losses that were measured with the same kind of optimizer, or else
-    with AdamW. The logger "detonation" gets the reason for the choice at level INFO.
+    than `budget`. Otherwise `auto` chooses the scheme that is expected to reach this loss first.
+    The estimates use losses that were measured with the same kind of optimizer or, without such
+    losses, with AdamW. The logger "detonation" gets the reason for the choice at level INFO.
 
     Args:
-        optimizer: Optimizer for `replicate`. An optimizer with momentum needs schemes of dense
-            gradients or of rounds; `SignSGD`, and AdamW with betas=(0.0, 0.95), fit most schemes.
+        optimizer: Optimizer for `replicate`. An optimizer with momentum fits only schemes that
+            exchange dense gradients or have rounds. `SignSGD`, and AdamW with betas=(0.0, 0.95),
+            fit most schemes.
         model: Sharded model; its trained parameters set the sizes of the messages.
         axis: Axis between the replicas, such as `mesh["replicate"]` or the axis of `elastic`.
         step_seconds: Duration of a training step without the network; above 0.
         budget: Share of a step that full synchronisation may spend waiting for the network; between
             0 and 1.
         steps: Length of the training; at least 1.
-        recipe: Recipe whose measured losses count: "quick-lm" (text), "vit-fashion" (images) or
+        recipe: Recipe whose measured losses are used: "quick-lm" (text), "vit-fashion" (images) or
             "t5-translation" (translation).
 
     Returns:
@@ -113,7 +114,7 @@ def broadcast_choice(choice: Scheme, everyone: Everyone) -> Scheme:
     """Returns the scheme that rank 0 has chosen, on every rank. Collective.
 
     Raises:
-        Mismatch: On all ranks, if one builds another scheme from the same name and arguments.
+        Mismatch: On all ranks, if one rank builds another scheme from the same name and arguments.
     """
     name, arguments = everyone.send_to_all([choice.name, dict(choice.arguments)])[0]
     chosen = scheme(name, arguments)

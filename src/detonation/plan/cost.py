@@ -11,9 +11,7 @@ from detonation.core.schemes import ParameterScheme, Scheme, scheme, traffic
 from detonation.link_speed import LinkSpeed
 
 BACKWARD = 2 / 3
-"""Share of backward in the time of forward and backward. Gradients become available during
-backward.
-"""
+"""Share of backward in the time of forward and backward."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of the parameters, by name."""
@@ -36,8 +34,8 @@ class Network:
     Args:
         operations: Latency and rate of "all-reduce", "all-gather" and "all-to-all" on one rank,
             while all ranks send.
-        restart: Share of the predicted `restart_s` by which an exchange after a pause takes longer;
-            0 if a pause costs nothing.
+        restart: Measured delay of an exchange after a pause, as a share of the predicted
+            `restart_s`; 0 if a pause costs nothing.
     """
 
     replicas: int
@@ -148,8 +146,8 @@ class Work:
     Args:
         shards: Local parameter shapes on each rank of a node.
         compute_s: Seconds of forward and backward.
-        steps: Seconds of the optimizer's step, by the scheme's `spelled` text or its name; 0 for a
-            missing scheme.
+        steps: Seconds of the optimizer's step for each scheme, by the text of `spelled` or by the
+            scheme's name. A missing scheme counts as 0.
         overlap: Send gradients during backward.
         accumulate: Number of equal micro-batches in `compute_s`; only the last backward sends.
         reports: Ranks exchange their losses in each step, as in `detonation train`: before the
@@ -181,7 +179,8 @@ class Cost:
         step_s: Seconds of the optimizer's own work.
         exposed_s: Seconds of waiting for the network that backward does not hide.
         bytes_sent: Bytes that all ranks of a node send.
-        memory_bytes: State of replication and messages of one step, on the rank with the most rows.
+        memory_bytes: Bytes of the replication state and of the messages of one step, on the rank
+            with the most rows.
     """
 
     scheme: Scheme

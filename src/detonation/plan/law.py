@@ -7,7 +7,8 @@ replicas, rounds of 30 steps) is
     ln(loss of R replicas / loss of one replica) = 1.0923 * N ** -0.2342 * ln(R)
 
 for N parameters. Measurements of this project at 0.14 million parameters agree with this law
-(docs/findings.md). So the law carries a measured cost to the size and the replicas of a run.
+(docs/findings.md). So the planner converts a measured cost to the model size and the replicas of a
+run by this law.
 """
 
 import math
@@ -16,8 +17,8 @@ SCALE = 1.0923
 EXPONENT = 0.2342
 """Scale and exponent of the law."""
 EXPONENTS = (0.15, 0.32)
-"""Exponents from which ends of an interval are computed. With these exponents, the measured costs
-of rounds of 30 steps at 0.14 million parameters reach the law at 35 million parameters.
+"""Exponents that give the ends of an interval. Between these two lie the exponents with which costs
+measured at 0.14 million parameters (rounds of 30 steps) reach the law at 35 million parameters.
 """
 STEEPER = 1.25
 """For each doubling of replicas, a cost may grow by this factor more than the law says. From two to
@@ -30,8 +31,8 @@ LONGEST = 30
 
 
 def cost_of_rounds(parameters: float, replicas: int) -> float:
-    """Returns how much higher the loss with rounds of 30 steps is than the loss of one replica, as
-    a fraction of the latter. The law of rounds (see the top of this file) predicts it.
+    """Returns the increase of the loss under rounds of 30 steps, as a fraction of the loss of one
+    replica. The law of rounds (see the top of this file) predicts this increase.
 
     >>> f"{cost_of_rounds(1e9, 8):+.1%}, {cost_of_rounds(125e6, 8):+.1%}"
     '+1.8%, +2.9%'

@@ -24,14 +24,14 @@ synchronisation on quick-lm with seed 1, at 300 and at 1,200 steps (research/fro
 whose baseline was validated during training has its own exponent.
 """
 HALVING = math.log10(10 / 3)
-"""A lead over the baseline halves if training is 10 / 3 times as long. This is the number of
-factors of ten in 10 / 3. Muon's lead over AdamW fell from 21.9 % at 300 steps to 10.9 % at 1,000
-steps (docs/findings.md).
+"""A lead over the baseline halves if training is 10 / 3 times as long. The constant is the decimal
+logarithm of 10 / 3. Muon's lead over AdamW fell from 21.9 % at 300 steps to 10.9 % at 1,000 steps
+(docs/findings.md).
 """
 PER_DECADE = 0.01
 """For each factor of ten in parameters between the run and the measurement, the interval of an
-estimate becomes wider by this value at both ends. It is the largest measured change of a mean
-relative loss, from 0.6 to 4.3 million parameters (docs/findings.md).
+estimate becomes wider by this value at both ends. The value is the largest measured change of a
+mean relative loss, from 0.6 to 4.3 million parameters (docs/findings.md).
 """
 PER_LONGER = 0.04
 """For each factor of ten in steps between the run and the measurement, the interval of an estimate
@@ -40,24 +40,24 @@ steps to 1.2 % at 1,000 steps (docs/findings.md).
 """
 PER_DOUBLING = 0.12
 """For each factor of two in replicas between the run and the measurement, the interval of an
-estimate becomes wider by this value. It is the largest measured change of a mean relative loss, for
-AdamW with an exchange every 300 steps (docs/findings.md).
+estimate becomes wider by this value. The value is the largest measured change of a mean relative
+loss, for AdamW with an exchange every 300 steps (docs/findings.md).
 """
 PER_FEWER_ROUNDS = 0.034
 """For each factor of ten fewer rounds, the interval of an estimate becomes wider by this value
 times log2(replicas). With an exchange every 30 steps and two replicas, the loss of `muloco`
-relative to the baseline is +1.0 % over 100 rounds and +4.4 % over 10 rounds. With eight replicas it
-is +6.2 % and +17.9 % (docs/findings.md).
+relative to the baseline is +1.0 % over 100 rounds and +4.4 % over 10 rounds. With eight replicas
+this loss is +6.2 % and +17.9 % (docs/findings.md).
 """
 TWO_RATES = "embedding_lr_ratio"
 """Setting of an optimizer that gives embeddings, output layer and norms a learning rate of their
-own. Measurements with and without it are compared by `_comparable`.
+own. `_comparable` says when measurements with and without this setting may be compared.
 """
 ONE_RATE = 0.099
 """If embeddings have a learning rate of their own, AdamW's loss after 300 steps on quick-lm is
-lower by this part (docs/findings.md). So the planner reduces a lead over a baseline with one
-learning rate by this part. The part shrinks in longer training as a lead does: after 3,000 steps,
-2.7 % were measured.
+lower by this fraction (docs/findings.md). So the planner reduces a lead over a baseline with one
+learning rate by this fraction. Like a lead, the fraction shrinks in longer training: after 3,000
+steps it was 2.7 %.
 """
 SPREAD = 0.07
 """Half width of the 95 % interval of an estimate that comes from a single seed. It was measured
@@ -84,7 +84,7 @@ class Loss:
         settings: Arguments of the optimizer, with the best learning rate of those tried.
         study: Name of a study; its runs share data, batch and validation.
         recipe: Recipe of the runs.
-        losses: Losses by seed. Seed 0 chose the learning rate.
+        losses: Losses by seed. The learning rate was chosen with seed 0.
         curve: Steps and mean losses of validations during the runs.
         source: Document that describes the measurement.
     """
@@ -188,7 +188,7 @@ class Estimate:
         seeds: Number of compared pairs of runs.
         exponent: The baseline's loss falls as steps ** -exponent.
         far: Differences between the run and the measurement, in words.
-        reduced: Part by which a second learning rate would lower the baseline's loss, if `cost`
+        reduced: Fraction by which a second learning rate would lower the baseline's loss, if `cost`
             takes this into account; otherwise 0.
         kind: "law" if the law of rounds gives `cost` for the size or the replicas of the run,
             otherwise "measured".
@@ -209,8 +209,8 @@ class Estimate:
     def steps_factor(self) -> float:
         """Number of steps to the baseline's loss, divided by the steps of the baseline.
 
-        It uses the upper end of `interval`. So measurements with few seeds, or of runs that differ
-        much, give a more cautious factor.
+        The upper end of `interval` makes the factor more cautious if the measurement has few seeds
+        or differs much from the run.
         """
         return float((1 + self.interval[1]) ** (1 / self.exponent))
 
@@ -236,12 +236,12 @@ class Estimate:
             far = f"; this run has {', '.join(self.far)}, and its cost follows the law of rounds"
             far += f", which was fitted for {fitted}"
             if self.beyond:
-                far += ": this run is beyond them"
+                far += ": this run is larger"
         rates = ""
         if self.reduced:
             rates = (
                 "; the baseline there had one learning rate, and with a second one for embeddings"
-                f" its loss would be {self.reduced:.1%} lower, which is counted"
+                f" its loss would be {self.reduced:.1%} lower: the estimate includes this"
             )
         return f"{self.loss.conditions}, {_counted(self.seeds, 'seed')}{far}{rates}"
 
@@ -350,8 +350,8 @@ def _distance(loss: Loss, goal: Goal) -> tuple[float, bool, float, int, float]:
 
 def _comparable(loss: Loss, base: Loss) -> bool:
     """True if `loss` and `base` have the same task and a seed in common. If both have the same
-    optimizer, they must also have equally many learning rates: otherwise the comparison would
-    measure the second learning rate, not the scheme.
+    optimizer, both must also have one learning rate, or both must have two. Otherwise the
+    comparison would measure the second learning rate instead of the scheme.
     """
     same_rates = loss.optimizer != base.optimizer or loss.has_two_rates == base.has_two_rates
     return base.task == loss.task and bool(base.losses.keys() & loss.losses.keys()) and same_rates
@@ -439,7 +439,7 @@ def _moved(loss: Loss, goal: Goal) -> list[str]:
 
 
 def _times(times: float, noun: str) -> list[str]:
-    """Returns a factor in words; no words if it is near 1."""
+    """Returns a factor in words; an empty list if the factor is near 1."""
     if times >= 10:
         return [f"{times:,.0f} times the {noun}"]
     if not 0.5 < times < 2:

@@ -30,14 +30,14 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 FEWEST_ROUNDS = 3
 
 LEAST_GAIN = 1.05
-"""Several machines pay if a single machine takes at least this many times as long. The predicted
-times are not more exact.
+"""Several machines pay if a single machine takes at least this many times as long. Predicted times
+are not exact enough to show a smaller gain.
 """
 LONG_WAIT = 0.5
 """If the first choice waits for a larger share of a step, the advice names remedies."""
 
 Candidate = tuple[Scheme, str]
-"""A scheme, and its optimizer with the name that `trained_by` gives it."""
+"""A scheme, and the name of its optimizer as `trained_by` returns it."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ def _has_rounds(scheme: Scheme, steps: int) -> bool:
 def one_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[str, Estimate, float] | None:
-    """Returns the optimizer with which a single machine, which processes all examples of each step,
-    reaches the loss of the baseline first. Also returns the estimate of the machine's loss, and the
-    seconds to the loss of the baseline.
+    """Considers a single machine that processes all examples of each step. Returns the optimizer
+    with which this machine reaches the loss of the baseline first, the estimate of its loss, and
+    the seconds to the loss of the baseline.
 
     The single machine has no network, but forward and backward take `replicas` times longer. The
     optimizer is one of the optimizers in the options. Returns None if no loss is known.
@@ -303,14 +303,17 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
     link = "with one node"
     if network.replicas > 1:
         link = f"at {LinkSpeed(network.rate_bits_per_s)} per node"
-    waits = f"it waits {best.cost.waiting:.0%} of a step of {duration(best.cost.total_s)} {link}"
+    waits = (
+        f"the first choice waits {best.cost.waiting:.0%} of a step of"
+        f" {duration(best.cost.total_s)} {link}"
+    )
     if best.is_full and best.cost.waiting <= budget:
         waits += f", within the budget of {budget:.0%}"
     seconds = best.seconds(goal)
     if seconds is None:
         return f"{best}: {waits}; its loss is not measured here"
     text = (
-        f"{best} reaches the loss of {goal.baseline} in full after {goal.steps:,} steps within"
+        f"{best} reaches the loss of full() with {goal.baseline} at step {goal.steps:,} within"
         f" {duration(seconds)}"
     )
     full = next((each for each in ranked if each.is_full and each.optimizer == goal.baseline), None)
@@ -318,7 +321,7 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
         return f"{text}; {waits}"
     there = duration(goal.steps * full.cost.total_s)
     return (
-        f"{text}, full() with {goal.baseline} in {there}, of which it would wait"
+        f"{text}, full() with {goal.baseline} in {there}, of which waiting takes"
         f" {full.cost.waiting:.0%}; {waits}"
     )
 
@@ -344,11 +347,9 @@ def _second_machine(
             f" machines within {duration(seconds)}"
         )
         if ahead < -0.001:
-            text += f"; by then that of one is {-ahead:.1%} lower"
+            text += f"; by then the loss of one machine is {-ahead:.1%} lower"
         return False, text
-    lead = (
-        f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
-    )
+    lead = f"{alone_s / seconds:.2g} times as long; in the same time its loss is {ahead:.1%} higher"
     return True, f"{network.replicas:,} machines pay: {known} within {duration(alone_s)}, {lead}"
 
 

@@ -343,7 +343,6 @@ def _ticks(axis: Any, form: Any) -> None:
 
 
 def _left(axes: Any) -> float:
-    """Returns the left margin that the label and the ticks of the y axis need."""
     low, high = axes.get_ylim()
     inside = [tick for tick in axes.get_yticks() if low <= tick <= high]
     texts = axes.yaxis.get_major_formatter().format_ticks(inside)
@@ -351,8 +350,8 @@ def _left(axes: Any) -> float:
 
 
 def _rows(axes: Any, count: int) -> None:
-    """Sets the limits of an axis for `count` rows from top to bottom, each with its label above the
-    row.
+    """Prepares the y axis for `count` rows, the first row at the top. Each row has space for a
+    label above the row.
     """
     axes.set_ylim(count - 0.55, -0.75)
     axes.yaxis.set_visible(False)

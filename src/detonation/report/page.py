@@ -1,6 +1,5 @@
-"""Makes HTML pages about one or several runs. `try_write` writes a page to a single file, which
-has no script. The page that a server shows while a run trains has a script, which reloads the
-content.
+"""Makes HTML pages about one or several runs. `try_write` writes a page to a single file without a
+script. While a run trains, a server shows a page with a script that reloads the content.
 """
 
 import re
@@ -253,7 +252,6 @@ def subtitle(runs: Sequence[Run]) -> str:
 
 
 def _link(run: Run) -> str:
-    """Returns the emulated link of a run; "" if the run has none."""
     mesh = run.settings.get("mesh")
     if isinstance(mesh, dict):
         return str(mesh.get("link", ""))

@@ -163,8 +163,8 @@ def _configuration(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Parses a metrics file. A loss that is not finite becomes NaN. An incomplete last line, as a
-    killed run leaves it, is left out.
+    """Parses a metrics file. A loss that is not finite becomes NaN. Leaves out an incomplete last
+    line, which a killed run may have written.
 
     Raises `ValueError` with the number of a damaged line.
     """
@@ -187,7 +187,6 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """Parses one line of a metrics file. Returns None if the line is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -234,7 +233,7 @@ def _require_finished_run(directory: Path) -> None:
         remedy = f"detonation report {directory}/*/"
     elif not (directory / "config.toml").is_file():
         found = "holds no finished run"
-        remedy = "give the directory of one, which detonation train names in its last line"
+        remedy = "give the directory of a finished run, which detonation train prints last"
     elif not (directory / "metrics.jsonl").exists():
         found = "holds a run without its metrics"
         remedy = (

@@ -383,7 +383,7 @@ def plan_words(plan: Mapping[str, Any]) -> list[str]:
     sets = [f"scheme.{key}={_toml(value)}" for key, value in plan["settings"].items()]
     optimizer = plan.get("optimizer", {})
     sets += [f"optimizer.{key}={_toml(value)}" for key, value in optimizer.items()]
-    lines = [plan["reason"], f"to take it: --set {shlex.join(sets)}", *plan["notes"]]
+    lines = [plan["reason"], f"to use it: --set {shlex.join(sets)}", *plan["notes"]]
     if speed is None:
         return lines
     for key, part in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)):

@@ -326,7 +326,7 @@ class WeightMoves:
         self.warned = False  # True after a warning about writes outside of optimizer steps
 
     def __call__(self) -> None:
-        """Counts a change of the weights. All ranks must call it for the same changes."""
+        """Counts a change of the weights. All ranks must count the same changes."""
         self.count += 1
         for gather in self.gathers:
             gather.note_step()
@@ -363,8 +363,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
     """The all-gather of the weights of one FSDP unit whose shards are on several nodes.
 
     All nodes hold equal copies of a reference: the weights as they were last gathered. After an
-    optimizer step, each rank sends the difference between its shard and the reference to the other
-    nodes, once. All ranks add the same differences to the reference, so the copies stay bitwise
+    optimizer step, each rank sends to the other nodes, once, the difference between its shard and
+    the reference. All ranks add the same differences to the reference, so the copies stay bitwise
     equal. The output is the reference, gathered inside the node. Without a step since the last
     gather, no message leaves the node.
 
@@ -372,11 +372,11 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
     None until the first gather, which is exact.
 
     Args:
-        codec: Of differences; None sends the weights as they are.
-        resync_every: Exchanges after which one is exact; 0 for never.
-        is_trained: False where no step can move the weights; the last exchange, after they were
-            frozen, is exact.
-        weights: Of this rank; tells which of them were written since the last gather.
+        codec: Codec of the differences; None sends unquantized weights.
+        resync_every: Number of exchanges from one exact exchange to the next; 0 for never.
+        is_trained: Returns False if no step can move the weights. After weights were frozen, one
+            last exchange is exact.
+        weights: Finds the weights of this rank that were written since the last gather.
     """
 
     def __init__(
@@ -424,7 +424,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
             raise RuntimeError(
                 "weights were changed without an optimizer step, which the other ranks cannot see: "
                 f"{first_names(written)}; call detonation.resync_weights(model) on all ranks after "
-                "changing them"
+                "such a change"
             )
         self._seen = WEIGHT_MOVES.count
         self._was_trained = trained
@@ -471,8 +471,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self.weights.note()
 
     def _exchange(self, reference: Tensor, own: Tensor, exactly: bool) -> None:
-        """Exchanges the change of the weights since the last gather between nodes, and adds it to
-        `reference` (the weights as they were last gathered) in place.
+        """Exchanges between nodes how the weights changed since the last gather, and adds these
+        changes to `reference` in place.
         """
         self._exchanges += 1
         if self._codec and not own.is_floating_point() and not self._warned:
@@ -488,9 +488,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         if not WEIGHT_MOVES.warned and (written := self.weights.found()):
             WEIGHT_MOVES.warned = True
             _log.warning(
-                "weights were changed after an optimizer step: %s; other ranks get them rounded "
-                "like the step. Call detonation.resync_weights(model) on all ranks after changing "
-                "them to send them exactly",
+                "weights were changed after an optimizer step: %s; other ranks get these changes "
+                "rounded, as they get the step. To send exact weights, call "
+                "detonation.resync_weights(model) on all ranks after the change",
                 first_names(written),
             )
         # without nonfinite numbers in `reference`, the weights can become finite again

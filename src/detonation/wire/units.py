@@ -73,7 +73,7 @@ class ShardUnit:
         self._hook_loading(cast(nn.Module, module))
 
     def _watch_backward(self, module: FSDPModule, reduce: ErrorFeedbackReduce) -> None:
-        """Tells `reduce` which gradients are missing. If no rank has a gradient for a parameter,
+        """Sets `reduce.lacks`, the missing gradients. If no rank has a gradient for a parameter,
         removes the zeros that FSDP2 puts in the place of this gradient.
         """
         group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
@@ -103,7 +103,7 @@ class ShardUnit:
         """
 
         def loaded(*_: object) -> None:
-            # reshard: a unit that is still gathered would exchange nothing in its next forward pass
+            # a unit that is still gathered would exchange nothing in its next forward pass
             reshard(unit)
             # loading with `assign=True` replaces parameters
             for name, (parameters, own_name) in places.items():
@@ -250,17 +250,16 @@ def join_units(
 
 
 def resync_weights(model: nn.Module) -> None:
-    """Makes the next exchange of weights between nodes exact. Call it after a write to the weights
-    outside of an optimizer step.
+    """Makes the next exchange of weights between nodes exact. All ranks must call this function
+    after a write to the weights outside of an optimizer step.
 
-    All ranks must call it. `load_checkpoint` calls it, and so does `load_state_dict` of the model
-    or of a module in it. A model without compressed communication between shards (a shard wire)
-    does not need this call.
+    `load_checkpoint` makes this call, and so does `load_state_dict` of the model or of a module in
+    it. A model without compressed communication between shards (a shard wire) does not need it.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
     """
-    # reshard: a unit that is still gathered would exchange nothing in its next forward pass
+    # a unit that is still gathered would exchange nothing in its next forward pass
     reshard(model)
     for unit in shard_units(model):
         unit.gather.forget()
@@ -292,10 +291,7 @@ def shard_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restores the result of `shard_state`. If the saved reference of a unit (the weights as they
-    were last gathered) does not fit, the unit next exchanges its weights without rounding.
-    Collective.
-    """
+    """Restores the result of `shard_state`; see `ShardUnit.load`. Collective."""
     for unit in shard_units(model):
         unit.load(
             {
@@ -336,8 +332,8 @@ def mend_references(model: nn.Module) -> None:
             unit.gather.forget()
         if differs:
             _log.warning(
-                "nodes held different references of the weights %s: the next exchange of them"
-                " is exact",
+                "nodes held different references of the weights %s: the next exchange of these"
+                " weights is exact",
                 next(iter(unit.parameters)),
             )
 

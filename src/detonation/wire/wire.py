@@ -59,7 +59,7 @@ def shard_wire(
     """Compresses the traffic of `shard` between nodes, for a model that does not fit into one node.
 
     Weights: each node keeps a reference copy of the gathered weights, split over its ranks. After a
-    step each rank sends the quantized difference between its shard and the reference once. Every
+    step, each rank sends once the quantized difference between its shard and the reference. Every
     rank adds the same differences to the reference, so gathered weights are bitwise equal on all
     ranks. A rounding error is part of the next difference and does not accumulate. Gathers without
     a step in between (backward, evaluation, further micro-batches) stay inside the node.

@@ -4,7 +4,7 @@ equal in value and type.
 A value that would not decode to an equal value is refused, and the error names its key. Plain JSON
 values are written unchanged: text, booleans, integers, finite floats, None, lists, and dicts whose
 keys are text. Every other value becomes a table `{"$type": name, "value": ...}`. If there is such a
-value, the table of all values is written as the entry "extra" of `{"$values": 1, "extra": ...}`.
+value, all values are wrapped in `{"$values": 1, "extra": ...}`.
 Reading a file imports no module that the file names.
 """
 
@@ -46,8 +46,8 @@ def encoded_extra(extra: Mapping[str, Any], most: int) -> dict[str, Any]:
     """Encodes `extra` as a JSON table of at most `most` bytes. The table shares no memory with
     `extra`.
 
-    Raises `ValueError` with the key of a value that is too large, or that reading would not restore
-    to an equal value.
+    Raises `ValueError` with the key of a value that is too large, or that would not decode to an
+    equal value.
     """
     encoder = _Encoder()
     try:
@@ -77,7 +77,7 @@ def decoded_extra(table: Mapping[str, Any]) -> dict[str, Any]:
     if table[_MARK] != VALUES_VERSION or table.keys() != {_MARK, _EXTRA}:
         version = str(table[_MARK])[:20]
         raise CorruptCheckpoint(
-            f"its extra is in version {version}, this version reads {VALUES_VERSION}"
+            f"its extra has format {version}, this version reads format {VALUES_VERSION}"
         )
     try:
         extra = decoded_value(table[_EXTRA])
@@ -89,7 +89,7 @@ def decoded_extra(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encoded_number(value: float | None) -> Any:
-    """Encodes a number for a shard file, because JSON has neither infinity nor NaN."""
+    """Encodes a number for a shard file. Infinity and NaN, which JSON lacks, become tables."""
     if value is None or not _is_special_float(value):
         return value
     return _Encoder().value(float(value), "")

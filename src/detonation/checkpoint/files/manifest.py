@@ -77,8 +77,8 @@ class Manifest:
         several directories. If no file of a directory is `present` on this node, another node holds
         this directory.
 
-        If this node has no file of the checkpoint at all, returns an empty list, because all files
-        then count as missing on this node.
+        Returns an empty list if this node has no file of the checkpoint at all: then all files
+        count as missing.
         """
         by_volume = dict(zip(self.files, self.volumes or [0] * len(self.files), strict=True))
         here = {volume for name, volume in by_volume.items() if present(name)}
@@ -86,7 +86,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Versions of python, torch and detonation, which can change the last bit of results."""
+    """Versions of python, torch and detonation. Other versions can change last bits."""
     return {
         "detonation": __version__,
         "torch": torch.__version__,
@@ -147,8 +147,7 @@ def parse_manifest(content: bytes) -> Manifest:
 def _signed(table: Mapping[str, Any]) -> str:
     """Returns `table` as JSON text that ends with the checksum of `table`.
 
-    A reader compares the content of the file with this text, and so refuses any other spelling of
-    the table.
+    A reader compares this text with the file, and refuses any difference, even in spaces.
     """
     checksum = hashlib.sha256(json.dumps(table, allow_nan=False).encode()).hexdigest()
     return json.dumps({**table, "sha256": checksum}, indent=1, allow_nan=False) + "\n"
@@ -177,7 +176,6 @@ def _checked(table: dict[str, Any]) -> Manifest:
 
 
 def _check_types(table: dict[str, Any]) -> None:
-    """Raises `CorruptCheckpoint` for a missing or unknown key, or a value of another type."""
     if table.keys() != _TYPES.keys():
         raise CorruptCheckpoint(f"{MANIFEST_NAME} has other keys than {', '.join(_TYPES)}")
     for key, kind in _TYPES.items():
@@ -189,7 +187,6 @@ def _check_types(table: dict[str, Any]) -> None:
 
 
 def _check_ranges(table: dict[str, Any]) -> None:
-    """Raises `CorruptCheckpoint` for a count that no checkpoint can have."""
     for key, least in (("step", 0), ("replicas", 1), ("shards", 1)):
         if not least <= table[key] < 2**53:
             raise CorruptCheckpoint(
@@ -212,7 +209,6 @@ def _check_file_names(files: dict[str, Any], replicas: int, shards: int) -> None
 
 
 def _check_levels(levels: list[Any]) -> None:
-    """Raises `CorruptCheckpoint` for a level that does not name its scheme."""
     if not all(
         isinstance(level, dict) and isinstance(level.get("scheme"), str) for level in levels
     ):

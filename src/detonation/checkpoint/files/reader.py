@@ -28,7 +28,7 @@ class Box:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Box":
-        """The local part of `tensor`. A plain tensor has one part, itself."""
+        """The local part of `tensor`. For a plain tensor this is the whole tensor."""
         shape = tuple(tensor.shape)
         start = (0,) * tensor.ndim
         if isinstance(tensor, Piece):
@@ -66,7 +66,7 @@ class Box:
             ):
                 return cls(tuple(whole), tuple(offset), tuple(shape))
         raise CorruptCheckpoint(
-            f"a box is {str(value)[:60]!r}, must be three lists of as many sizes"
+            f"a box is {str(value)[:60]!r}, must be three lists of equal length"
         )
 
     def overlap(self, other: "Box") -> tuple[slice, ...] | None:
@@ -224,8 +224,8 @@ class ShardReader:
 class ReplicaFiles:
     """All keys, boxes (parts of whole tensors) and plain values in the files of several replicas.
 
-    One file may lack the optimizer state of a parameter, if the parameter never had a gradient on
-    that replica.
+    A file may lack the optimizer state of a parameter, if the parameter never had a gradient on
+    the file's replica.
     """
 
     def __init__(self, files: Sequence[ShardReader]) -> None:

@@ -54,7 +54,7 @@ def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
 
 
 def committed(directory: Path, name: str) -> Path:
-    """Checkpoint `name` in `directory`, under its final name if a rank has already renamed it."""
+    """Path of the checkpoint `name`: with its final name, if a rank has already renamed it."""
     path = directory / name
     if (path / MANIFEST_NAME).is_file():
         return path
@@ -144,7 +144,7 @@ def _give_name(partial: Path, target: Path) -> None:
 
 
 def _aside(path: Path) -> Path:
-    """Hides a checkpoint under another name, so that no reader finds it partly removed."""
+    """Renames a checkpoint before its removal, so that no reader finds it partly removed."""
     gone = _gone(path)
     if gone.exists():
         disk.remove(gone)

@@ -1,6 +1,4 @@
-"""Safetensors files, implemented on torch alone: a reader, a writer that hashes, and a check of the
-hash.
-"""
+"""Reads and writes safetensors files, and checks their hashes. Needs no library but torch."""
 
 import hashlib
 import json
@@ -138,7 +136,7 @@ def tensors_in(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]
 
 
 def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
-    """The tensors in a header, which must fill the file from `begin` to `size` without gaps."""
+    """The tensors in a header. They must fill the file from `begin` to `size` without gaps."""
     found: dict[str, Entry] = {}
     ends = [(0, 0)]
     for key, value in header.items():
@@ -148,13 +146,13 @@ def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
         shape = value["shape"]
         offsets = value["data_offsets"]
         if dtype is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-            raise CorruptCheckpoint(f"{key[:60]!r} has no type, shape or offsets of a tensor")
+            raise CorruptCheckpoint(f"{key[:60]!r} has no valid type, shape or offsets")
         start, end = offsets
         # torch rejects a dimension that is too large, even if another dimension is 0
         elements = math.prod(max(count, 1) for count in shape)
         if elements > _MOST_ELEMENTS or end - start != math.prod(shape) * dtype.itemsize:
             raise CorruptCheckpoint(
-                f"{key[:60]!r} has {end - start} bytes, which its shape and type do not make"
+                f"{key[:60]!r} has {end - start} bytes, which do not match its shape and type"
             )
         found[key] = Entry(dtype, tuple(shape), begin + start)
         ends.append((start, end))
@@ -209,7 +207,7 @@ def shard_fault(path: Path, expected: ShardSummary) -> str | None:
 
 
 def require_types(types: Mapping[str, torch.dtype]) -> None:
-    """Raises `ValueError` if safetensors lacks one of `types`, given by tensor name."""
+    """Raises `ValueError` if safetensors lacks one of `types` (dtypes by tensor name)."""
     for name, dtype in types.items():
         if dtype not in DTYPES:
             raise ValueError(f"{name} is of type {dtype}, which safetensors does not have")

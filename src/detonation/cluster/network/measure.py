@@ -43,8 +43,8 @@ _FEWEST = 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
 _NEAR_S = 1e-3
-"""Largest latency, in seconds, at which a pause is assumed to slow no message, because the nodes
-are close to each other.
+"""Largest latency, in seconds, of nodes that are close to each other. A pause is assumed to slow no
+message between such nodes.
 """
 
 
@@ -55,8 +55,8 @@ class Everyone:
 
     Args:
         device: Device of tensors that the groups can send.
-        shards: Axes inside this replica of an elastic axis. Ranks are ordered by replica and then
-            by shard.
+        shards: With an elastic axis, the axes inside this replica. Ranks are ordered by replica
+            and then by shard.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
     """Corrects the fitted lines of operations that were measured only with small messages. A line
     gives the seconds of an operation for the bytes of a message, see `fit_line`.
 
-    The *leader* is the operation that was measured with the largest message of all. A message is
-    small if it has at most a quarter of the bytes of that message. For messages that are larger
-    than those of its operation, a corrected line rises about as fast as the line of the leader.
+    The *leader* is the operation that was measured with the largest message of all. A line is
+    corrected if its largest message has at most a quarter of the leader's bytes. For messages
+    beyond the measured ones, a corrected line rises about as fast as the line of the leader.
     """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent
@@ -298,7 +298,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
         short = agreed[:size]
         long = agreed[size:]
         for a, b in pairs:
-            # the difference of almost equal times is noise: take a tenth of the long message's time
+            # the difference of almost equal times is noise: use at least a tenth of the longer time
             seconds = max(long[a] - short[a], 0.1 * long[a])
             rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
             samples.append(LinkSample(a, b, short[a], rate))

@@ -129,7 +129,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
 
         def wait() -> Tensor:
             result = wait_for_result()
-            # each peer has started this exchange, so `_left` holds when its message will be sent
+            # each peer has started this exchange, so `_left` has the time of its message's end
             self.arrive(kind, self._left[self._peers, exchange], self.size(), message.nbytes)
             return result
 
@@ -137,8 +137,8 @@ class ThrottledCommunicator(NodeLink, Communicator):
 
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
-    """Creates a file that all ranks have open, and removes its name. Returns the descriptor of the
-    file, and a float64 view of the mapped file, filled with zeros. Collective.
+    """Creates a file, opens this file on all ranks, and removes its name. Returns the descriptor of
+    the file, and a float64 view of the mapped file, filled with zeros. Collective.
     """
     path = torch.zeros(4096, dtype=torch.uint8, device=device)
     rank = -1

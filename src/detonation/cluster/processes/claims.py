@@ -1,10 +1,10 @@
 """Checks that each replica number belongs to one process, and that all replicas were started with
 equal counts of replicas and shards.
 
-Replicas that are separate worlds get their numbers from users, who may give one number to two
-replicas, or different counts. While a rank waits in the store in which the replicas meet, the rank
-writes a claim of its number to this store again and again, each time with a higher count. So a
-claim that changes belongs to a live process, and keys of earlier starts do not matter.
+Replicas that are separate worlds get their numbers from users. A user may give one number to two
+replicas, or different counts to replicas. A rank that waits in the store where the replicas meet
+repeatedly writes a claim of its number to this store, each time with a higher count. So a claim
+that changes belongs to a live process, and keys of earlier starts do not matter.
 """
 
 import json

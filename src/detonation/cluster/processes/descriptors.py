@@ -164,9 +164,9 @@ def _drop_at(address: tuple[str, int]) -> None:
 def _listens(number: int) -> bool:
     """True if a descriptor is a socket that listens.
 
-    Asks the system, without a socket object of Python: `_own_socket` sets whether a socket blocks,
-    while a thread of gloo may just have changed it for a new connection. A connection of gloo that
-    blocks stops all exchanges of its group.
+    Asks the system without a Python socket, because `_own_socket` resets whether the socket blocks,
+    and so could undo a change that a thread of gloo makes at the same time. A connection of gloo
+    that blocks stops all exchanges of its group.
     """
     listens = ctypes.c_int()
     size = ctypes.c_uint(ctypes.sizeof(listens))

@@ -25,7 +25,7 @@ _NETWORK_WORDS = (
     "socket",
 )
 ROOT_CAUSE_WAIT_S = 2.0
-"""Seconds to wait for the root cause, another rank's failure, after a rank lost its connection."""
+"""After a rank lost its connection, seconds to wait for the root cause: another rank's failure."""
 
 
 @dataclass(frozen=True)

@@ -177,8 +177,7 @@ def _key(name: object) -> str:
 BEAT_S = 0.25
 STARTUP_LIMIT_S = 120.0
 """Seconds without a heartbeat after which a rank counts as lost, until the run knows the size of
-its messages. The limit is long, because processes start at
-different speeds.
+its messages. The limit is long, because processes start at different speeds.
 """
 _MISSED = 6
 """Number of missing heartbeats after which a rank is suspected to be lost."""
@@ -245,7 +244,7 @@ class Heartbeat:
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
-        # a lost store is no error now: it may end with the first rank that leaves the barrier
+        # a lost store is no error now: the store may end with the first rank that leaves
         self._leaving = True
         barrier()
         self.stop()
@@ -259,11 +258,11 @@ class Heartbeat:
         self._watcher.join()
 
     def explain(self, text: str) -> Reason:
-        """Finds out why this rank lost a connection with the error `text`, and posts the reason on
-        the heartbeat board.
+        """Finds out why this rank lost a connection, and posts the reason on the heartbeat board.
+        `text` is the error of the connection.
 
-        Waits briefly for missing heartbeats. If ranks have sent none, the reason names these ranks.
-        Returns the reason that the board has after that.
+        Waits briefly for missing heartbeats. If some ranks send none meanwhile, the reason names
+        these ranks. Returns the reason that the board has after that.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)

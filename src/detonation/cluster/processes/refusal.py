@@ -9,9 +9,9 @@ preparing replica fails, it writes the reason to the store in which the other re
 The other replicas end with that reason, unless all replicas are already prepared. If a replica is
 lost without a reason in the store, the other replicas continue.
 
-Before replicas have met, their store may contain reasons of an earlier start. So if a rank finds a
-reason there at its start, the reason counts only for `FRESH_S` seconds after it was written, and
-once for each rank. A failed replica that starts again removes its reason. A reason that arrives
+Before replicas have met, their store may contain reasons of an earlier start. So a reason that a
+rank finds at its start counts only for `FRESH_S` seconds after it was written, and only once for
+each rank. A failed replica that starts again removes its reason. A reason that arrives
 while the rank waits always counts, because clocks of machines may differ.
 """
 
@@ -54,8 +54,8 @@ def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
     """Sends the reason why this rank cannot start to the other ranks of a launcher's world. Waits
     for these ranks at most `FRESH_S` seconds.
 
-    Returns the error that this rank must raise: a `RefusedStart` if a lower rank cannot start
-    either.
+    Returns the error that this rank must raise: a `RefusedStart` if a rank with a lower number
+    cannot start either.
     """
     if position.world_size == 1:
         return error
@@ -74,7 +74,7 @@ def require_start(store: Store, position: LaunchPosition, device: torch.device) 
     """Raises an error on all ranks if one rank cannot start, if two ranks share a GPU, or if GPU
     and CPU ranks are mixed.
 
-    Collective: ranks that cannot start call `refuse_world` in its place.
+    Collective: a rank that cannot start calls `refuse_world` instead of this function.
     """
     _compare(store, position, [device_name(device, socket.gethostname()), ""])
 

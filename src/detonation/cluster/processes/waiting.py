@@ -153,7 +153,7 @@ def says_meanwhile(who: str, whom: str) -> Iterator[None]:
     """Context manager: while its block runs, another thread logs after 5, 10, 20 ... s that `who`
     waits for `whom`.
 
-    Use it around calls of libraries that wait without logging.
+    Use this function around calls of libraries that wait without logging.
     """
     over = threading.Event()
 
@@ -272,7 +272,7 @@ class Watch:
         PROGRESS.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
         self._thread.start()
-        # stop the thread before the interpreter ends: it must not be in a call of the store then
+        # stop the thread before the interpreter ends: no thread may call the store at that time
         atexit.register(self.stop)
 
     def leave(self) -> None:

@@ -24,8 +24,8 @@ class Connection:
     A request may never return if the network drops packets. So each thread that sends requests to
     the store has a `Connection` of its own.
 
-    identity: a random id of the store's process, which the first client of the store writes and
-    which is lost with the process; "" before this client has read it. why: the reason why the store
+    identity: a random id of the store's process, written by the first client of the store. The id
+    is lost with the process. It is "" before this client has read it. why: the reason why the store
     does not answer; "" while it answers. tried: True if an attempt to reach the store has failed.
     ended: True if no process listens at the address now, or if a new process listens there. since:
     start time of the request that still has no answer; 0 if there is no such request. told: True if

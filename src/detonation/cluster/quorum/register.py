@@ -18,8 +18,8 @@ Ballot = tuple[int, str]
 makes the ballot unique.
 """
 Change = Callable[[bytes | None], tuple[bytes | None, Any]]
-"""A function from the present value of a key to its new value, and to the result that the client
-gets for the change. The value None means that the key is missing.
+"""A function from the present value of a key to a pair: the new value, and the client's result of
+the change. The value None means that the key is missing.
 """
 Swap = tuple[bytes, bytes | None]
 """Arguments of a compare-and-set on a cell: its expected bytes and its new bytes. None as new bytes
@@ -34,7 +34,7 @@ class Cell:
     """State of one key in one store. A ballot identifies one attempt of a client to change the key.
 
     promised: the cell accepts no ballot below this ballot. accepted: the ballot that wrote `value`.
-    applied: for each client, its last ballot that changed the value. A client that repeats a change
+    applied: for each client, the last ballot that changed the value. A client that repeats a change
     finds in `applied` whether its earlier attempt has changed the value. The cell keeps only one
     such ballot of each client, so a client makes one change of the key at a time.
     """
@@ -144,8 +144,8 @@ class Proposal:
         self._cells[store] = None
 
     def again(self) -> None:
-        """Starts the proposal again, from reading the cells, after a higher ballot of another
-        client has beaten it.
+        """Starts the proposal again: reads the cells anew, after a higher ballot of another client
+        has beaten the proposal.
         """
         self.beaten = False
         self._ballot = _NONE
@@ -229,15 +229,15 @@ class Removal:
         self._majority = stores // 2 + 1
 
     def request(self, store: int) -> Swap | None:
-        """Returns the request that removes the key from `store`; None if this store has removed
-        it.
+        """Returns the request that removes the key from `store`; None if `store` has removed the
+        key.
         """
         if store in self._told:
             return None
         return b"", None
 
     def receive(self, store: int, raw: bytes) -> None:
-        """Handles the answer of the store with index `store`: this store has removed the key."""
+        """Records that the store with index `store` has removed the key."""
         self._told.add(store)
         self.over = len(self._told) >= self._majority
 

@@ -153,7 +153,7 @@ class Stores:
                 self._changed.notify_all()
 
     def _uses_keys(self, keys: Collection[str]) -> bool:
-        """True if another thread still waits for its own change or read of one of `keys`."""
+        """True if another thread still waits for a change or a read of one of `keys`."""
         return any(
             each.awaited and not each.proposals.keys().isdisjoint(keys) for each in self._calls
         )
@@ -179,7 +179,7 @@ class Stores:
         return ", ".join(f"{each.name} ({each.why})" for each in self._connections if each.why)
 
     def _drop_over(self) -> None:
-        """Forgets each call for which no thread waits and which has no more requests to connected
+        """Forgets each call that no thread waits for and that has no more requests to connected
         stores. So a removal still reaches all connected stores after its thread has returned.
         """
         ready = [each.number for each in self._connections if each.is_open]
@@ -253,8 +253,8 @@ class Stores:
         return None, {}
 
     def _admit(self, connection: Connection) -> None:
-        """Records that the store of `connection` answers. If all clients have agreed on the stores
-        of the run, the store is used only if it is one of them.
+        """Records that the store of `connection` answers. Once all clients have agreed on the
+        stores of the run, only these stores are used.
         """
         with self._changed:
             connection.since = 0.0
@@ -310,8 +310,8 @@ class Stores:
     def agree(self, limit_s: float) -> None:
         """Agrees with all other clients which processes are the stores of the run.
 
-        A store that was started again has lost its promises, and a store that starts late never
-        made them. Clients must not ask such a store. So the first client writes the identities of
+        A store that was started again has lost its promises, and a store that starts late has made
+        none. Clients must not ask such a store. So the first client writes the identities of
         all stores that answer, and all clients use only these stores. Raises `ValueError` if no
         majority of the stores answers within `limit_s` seconds, or if the addresses are wrong.
         """

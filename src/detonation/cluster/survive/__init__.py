@@ -4,7 +4,7 @@
 `agreement` has the records of this agreement. `partition` detects stores and replicas that do not
 answer, and `port` shows other ranks that a process is alive. `surviving` repeats collectives that a
 loss has interrupted. `groups` makes and ends process groups. `elastic_axis` has the store of a
-launcher, and `elastic`, which creates an axis. `users` has the optimizers on an axis, and `turns`
-counts their steps. Users of the library and the trainer call `elastic`; core only uses the
-communicator that it returns.
+launcher, and the function `elastic`, which creates an axis. `users` has the optimizers on an axis,
+and `turns` counts their steps. Users of the library and the trainer call `elastic`. Core only uses
+the communicator that `elastic` returns.
 """

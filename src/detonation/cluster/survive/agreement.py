@@ -1,5 +1,5 @@
-"""Records with which ranks agree which replicas are members: reports of ranks and agreements. The
-module also has the keys of the store that hold these records.
+"""Records with which ranks agree on the member replicas: reports of ranks, and agreements. The
+module also has the store keys of these records.
 """
 
 import json
@@ -109,10 +109,10 @@ class Agreement:
     """What all ranks have agreed on for one epoch: the members, by their numbers at the start of
     the run, and the report of each rank.
 
-    guest: the replica that may join next; the ranks will wait for it at the turn that follows from
-    this agreement; -1 for none. apart: pairs of replicas that could not reach each other. late:
-    replicas that did not begin an exchange in time. postponed: True if the joining replica for
-    which all ranks waited lacked the training state, so that it joins later.
+    guest: the replica that may join next; -1 for none. The ranks will wait for this replica at the
+    turn that follows from this agreement. apart: pairs of replicas that could not reach each other.
+    late: replicas that did not begin an exchange in time. postponed: True if the joining replica
+    for which all ranks waited lacked the training state, so that it joins later.
     """
 
     epoch: int
@@ -159,7 +159,7 @@ class Agreement:
     @property
     def awaited(self) -> int:
         """The joining replica for which all ranks waited; -1 for none. If this agreement neither
-        makes the replica a member nor says that it is `postponed`, the replica never joins.
+        makes the replica a member nor postpones it, the replica never joins.
         """
         guests = {report.guest for report in self.reports.values()}
         if len(guests) == 1:

@@ -55,8 +55,8 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """Tells a launcher to continue after the loss of replicas, while at least `min_replicas`
-    remain. Each replica has `shards` ranks.
+    """Makes a launcher continue after the loss of replicas, while at least `min_replicas` remain.
+    Each replica has `shards` ranks.
 
     address: "HOST:PORT" of the store; "" for a free port on this machine only.
     """
@@ -229,22 +229,22 @@ def elastic(
     in means and votes, and aggregate rows. A removed replica that resumes raises `ReplicaLost`.
 
     Args:
-        mesh: ("replicate", "shard"), as from `init_mesh`; or the mesh of this replica alone, with
-            `replica` and `replicas`; None for a replica of one rank. The mesh of one replica may
-            have tiers for several nodes, which inner levels join; they are lost together.
-        replica: Number of this replica, from 0 to below `replicas`, if each replica is a separate
+        mesh: The mesh ("replicate", "shard") of `init_mesh`; or the mesh of this replica alone,
+            with `replica` and `replicas`; None for a replica of one rank. The mesh of one replica
+            may have further axes for its nodes (inner levels), which are then lost together.
+        replica: Index of this replica, from 0 to `replicas` - 1, if each replica is a separate
             world.
         replicas: Number of replicas, if each is a separate world.
-        store: Where all ranks meet; by default the store of the default process group. No rank can
-            continue without it, so the process that hosts it must not be lost: with torchrun the
-            agent of the first node, otherwise rank 0. "HOST:PORT,HOST:PORT,HOST:PORT" are stores
-            of `detonation meet`, of which a minority may be lost.
-        min_replicas: From 1 to the number of replicas. If fewer are left, all raise `ReplicaLost`.
-        silence_s: A rank that sends no beat for this many seconds is lost; above 1. The loss of a
+        store: The store where all ranks meet; by default the store of the default process group. No
+            rank can continue without the store, so its host process must not be lost: with
+            torchrun the agent of the first node, otherwise rank 0. With several stores of
+            `detonation meet`, "HOST:PORT,HOST:PORT,HOST:PORT", a minority of them may be lost.
+        min_replicas: From 1 to the number of replicas. If fewer remain, ranks raise `ReplicaLost`.
+        silence_s: A rank without a heartbeat for this many seconds is lost; above 1. The loss of a
             killed rank is noticed at once, because its connections close.
         timeout_s: Seconds for which a collective waits for a rank that is alive.
         end: Called in another thread with the reason, if this replica was removed while its main
-            thread waits elsewhere. By default it logs, and ends the process with code 1.
+            thread waits elsewhere. By default logs the reason, and ends the process with code 1.
         link: Emulated speed of the links between replicas on one machine, such as "100mbit,5ms".
 
     Raises:
@@ -354,13 +354,13 @@ class Guest:
     replica, because it lacked the state.
 
     Args:
-        store: Where the replicas meet; see `elastic`.
+        store: The store where the replicas meet; see `elastic`.
         mesh: ("replicate", "shard") of this replica alone, as from `init_mesh(replicas=1)`; None
             for one rank.
-        min_replicas, silence_s, timeout_s, link: As in `elastic`, with the link of the others.
+        min_replicas, silence_s, timeout_s, link: As in `elastic`; `link` as for the other replicas.
 
     Raises:
-        ReplicaLost: No replicas have met there, or those that met have ended.
+        ReplicaLost: No replicas have met at this store, or the replicas that met have ended.
         ValueError: The other replicas have another number of shards.
 
     Example:
@@ -437,7 +437,7 @@ class Guest:
             self._ask_for_dead(range(replicas, self.number), silence_s)
 
     def _ask_for_dead(self, earlier: Iterable[int], silence_s: float) -> None:
-        """Writes the requests to join of `earlier` replicas that do not ask within `silence_s`.
+        """Writes requests to join for `earlier` replicas that do not ask within `silence_s`.
         These replicas have ended after they got their numbers. The members wait for the requests in
         the order of the replica numbers, and skip a replica that has ended.
         """
@@ -495,7 +495,7 @@ class Guest:
         self.hosts.require()
 
     def ready(self) -> None:
-        """Announces that this rank has the `giver`'s training state, and receives later steps."""
+        """Announces that this rank has the state of `giver`, and now receives the later steps."""
         self._store.set(axis_key("ready", self.number, self._shard), str(self.giver))
 
     def withdraw(self) -> None:

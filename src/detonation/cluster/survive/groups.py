@@ -42,7 +42,7 @@ class Flight:
     """A running collective. A thread of gloo sets `ended` when the collective has ended, and `good`
     if it succeeded.
 
-    After this the gloo thread calls `notify`, which waits for a lock, and the collective counts as
+    After this the gloo thread calls `notify`, which waits for a lock. The collective counts as
     unfinished until `notify` returns. So a thread that holds this lock must not wait for the
     collective.
     """

@@ -46,13 +46,14 @@ from detonation.core.runtime import PROGRESS
 
 TICK_S = 0.05
 CONFIRM_S = 3.0
-"""Seconds without a heartbeat after which a further rank counts as lost, once a first loss is
-noticed. A shorter limit would be wrong: a busy machine, or a long call under the interpreter's
+"""Once a first loss is noticed, other ranks count as lost after this many seconds without a
+heartbeat. A shorter limit would be wrong: a busy machine, or a long call under the interpreter's
 lock, delays heartbeats by a second or two.
 """
 STARTUP_S = 120.0
-"""Least number of seconds without a heartbeat after which a rank counts as lost, until its first
-steps are over. In these steps kernels are compiled and libraries loaded, which delays heartbeats.
+"""Until its first steps are over, a rank counts as lost only after at least this many seconds
+without a heartbeat. In these steps kernels are compiled and libraries loaded, which delays
+heartbeats.
 """
 ARRIVE_S = 10.0
 """Seconds for which all ranks wait for a joining replica, after they have reached the step before
@@ -70,7 +71,7 @@ class Membership:
 
     members: the remaining replicas, by their numbers at the start of the run. called: True if this
     rank knows of a loss or another event, so that it must call `agree`. under_way: True if the
-    first steps are over, so that a rank without heartbeats is lost sooner. guest: the next replica
+    first steps are over: a rank without heartbeats is then lost sooner. guest: the next replica
     that may join. guest_asks: True if that replica has asked to join. guest_comes: True if all
     ranks have agreed on the turn before which `guest` joins. leaves: True if this replica was asked
     to leave, and not all other ranks know this yet. waits_in: the number of the exchange for which
@@ -80,14 +81,15 @@ class Membership:
     error. start: the set-up of this rank.
 
     Args:
-        store: All ranks reach it; it must outlive each of them.
-        silence_s: A rank that does not beat for this long is lost. All ranks end if fewer than
-            `min_replicas` are left.
-        end: Called in another thread if this replica cannot go on and its main thread did not end.
-        is_guest: This replica is no member yet: it only beats, until `join`.
-        confirm_s: After a loss, a rank that neither reports nor beats for this long is lost, too.
-            None means `CONFIRM_S`, or `silence_s` if that is less.
-        look: Called while this rank waits for the others; it raises if waiting is useless.
+        store: The store that all ranks reach. It must outlive each rank.
+        silence_s: A rank counts as lost after this many seconds without a heartbeat. All ranks end
+            if fewer than `min_replicas` replicas remain.
+        end: Called in another thread if this replica cannot continue and its main thread did not
+            end.
+        is_guest: This replica is no member yet: it only sends heartbeats, until `join`.
+        confirm_s: After a loss, a rank that sends neither a report nor a heartbeat for this many
+            seconds counts as lost, too. None means `CONFIRM_S`, or `silence_s` if that is less.
+        look: Called while this rank waits for other ranks. `look` raises if waiting is useless.
     """
 
     def __init__(
@@ -373,7 +375,8 @@ class Membership:
 
     def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
         """Proposes a record of an agreement with the `members`. Each joining replica in `awaited`
-        becomes a member, too, if all members wait for it and it has the training state.
+        becomes a member, too, if all members wait for this replica and the replica has the training
+        state.
         """
         reports = self._reports(members)
         guests = expected_by_all(awaited, reports)

@@ -157,7 +157,7 @@ class PartitionWatch:
         if silent and not membership.apart:
             names = ", ".join(f"rank {rank} at {membership.ports[rank]}" for rank in silent)
             seconds = f"{membership.silence_s:g} s"
-            text = f"rank {membership.rank} has had no answer of {names} for {seconds}"
+            text = f"rank {membership.rank} has had no answer from {names} for {seconds}"
             _log.warning("%s: all replicas now agree which of them go on", text)
             membership.apart = self._replicas(silent)
         if waited < membership.patience_s or membership.apart or membership.late:
@@ -180,9 +180,9 @@ class PartitionWatch:
         """Returns for how many seconds each rank has not answered. Omits ranks that have never
         answered.
 
-        The seconds count from the moment at which this rank has waited in an exchange for
+        The seconds count from the time at which this rank has waited in an exchange for
         `WAIT_LINE_S` seconds, or from the last answer of the other rank if this answer came later.
-        While that moment is still in the future, the seconds may be negative.
+        Before that time, the seconds may be negative.
         """
         asked = self._since + WAIT_LINE_S
         found = {}

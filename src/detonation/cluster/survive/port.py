@@ -41,12 +41,12 @@ from detonation.cluster.survive.agreement import (
 _MEET_S = 10.0
 _PRESENT_S = 1.0
 RUNNING_S = 10.0
-"""Seconds for which another run must send heartbeats to a store, before a rank that waits there for
-its own start gives up.
+"""A rank that waits in a store for its own start gives up after another run has sent heartbeats to
+this store for this many seconds.
 """
 KNOCK_S = 0.2
-"""Seconds for which a rank waits for an answer on the port of another rank. It ignores a later
-answer.
+"""Seconds for which a rank waits for an answer on the port of another rank. The rank ignores a
+later answer.
 """
 
 
@@ -257,8 +257,8 @@ class Ways:
     rank's loopback interface, otherwise the address on the interface that leads to the store.
 
     An interface that the user has chosen takes precedence. The exception is loopback in an
-    environment variable: it does not apply to ranks on other machines, because the process group
-    inside a replica sets this variable.
+    environment variable. The process group inside a replica sets this variable, so the variable
+    does not apply to ranks on other machines.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -299,7 +299,7 @@ class Ways:
                 self._store.wait([key], timedelta(seconds=_MEET_S))
                 self._others[rank] = self._store.get(key).decode()
             except DistError:
-                # the rank ended before it wrote this key, so the process group with it will fail
+                # the rank ended before it wrote this key: no process group with this rank will form
                 return self._own
         return self._others[rank]
 

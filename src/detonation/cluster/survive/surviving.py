@@ -52,7 +52,7 @@ from detonation.core.link import Axis, HandOver
 from detonation.core.schemes import Scheme
 
 MOST_TRIES = 5
-"""Largest number of agreements in a row without a new process group; after them a rank gives up."""
+"""A rank gives up after this many agreements in a row without a new process group."""
 _log = logging.getLogger("detonation")
 
 
@@ -147,7 +147,7 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             entry = self.users.entry
             if entry:
-                # wait for a running recovery: this rank reported to it that the step has not begun
+                # wait for a running recovery: this rank has reported that the step has not begun
                 self.settle()
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
@@ -511,7 +511,7 @@ class SurvivingCommunicator(AxisEnd):
             ended = each.flight is not None and each.flight.ended
             if each.result is None and each.kind != "all_to_all" and ended:
                 floor = each.floor
-                each.floor = 0  # `_take` deletes collectives up to number `floor`: with 0, none
+                each.floor = 0  # `_take` deletes collectives up to `floor`: let it delete none
                 self._take(each)
                 each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]

@@ -52,7 +52,7 @@ class Turns:
         self.ahead = self.begun - step
 
     def begin(self, step: int) -> None:
-        """Records that the optimizer begins the turn (see `Turns`) of `step`, also if the optimizer
+        """Records that the optimizer begins the turn (see `Turns`) of `step`, even if the optimizer
         has begun this turn before.
         """
         turn = self.of(step)
@@ -199,9 +199,9 @@ def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agree
     """Returns the agreements in `pending` that take effect before `turn` (a step) of the optimizer
     `user`.
 
-    An agreement takes effect before `turn` if no remaining rank had begun `turn` when the agreement
-    was made. All agreements before such an agreement take effect, too, because a rank that had
-    begun `turn` at an earlier agreement was lost after it.
+    An agreement takes effect before `turn` if no remaining rank had begun `turn` when the ranks
+    made the agreement. Then all earlier agreements take effect, too: if a rank had begun `turn`
+    before an earlier agreement, this rank was lost later.
     """
     due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
     return [*pending[: max(due, default=0)]]

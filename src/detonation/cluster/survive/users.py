@@ -93,8 +93,8 @@ _POLL_S = 0.005
 
 
 class Host:
-    """Tells a joining replica (guest) through the store what it needs, on one rank of a replica
-    that trains.
+    """Writes to the store, on one rank of a replica that trains, what a joining replica (guest)
+    needs.
     """
 
     door = -1
@@ -138,8 +138,8 @@ class Host:
         return 0
 
     def tell_entry(self, guest: int, entry: GuestEntry) -> None:
-        """Tells the joining replica `guest` before which turn and step of which optimizer it joins,
-        because the members now begin to wait for this replica.
+        """Writes for the joining replica `guest` the optimizer, turn and step before which this
+        replica joins. The members now begin to wait for this replica.
         """
         told = f"{entry.user} {entry.turn} {entry.step}"
         self.membership.store.set(axis_key("entry", guest), told)
@@ -248,11 +248,11 @@ class AxisEnd(ElasticCommunicator):
 
 
 class AxisUser(AxisEnd):
-    """The communicator of one optimizer on an elastic axis. The optimizer uses new members from its
-    own next step on.
+    """The communicator of one optimizer on an elastic axis. If the members change, the optimizer
+    uses the new members from its own next step on.
 
-    Until this step a lost replica counts as absent for the optimizer. Several optimizers on the
-    axis may be in different steps. All ranks create the optimizers in the same order.
+    Until this step the optimizer counts a lost replica as absent. Several optimizers on the axis
+    may be in different steps. All ranks create the optimizers in the same order.
 
     turns: progress of the optimizer. optimizer: the method of the optimizer that hands over its
     unsent state; None if there is no such method.
@@ -354,7 +354,7 @@ class AxisUser(AxisEnd):
 
         left: replicas that have left before this step.
         """
-        # one lock: write no report of this rank after members change and before the step begins
+        # hold one lock: this rank must not report after the members change and before the step
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(left)
@@ -418,8 +418,8 @@ class AxisUser(AxisEnd):
             time.sleep(_POLL_S)
 
     def _await_guest(self, step: int) -> None:
-        """If a replica joins before `step`, waits until all ranks have agreed whether it is a
-        member now.
+        """If a replica joins before `step`, waits until all ranks have agreed whether this replica
+        is a member now.
         """
         axis = self.axis
         membership = self._membership

@@ -50,9 +50,9 @@ class BufferSync:
         """Compares the buffers between the replicas of each level, one level after the other. Sets
         each buffer that differs to one value on all replicas. Collective.
 
-        The comparison sends 8 bytes per buffer, which the link does not count as sent. A buffer
-        that differs is sent whole, and the link counts its bytes. Each rank of a node has buffers
-        of its own, as it has under tensor parallelism or without synchronised BatchNorm.
+        For each buffer, the comparison sends 8 bytes, which the link does not count. A buffer that
+        differs is sent whole, and the link counts its bytes. The ranks of a node may have different
+        buffers, as under tensor parallelism or without synchronised BatchNorm.
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
@@ -75,8 +75,8 @@ class BufferSync:
 
 
 def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Finds the buffers that differ between the replicas of `link`, makes each of them equal on
-    these replicas, and returns the names of these buffers."""
+    """Makes the buffers that differ between the replicas of `link` equal, and returns the names of
+    these buffers."""
     keys = {}
     by_key = {}
     for name, buffer in buffers.items():
@@ -87,8 +87,8 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
     for difference in differences(link, by_key, device):
         if difference.name not in keys:
             _log.warning(
-                "%s: the buffers of these replicas have other names or shapes, so they are not"
-                " made equal",
+                "%s: the names or shapes of buffers differ between these replicas, so these buffers"
+                " are not made equal",
                 difference,
             )
             continue
@@ -107,15 +107,15 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     replicas on which the number is finite. If a number is finite on no replica, its sum over all
     replicas is returned instead of a mean.
 
-    So a batch with nonfinite values on one replica does not spoil the statistics of the others. A
+    So nonfinite values in the batch of one replica do not spoil the statistics of other replicas. A
     number that is infinite on all replicas, such as the maximum of an empty set, stays infinite.
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
     finite = values.isfinite()
     nothing = values.new_zeros(())
-    # One collective, so that counts and sums are of the same replicas if one of them is lost. It
-    # does not depend on the values: under `intra_node` the ranks of a node have other values, but
-    # take part in each other's collectives.
+    # One collective, so that counts and sums cover the same replicas even if a replica is lost.
+    # The collective runs for all values: under `intra_node` the ranks of a node have different
+    # values, but take part in each other's collectives.
     parts = finite.to(values.dtype), values.where(finite, nothing), values.where(~finite, nothing)
     counts, sums, others = link.all_reduce(torch.stack(parts).flatten(), apart=True)().view(3, -1)
     return torch.where(counts > 0, sums / counts, others).view(buffer.shape)

@@ -27,9 +27,9 @@ class Clip:
     multiply by the same factor. Under schemes that exchange parameters, and under `none`, the
     gradients of each replica are clipped separately.
 
-    The shards of a replica gather the norms of their gradients, by one collective for each mesh
-    axis over which parameters are sharded. Each rank sends 4 bytes per tensor, and combines the
-    received norms itself, so the global norm does not depend on the order in which a network adds.
+    The shards of a replica gather the norms of their gradients. This takes one collective for each
+    mesh axis over which parameters are sharded. For each tensor, a rank sends 4 bytes. Each rank
+    adds the received norms itself, so the sum does not depend on the order in which a network adds.
     SignSGD without momentum uses only the signs of gradients, and clipping changes no sign. So no
     norm is computed for this optimizer.
 
@@ -37,7 +37,7 @@ class Clip:
         norm: Global norm before clipping at the last step, `[]` fp32; None if no norm was computed.
 
     Args:
-        parameters: By name, in the model's order.
+        parameters: Parameters by name, in the model's order.
         max_norm: Above 0; infinity measures the norm without scaling.
         parts: Parts whose norms form the global norm, in this order; default: all of `parameters`.
     """

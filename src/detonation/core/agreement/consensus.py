@@ -41,16 +41,16 @@ class HalfStep(DetonationError, RuntimeError):
 
 class StopConsensus:
     """Makes all ranks stop at the same step with the same error. Holds the fault counts of all
-    levels of replication, and the links on which ranks tell each other their reasons to stop.
+    levels of replication, and the links over which ranks exchange their reasons to stop.
 
     Replicas that receive the same messages see the same faults. The shards of a replica receive
     different messages, so the shards must exchange their reasons to stop. The replicas of each
     level must exchange their reasons, too, if there are several levels, or if only an owner (the
     replica that aggregates some rows) receives a message.
 
-    On an accelerator the host does not wait for the faults of the current step: the host reads the
-    fault counts of a step when the next step begins. If ranks must exchange reasons to stop, the
-    error is raised one more step later.
+    On an accelerator, the host does not wait for the faults of the current step. It reads the fault
+    counts of a step when the next step begins. If ranks must exchange reasons to stop, the error is
+    raised one more step later.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StopConsensus:
         self._others = self.shards
         self._asks = False
         self.gates: list[StepGate] = []  # optional parts of a step, called in this order
-        # most serious reason to stop of all ranks, and its step; the next check raises its error
+        # most serious reason to stop of all ranks, and its step; the next check raises the error
         self._asked: tuple[Readback, int] | None = None
 
     def add_level(
@@ -105,8 +105,8 @@ class StopConsensus:
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # The exchange between shards comes last, as only some shards may know a reason to stop.
-        # An example is a reason that came in the last messages of a lost replica to some shards.
+        # The exchange between shards comes last, because only some shards may know a reason to
+        # stop: for example, only some shards received the last message of a lost replica.
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
@@ -127,7 +127,7 @@ class StopConsensus:
                 f"{self.half_step}; other replicas may have taken this step: load a checkpoint"
                 " on all replicas"
             )
-        # only the types of options are checked, because to convert all options takes time
+        # only the types of options are checked, because converting all options would take time
         for group in self._base.param_groups:
             kinds = {*map(type, group.values())}
             for value in group.values():
@@ -231,7 +231,7 @@ class StopConsensus:
             counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
-        """Exchanges reasons to stop, on a rank that announces that it starts or stops training
+        """Exchanges reasons to stop. Runs on a rank that announces that it starts or stops training
         `name`.
 
         Ranks without an announcement run the same collectives in `end` of `step`. If the device
@@ -251,8 +251,8 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
-        """Exchanges the announcements, on a rank that announces that it starts or stops training
-        `name`.
+        """Exchanges the announcements. Runs on a rank that announces that it starts or stops
+        training `name`.
 
         Ranks without an announcement call `verify` after `step` steps, and run the same collectives
         there.
@@ -270,7 +270,8 @@ class StopConsensus:
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
         """Waits for messages in flight. Raises an error if only some replicas announced a change of
-        the trained parameters. These replicas run no further collectives of this step.
+        the trained parameters. The replicas that announced it run no further collectives of this
+        step.
         """
         for replicator in replicators:
             replicator.local_state()
@@ -320,12 +321,12 @@ class StopConsensus:
         texts: Mapping[str, str],
         step: int,
     ) -> dict[str, Tensor]:
-        """Compares `tensors`, `others` and `texts` of this replica with those of other replicas. Of
-        `others`, each rank of a node may have shards of its own. Collective.
+        """Compares `tensors`, `others` and `texts` of this replica with those of other replicas.
+        The ranks of a node may hold different shards of `others`. Collective.
 
         Returns repaired values of the tensors that differ, by name. No tensor is repaired unless
         `on_desync` is "repair". Each difference that is not repaired becomes a reason to stop. If a
-        replica announces that it began or stopped training a parameter, records this instead.
+        replica announces that it began or stopped training a parameter, records the announcement.
         """
         link = replicator.link
         counts = replicator.counts

@@ -1,5 +1,5 @@
-"""Desync: compares one checksum per tensor between replicas, to find tensors that differ, and
-repairs such a tensor with the value of the majority of replicas."""
+"""Desync: finds tensors that differ between replicas, by one checksum per tensor. Repairs such a
+tensor with the value of the majority of replicas."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Difference:
 
     Args:
         odd: Replicas that differ.
-        source: A replica of the majority; replica 0 without a majority, as between two replicas.
+        source: A replica of the majority; 0 if there is no majority, as between two replicas.
     """
 
     name: str
@@ -145,7 +145,7 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
 
 
 def _private(optimizer: Optimizer) -> set[str]:
-    """Returns those keys of `optimizer.defaults` that are no arguments of the optimizer's
+    """Returns those keys of `optimizer.defaults` that are not arguments of the optimizer's
     constructor. Entries under these keys are state, for example the distance estimate of Prodigy,
     and not options.
     """
@@ -157,7 +157,6 @@ def _private(optimizer: Optimizer) -> set[str]:
 
 
 def _is_number(value: object) -> bool:
-    """True if `value` is a number or a tuple of numbers."""
     value = python_number(value)
     if isinstance(value, tuple):
         return all(isinstance(each, int | float) for each in value)
@@ -177,9 +176,9 @@ def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
     """Returns, for each replica that announced that it began or stopped training a parameter, the
     index of this parameter.
 
-    words: one integer of each replica, as `Link.collect` returns them. Each integer is the sum of
-    equal integers of the replica's `local_ranks` ranks with the weights 1, 3, 5, ..., so it is
-    `local_ranks` squared times one of these integers.
+    words: one integer of each replica, as `Link.collect` returns them. All `local_ranks` ranks of a
+    replica send the same integer. `collect` adds these integers with the weights 1, 3, 5, ..., so
+    the sum is `local_ranks` squared times the sent integer.
     """
     numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
@@ -195,8 +194,8 @@ def repaired(
     """Copies the tensor of the replica `difference.source` to all replicas, and returns the copy.
     If this source replica has been lost, returns the local tensor. Collective.
 
-    An all-reduce of bytes, in which all replicas except the source send zeros, makes the copy. So
-    all replicas get the same bits.
+    The copy is an all-reduce of bytes in which all replicas except the source send zeros. So all
+    replicas get the same bits.
 
     Args:
         device: Device of the tensors that the link sends.

@@ -1,5 +1,4 @@
-"""Gates: optional parts of a training step. Only the gates that a run uses are attached to its
-steps."""
+"""Gates: optional parts of a training step. A run attaches only the gates that it uses."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -19,15 +19,16 @@ class Safety:
 
     Args:
         non_finite: If a replica's gradient is not finite: "stop", or "skip" its contribution. On an
-            accelerator "stop" also skips it, and stops one or two steps later.
+            accelerator, "stop" also skips the contribution, and stops one or two steps later.
         verify_every: Steps between two comparisons of the tensors and parameter-group options that
             must be equal on all replicas; 0 for never.
-        on_desync: If these tensors differ: "stop", or "repair" them from the majority.
-        equal: How equal replicas must be. "bits" refuses replicas that round differently, at the
-            first step. "close" lets replicas differ by rounding: each step makes a thousandth of
-            the agreed state equal, and comparisons measure distances. "auto" chooses by the
-            self-test of the first step: "bits" if all processes round alike, possibly with each
-            operation of the optimizer rounded separately; else "close", with a warning.
+        on_desync: If these tensors differ: "stop", or "repair" them with the majority's value.
+        equal: How equal replicas must be. "bits" raises an error at the first step if replicas
+            round differently. "close" lets replicas differ by rounding: each step makes a
+            thousandth of the agreed state equal, and comparisons measure distances. "auto" chooses
+            after a self-test at the first step: "bits" if all processes round alike, directly or
+            after each operation of the optimizer is rounded separately; else "close", with a
+            warning.
 
     Raises:
         TypeError: verify_every is not an int.

@@ -40,7 +40,7 @@ class StepTest:
     Attributes:
         rows: Count of rows of the test matrix, at most 512; each row has 512 numbers. For an
             optimizer whose step is slow, the matrix has fewer rows.
-        is_elementwise: Whether each weight moves by its own gradient alone.
+        is_elementwise: Whether the step of a weight depends only on the gradient of this weight.
     """
 
     rows: int = _SHAPE[0]
@@ -58,8 +58,8 @@ def register_step_test(optimizer: type[Optimizer], test: StepTest) -> None:
     of which most optimizers consist.
 
     Args:
-        optimizer: The class. The self-test makes an instance with the parameter groups of another
-            instance. Subclasses are not included.
+        optimizer: The class, without its subclasses. The self-test creates an instance with the
+            options of the training's optimizer.
     """
     _TESTED[optimizer] = test
 
@@ -77,9 +77,9 @@ def selftest(
     because the test covers 262,144 numbers.
 
     Args:
-        base: Steps that must be equal; None if each replica steps by itself. Steps by signs are
-            not tested, because all processors round them alike.
-        options: Options that replace those in `base`, as of another step.
+        base: Steps that must be equal on all replicas; None if each replica steps by itself. Steps
+            that use only signs are not tested, because all processors round such steps alike.
+        options: Options of another step, which replace the options in `base`.
     """
     with runtime.exact_arithmetic():
         layout = scheme.codec.layout({"selftest": _SHAPE})

@@ -39,7 +39,7 @@ class Aggregation(Protocol):
 
         Args:
             values: The coefficients of all replicas, in replica order.
-            indices: Their indices; None if `values` are whole rows.
+            indices: Indices of the coefficients; None if `values` are whole rows.
             chunk: Coefficients per row.
 
         Shapes: values `[replicas, rows, k]` fp32, indices `[replicas, rows, k]` integer -> `[rows,
@@ -199,8 +199,8 @@ class Coefficients:
 
     Args:
         values: `[replicas, rows, k]` fp32.
-        indices: `[replicas, rows, k]` integer; `[rows, k]` if all replicas sent the same ones; None
-            if `values` are whole rows.
+        indices: `[replicas, rows, k]` integer; `[rows, k]` if all replicas sent the same indices;
+            None if `values` are whole rows.
     """
 
     values: Tensor

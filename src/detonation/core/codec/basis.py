@@ -24,9 +24,9 @@ class Basis(Protocol):
     """An orthonormal transform of every row. Both directions are pure functions; `inverse` undoes
     `forward` up to rounding.
 
-    `forward` may round differently on different processors, because each replica sends the
-    coefficients that it computed to all replicas. `inverse` must compute the same bits on every
-    processor, because each replica computes the update by itself.
+    `forward` may round differently on different processors, because all replicas receive the
+    computed coefficients of each replica. `inverse` must compute the same bits on every processor,
+    because each replica computes the update by itself.
     """
 
     @property
@@ -60,7 +60,7 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # shapes: [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        # On a CPU the matrix is column-major: top-k reads one coefficient of all rows at a time.
+        # On a CPU the result is column-major: top-k reads one coefficient of all rows at a time.
         if chunks.device.type == "cpu":
             return _product(waves, chunks).T
         return _product(chunks, waves)

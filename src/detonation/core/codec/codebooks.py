@@ -1,5 +1,5 @@
-"""Codebooks: number formats that send a short code for each value, and for each block of values the
-statistics that decode the codes of this block.
+"""Codebooks: number formats that send a short code for each value. For each block of values they
+also send statistics, from which receivers decode the codes of the block.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class BlockCodebook:
         Args:
             packed: The codes.
             levels: Values by code, for all blocks of each message.
-            first: Number of the block with which the rows begin.
+            first: Number of the first block of these rows.
             shape: Number of rows, and values per row.
-            mean: Whether the mean of the messages may replace them, as a single message.
+            mean: Whether the mean of all messages may be returned, as if it were a single message.
 
         Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows,
         k]` fp32.
@@ -156,8 +156,8 @@ class BlockCodebook:
         """True for each statistic that `quantise` can return; False means that the message is
         damaged.
 
-        This method need not find NaN and infinity. These make the norm of the message, which
-        `check` returns, NaN or infinite, and the receiver refuses a message with such a norm.
+        This method need not find NaN and infinity. With such statistics, `check` returns a norm
+        that is NaN or infinite, and the receiver refuses the message.
 
         Shapes: `[blocks, statistics]` fp32 -> the same in bool.
         """
@@ -190,8 +190,8 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits per value: the values of a block are divided into four ranges at 0 and at plus and
-    minus the root mean square of the block. A value decodes to the mean of its range.
+    """Two bits per value: the limits 0, plus and minus the root mean square of a block divide the
+    values of the block into four ranges. A value decodes to the mean of its range.
 
     MuLoCo (arXiv 2505.23725) found that a code of two bits needs the means of the ranges instead
     of evenly spaced values. The two ranges next to 0 share the mean of their magnitudes. So a zero
@@ -258,9 +258,8 @@ class E3M0(BlockCodebook):
         return encoded.view(*messages, sum(lengths))
 
     def encode_rest(self, values: Tensor, parts: Sequence[Tensor]) -> bool:
-        """Encodes `values` into the `parts` of a message, and subtracts the sent values, as
-        receivers decode them, from `values`, in one pass. Returns False, and does nothing, if there
-        is no kernel.
+        """In one pass, encodes `values` into the `parts` of a message, and subtracts from `values`
+        what receivers decode. Returns False, and does nothing, if there is no kernel.
 
         Shapes: `[rows, k]` fp32; `[1, length]` uint8 each.
         """
@@ -296,8 +295,8 @@ class E3M0(BlockCodebook):
 
 @dataclass(frozen=True)
 class Int8(BlockCodebook):
-    """Eight bits per value: 255 bins of equal width, which reach six times the root mean square of
-    the block to either side of 0. A value decodes to the mean of all values in its bin.
+    """Eight bits per value: 255 bins of equal width between minus and plus six times the root mean
+    square of the block. A value decodes to the mean of all values in its bin.
 
     The bins follow INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values. But in this
     class the bins are centred on 0 instead of on the mean of the values, and the bin that contains
@@ -339,9 +338,8 @@ def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
     """1 for values that are sent as negative, else 0. A value whose magnitude is at most the
     rounding error of values of size `scale` is treated as a zero: `negative_zeros` gives its sign.
 
-    The momentum of a coordinate that gets no new gradients never becomes exactly 0: first rounding
-    errors of the transform remain in the momentum, later denormal numbers, which the decay does not
-    reduce.
+    If a coordinate gets no new gradients, its momentum never becomes exactly 0: rounding errors of
+    the transform remain at first, and later denormal numbers that the decay does not reduce.
 
     Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]`, see `flags`.
     """

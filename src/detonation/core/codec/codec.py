@@ -34,7 +34,7 @@ class Selected:
 
     Args:
         values: `[rows, k]` fp32; `[rows, 0]` if an engine has already written the values into the
-            message and nobody else needs them.
+            message and no other code needs them.
         indices: Indices of the values, in the same shape; None if `values` are whole rows.
         released: True if the values are already subtracted from the memory of unsent values.
     """
@@ -146,7 +146,7 @@ class Codec:
     def pick(
         self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None
     ) -> Selected:
-        """Gathers the coefficients to send: those at the `shared` indices or, if these are None,
+        """Gathers the coefficients to send: those at the indices `shared` or, if `shared` is None,
         those that the selection chooses from the data.
 
         Args:
@@ -220,7 +220,7 @@ class Codec:
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
-        elif run.owners:  # values as bytes, because messages for owners may start at any address
+        elif run.owners:  # writes bytes, because messages for owners may start at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:

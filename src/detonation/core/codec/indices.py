@@ -102,7 +102,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
-    else:  # counts the set bits of whole bytes by a table, which needs no tensor of single bits
+    else:  # a lookup table counts the set bits of each byte, so that no tensor of bits is needed
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
     return _any_of_row(counts != k) * 2

@@ -36,7 +36,7 @@ class Workspace:
     waits for the collective of the previous message, so `depth` buffers of each name suffice.
 
     Args:
-        depth: Messages of one name that may be in flight together.
+        depth: Number of messages with the same name that may be in flight at the same time.
     """
 
     depth: int = 0
@@ -73,9 +73,9 @@ class MessageRows:
         first: Number of the first row of each message.
         room: Bytes of `octets` before the first part.
         owners: How rows of the flat are assigned to messages; None for one message.
-        negative_zeros: See `Precision.encode`. It may change at each step.
+        negative_zeros: See `Precision.encode`. The value may change at each step.
         is_summed: Whether an all-reduce overwrites this memory with the sum.
-        whole: The run of all rows of the message; None if this run holds all of them.
+        whole: The run of all rows of the message; None if this run itself holds all rows.
     """
 
     codec: Codec
@@ -129,8 +129,8 @@ class MessageRows:
         """The bytes of the buffer after the last row of each message. The checksum counts these
         bytes as zeros.
 
-        None on a CPU, for messages without a header, and if later rows of the message follow the
-        rows of this object.
+        None on a CPU, for messages without a header, and if this run does not hold the last row of
+        the message.
 
         Shapes: -> `[messages, n]` uint8.
         """
@@ -143,7 +143,7 @@ class MessageRows:
 
     @cached_property
     def numbers(self) -> Tensor | None:
-        """The values of these rows as a view of floating-point numbers. None if the values are sent
+        """A view of the values of these rows as floating-point numbers. None if the values are sent
         as codes, or if the rows belong to several messages (`owners`).
 
         Shapes: -> `[rows, k]` of the type of the precision.

@@ -19,8 +19,8 @@ class Precision(Protocol):
     `decode(encode(values), rows, k)`.
 
     The encoding is an odd function: if all values, and the sign that zeros get, are negated, all
-    decoded values are negated. Without this property parameters whose sent values are around zero
-    would drift in one direction. Dimensions of a tensor before `rows` stand for several messages.
+    decoded values are negated. Without this property, parameters with sent values near zero would
+    drift in one direction. Dimensions of a tensor before `rows` stand for several messages.
     """
 
     @property
@@ -29,8 +29,8 @@ class Precision(Protocol):
 
     @property
     def block(self) -> int:
-        """Number of values in a block, which are encoded together. A message can be cut between
-        blocks."""
+        """Number of values in a block. The values of a block are encoded together, and a message
+        can be cut between blocks."""
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
         """Encodes values in this number format.
@@ -104,7 +104,7 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
     messages = len(octets)
     if not octets.numel():
         return octets.new_empty(messages, 0, dtype=dtype)
-    # drops a first dimension of size 1: torch rejects its stride if no multiple of `dtype`'s size
+    # `view` checks even the stride of a dimension of size 1, so this dimension is dropped
     if messages == 1:
         octets = octets[0]
     size = dtype.itemsize

@@ -42,7 +42,7 @@ class Received:
 
     Args:
         rows: Rows of each message.
-        aggregation: Makes one update of all messages.
+        aggregation: Combines all messages to one update.
         unit: Messages can be cut after multiples of this number of rows.
         width: Coefficients per row, of all replicas together; 0 if unknown.
         release: Gives the receive buffer back for reuse. Call it after the last read.
@@ -63,8 +63,8 @@ class Received:
         return None
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, excluding `end`. `first` must be a multiple of `unit`;
-        `end` must be one, too, or the count of all rows.
+        """Decodes rows `first` to `end`, excluding `end`. `first` must be a multiple of `unit`, and
+        `end` must be a multiple of `unit` or the count of all rows.
         """
         raise NotImplementedError
 
@@ -201,8 +201,7 @@ class Arrived(Received):
             self._packed.blank(skipped)
 
     def read(self, first: int, end: int) -> Coefficients:
-        """Decodes rows `first` to `end`, excluding `end`. Messages can be cut only at some rows
-        (see `unit`); `first` and `end` must be such rows.
+        """Decodes rows; see `Received.read`.
 
         If messages hold whole rows and the aggregation is the mean, kernels return one message: the
         mean of all messages.
@@ -241,8 +240,7 @@ class Arrived(Received):
 
     @cached_property
     def parts(self) -> tuple[Tensor, ...]:
-        """The parts of each message as views: values, statistics and indices. `Codec.lengths` gives
-        the size of each part.
+        """The parts of each message as views; see `MessageRows.parts`.
 
         Shapes: -> `[replicas, length]` uint8 each.
         """
@@ -317,10 +315,10 @@ class Sums(Received):
     """The sum of the messages of all replicas, computed by an all-reduce.
 
     Args:
-        runs: First row and values `[rows, k]` of each run of rows, in rising order.
+        runs: For each run of rows, its first row and its values `[rows, k]`; in rising order.
         shared: Indices of all rows; None if the values are whole rows.
-        report: `[1 + digits]` fp32. Its first number is 1 if all values are finite. If it is 0, the
-            sum counts as zeros. None if the host has checked the values.
+        report: `[1 + digits]` fp32. The first number is 1 if all values are finite, else 0. If this
+            number is 0, the sum is read as zeros. None if the host has checked the values.
     """
 
     runs: Sequence[tuple[int, Tensor]]

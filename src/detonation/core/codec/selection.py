@@ -172,10 +172,10 @@ class Random(Rotation):
 
     Args:
         cycle: True if a row keeps its permutation for a cycle, so that each coordinate is sent once
-            per cycle. If False, each step assigns the permutations anew; then a coordinate may wait
+            per cycle. If False, each step assigns the permutations again, and a coordinate may wait
             any number of steps.
         first: For a bucket, number of its first row in the flat.
-        rows: For a bucket, rows of the flat; 0 for a selection of the whole flat.
+        rows: For a bucket, number of rows of the whole flat; 0 if there are no buckets.
     """
 
     cycle: bool = True
@@ -211,8 +211,8 @@ class Random(Rotation):
 
 @dataclass(frozen=True)
 class Striding(Rotation):
-    """Every `period`-th coordinate of a row. The index of the first one grows by 1 at each step,
-    and begins again at 0 after `period` steps."""
+    """Every `period`-th coordinate of a row. The index of the first sent coordinate grows by 1 at
+    each step, and begins again at 0 after `period` steps."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         _, offset, _ = self.phase(step, seed)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _LOOKED_UP = 1, 2, 4
-"""Widths whose numbers are unpacked by a look-up table, because they do not cross bytes."""
+"""Numbers of these widths lie within one byte, so a look-up table unpacks them."""
 
 
 @lru_cache(maxsize=1024)
@@ -45,7 +45,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
         kernel = kernel_library.load_library()
         if kernel:
             return kernel.pack(numbers, width, packed_bytes(count, width))
-    if width > 16:  # packs the single bits of wide numbers, such as indices in very large chunks
+    if width > 16:  # wide numbers, such as indices in very large chunks, are packed bit by bit
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
     if count % 8:
         numbers = torch.nn.functional.pad(numbers, (0, -count % 8))
@@ -116,8 +116,7 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
-    """Computes the same bytes as `_pack` with fewer torch operations, for an accelerator. On a CPU
-    this function would be slower than `_pack`."""
+    """Computes the same bytes as `_pack` with fewer torch operations, for an accelerator."""
     if 8 % width == 0:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
         placed = octets.mul(_places(width, 8 // width, octets.dtype, octets.device))
@@ -202,8 +201,8 @@ def signed(word: int) -> int:
 
 @lru_cache(maxsize=8)
 def _octets(device: torch.device, width: int) -> Tensor:
-    """Lookup table: for each byte value, the numbers of `width` bits that it contains, each in one
-    byte of a word."""
+    """Lookup table: maps a byte of packed numbers of `width` bits to a word with one byte for each
+    number."""
     # [256] integer
     numbers, shifts = (
         torch.arange(0, stop, step, dtype=torch.int64, device=device)

@@ -41,8 +41,8 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
 
     Args:
         messages: May be views of larger rows.
-        skipped: First of eight bytes in the first line that count as zeros, a multiple of 4; -1 for
-            none.
+        skipped: Offset of eight bytes in the first line that count as zeros, a multiple of 4; -1 if
+            all bytes count.
         out: Memory for the result. It may be a part of `messages`, which are read first.
 
     Shapes: `[messages, nbytes]` uint8, contiguous within a message -> `[messages]` int64.

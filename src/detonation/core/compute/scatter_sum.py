@@ -104,7 +104,7 @@ def scatter_sum(
     returned tensor may share memory with `values`.
 
     Shapes: values `[replicas, rows, k]`, indices `[replicas, rows, k]` integer, or None for whole
-    rows; or one `[rows, k]` each per replica -> `[rows, chunk]`.
+    rows; or sequences of `[rows, k]`, one for each replica -> `[rows, chunk]`.
     """
     first = values[0]
     if indices is None or indices[0] is None:

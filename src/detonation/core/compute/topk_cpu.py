@@ -25,9 +25,9 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     """The indices of the `count` largest magnitudes of every row, in rising order. The chunk is one
     of `TOPK_CHUNKS`.
 
-    Magnitudes that differ only in their lowest log2(chunk) bits count as equal, because the index
-    replaces these bits in the key that is sorted. So one comparison of keys orders both magnitudes
-    and indices. `some` rows are processed at a time; these rows should fit into a cache.
+    Sorts keys: a key is a magnitude whose lowest log2(chunk) bits are replaced by the index. So one
+    comparison of keys orders both magnitudes and indices, and magnitudes that differ only in these
+    bits count as equal. `some` rows are processed at a time; these rows should fit into a cache.
 
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """
@@ -64,7 +64,7 @@ def _maxima(keys: Tensor, count: int) -> Tensor:
     for last, line in pairwise(found):
         keys.sub_(last.bitwise_xor(_LOWEST))
         torch.amax(keys, 0, out=line)
-    # adds to each maximum what the loop had subtracted from its key before, except for sign bits
+    # the cumulative sum adds back what the loop subtracted from the keys, except for sign bits
     return found.cumsum(0, dtype=torch.int32)
 
 
@@ -139,7 +139,7 @@ class SortingNetwork:
             step //= 2
 
     def _drop_half(self, size: int) -> None:
-        """Keeps the larger half of every two sorted blocks, as one bitonic block."""
+        """Replaces every two sorted blocks by one bitonic block of the `size` largest numbers."""
         one, other = self._now.view(-1, 2, size, self._now.shape[1]).unbind(1)
         half = len(self._now) // 2
         kept = self._next[:half]

@@ -30,8 +30,8 @@ class SignalInspector:
         """Checks the signals of the next bucket for bad values; see `Verdict.bad`.
 
         Args:
-            pieces: Of the parameters with these `numbers`.
-            engine: Of the bucket.
+            pieces: Signals of the parameters with the indices `numbers`.
+            engine: Engine of the bucket.
 
         Shapes: any.
         """

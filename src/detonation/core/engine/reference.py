@@ -92,7 +92,7 @@ class ReferenceEngine(Rule):
         self._encodes_codes = self._on_cpu and _sends_codes(codec, layout)
         # Rows are processed in multiples of `unit`, so that no codebook block is divided.
         unit = codec.unit if self._encodes_codes else 8
-        # number of rows that one operation processes, so few that they fit into the cache
+        # number of rows that one operation processes; so few rows fit into the cache
         self._cached_rows = max(unit, CACHE_BLOCK // codec.selection.chunk // unit * unit)
         self._released_rows = self._cached_rows
         self._absorbed_rows = self._cached_rows
@@ -137,7 +137,7 @@ class ReferenceEngine(Rule):
         """Adds signals to the memory of unsent values, and selects the coefficients to send.
 
         Args:
-            bad: On a device that decides by itself, `[]` bool: if it is True, zeros are selected,
+            bad: `[]` bool, on a device that decides by itself. If it is True, zeros are selected,
                 and the memory does not change.
             out: Memory for the values; by default new memory.
 
@@ -235,7 +235,7 @@ class ReferenceEngine(Rule):
     ) -> Selected:
         """Encodes like `encode`, and writes the coefficients into the message buffer `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # not for fp64: other engines round fp64 twice, to fp32 and then to the dtype of messages
+        # not for fp64 signals: other engines round them twice, to fp32 and to the messages' dtype
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -423,7 +423,6 @@ class ReferenceEngine(Rule):
             yield strip, self.update(sent, received.aggregation)
 
     def _decoded_parts(self, received: Received) -> Iterator[Tensor]:
-        """Decodes the update, and yields it in blocks of rows."""
         at_once = self._decoded_at_once(received)
         read = at_once
         if self._room.few_launches and received.owners:

@@ -3,8 +3,8 @@ more memory than one bucket.
 
 A bucket in fp32 is at most a quarter of the flat. All sizes in this module are bytes per row. Each
 block costs kernel launches, most of all in an exchange through owners and with a majority vote. In
-these two cases a flat of fewer than `LARGE` coordinates is processed in fewer blocks, which need up
-to the memory of two buckets.
+these two cases a flat of fewer than `LARGE` coordinates is processed in fewer blocks. These blocks
+need at most the memory of two buckets.
 """
 
 from dataclasses import dataclass
@@ -82,8 +82,8 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
 
 
 def released_at_once(codec: Codec, rows: int, room: Room) -> int:
-    """Number of rows of the memory of unsent values, up to `rows`, from which sent values are
-    subtracted at once."""
+    """Number of rows from which sent values are subtracted at once, at most `rows`. The rows are
+    those of the memory of unsent values."""
     if room.few_launches:
         return _rows(rows, 8, room, 9)
     free = 4 * codec.selection.chunk
@@ -109,8 +109,8 @@ def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: boo
     """Number of rows of messages that are decoded at once.
 
     Args:
-        into_flat: True if the result is one matrix. It is then computed in blocks only if that
-            needs less memory.
+        into_flat: True if the result is one matrix. The matrix is computed in blocks only if
+            blocks need less memory.
     """
     line = 4 * codec.selection.chunk
     width = received.width or codec.selection.k
@@ -139,7 +139,7 @@ def _decoded(codec: Codec, width: int) -> int:
         return 2 * line
     summed = line
     if not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK:
-        summed += 12 * width  # bytes of the values, positions and bags of `torch.embedding_bag`
+        summed += 12 * width  # bytes of values, positions and bag numbers in `torch.embedding_bag`
     else:
         summed += 16 * codec.selection.k
     products = (1, 3, 6)[_transforms(codec)]

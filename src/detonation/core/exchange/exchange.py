@@ -58,7 +58,8 @@ class Exchange(ABC):
         # A simulated communicator on a CPU shares the buffer of the sender, so no buffer is reused.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(int(kept))
-        # Takes back receive buffers for reuse; None if torch does this (accelerator, no kernels).
+        # Takes back receive buffers for reuse. None on an accelerator without kernels, where torch
+        # itself reuses their memory.
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
@@ -76,9 +77,9 @@ class Exchange(ABC):
         """Starts the collective that sends the buffer of the last call of `run`.
 
         Args:
-            status: See `Header`; None if more of this message follows.
+            status: See `Header`; None if more buffers of this message follow.
 
-        Shapes: `[]` int64 if only the device knows it.
+        Shapes: status `[]` int64 if only the device knows the status.
         """
 
     def forward(self, message: Message) -> None:
@@ -120,15 +121,15 @@ def zeros_are_negative(
     is zero only in every second or third message.
 
     Args:
-        sending: Number of earlier messages with the coordinate, as far as this number does not
-            depend on the data. The step number would not suffice: with an even period, a coordinate
-            is sent only at even steps or only at odd steps.
+        sending: Number of earlier messages with the coordinate; number of all earlier messages if
+            the selection has no period. The step number would not suffice: with an even period, a
+            coordinate is sent only at even steps or only at odd steps.
         replica: From 0 to below `replicas`.
         cancel: Whether the signs of an even number of replicas cancel in each message. Use True for
-            votes, which then tie, and for updates that move weights in proportion. Under a mean,
-            replicas have different magnitudes, so the sum is a small number with an arbitrary sign,
-            and an optimizer that uses only signs would make a random walk. With False, one sign has
-            the majority in each message, and this optimizer moves back and forth.
+            votes, which then tie, and if weights move in proportion to the update. Use False for
+            optimizers that use only the sign of a mean: one sign then has the majority in each
+            message, and the weights move back and forth. With True they would make a random walk:
+            as magnitudes differ, the mean would be a small number with an arbitrary sign.
 
     Example:
         >>> [zeros_are_negative(sending) for sending in range(6)]

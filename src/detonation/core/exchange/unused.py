@@ -40,7 +40,7 @@ class Unused:
     get their previous values back, and the base optimizer gets no gradient of this parameter.
 
     Args:
-        guard: Of the channel's messages.
+        guard: The guard of the channel's messages.
     """
 
     def __init__(self, link: Link, layout: Layout, memory: Memory | None, guard: Guard) -> None:
@@ -79,12 +79,12 @@ class Unused:
         the rows of these parameters in the memory of unsent values. Called after the messages of
         `step` were received.
 
-        Collective, but sends something only in one case: every replica lacks at least one gradient
-        (not necessarily of the same parameter), and at least one replica's set of missing gradients
-        is not among the sets that all replicas remember.
+        Collective, but sends data only under two conditions. Every replica lacks at least one
+        gradient, not necessarily of the same parameter. And at least one replica's set of missing
+        gradients is not among the remembered sets.
 
         Args:
-            missing: None where this replica has all gradients.
+            missing: None if this replica has all gradients.
         """
         playback = self._link.playback
         place = UNUSED_PLACE | self._guard.place

@@ -33,8 +33,8 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Sequence[int], side: int) -> Tiles | None:
-        """The tiles of a parameter, which is viewed as a matrix: its first dimension by the product
-        of all others. None if this matrix has fewer lines or columns than a tile.
+        """The tiles of a parameter, viewed as a matrix: its first dimension by the product of all
+        other dimensions. None if this matrix has fewer lines or columns than a tile.
 
         >>> Tiles.of((65, 64), 64).rows, Tiles.of((128, 3, 5, 5), 64).rows, Tiles.of((63, 999), 64)
         (2, 4, None)
@@ -173,8 +173,8 @@ class Layout:
 
         Args:
             count: At least 1.
-            unit: "parameter", or "block" to keep parameters together whose names are equal up to
-                the first number (layers.3).
+            unit: "parameter", or "block". A block is all parameters whose names are equal up to the
+                first number (layers.3).
             sizes: Number of coordinates of each parameter over all shards, by name, so that every
                 shard is divided alike; by default the sizes in this layout.
 
@@ -231,7 +231,7 @@ class Layout:
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
         assert not self.tiled, (
-            "tiles have no view in the shape of their parameter: read `parts`, and `write` them"
+            "tiles have no view in the shape of their parameter: call `parts` and `write` instead"
         )
         line = flat.view(-1)
         return [line[start:stop].view(slot.shape) for slot, start, stop in self._spans]

@@ -227,7 +227,7 @@ class RowOwners:
 
     @cached_property
     def _remainder(self) -> tuple[int, int]:
-        """How the rows are divided that were not assigned round robin: the number of owners with a
+        """How the rows that were not assigned round robin are divided: the number of owners with a
         full part, and the number of rows that the next owner gets.
         """
         own = self._turns * self.run
@@ -246,8 +246,8 @@ class KeptRows:
 
     Args:
         memory: `[rows, n]`.
-        numbers: Number of the parameter of each row, below 0 for a row that is not copied; `[rows]`
-            int64 on the host.
+        numbers: For each row, the index of its parameter, or a number below 0 if the row is not
+            copied; `[rows]` int64 on the host.
     """
 
     def __init__(self, memory: Tensor, numbers: Tensor) -> None:

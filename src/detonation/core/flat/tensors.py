@@ -42,8 +42,8 @@ class Piece(Tensor):
         offset: First row of the piece in the parameter.
         rows: Rows of the piece in the local shard.
         largest_shape: Shape of the largest shard of any replica.
-        cut: Function that cuts sharded tensors as parameters are cut into pieces, and groups the
-            pieces by `ranks`.
+        cut: Function that cuts sharded tensors in the same way as parameters, and groups the pieces
+            by `ranks`.
     """
 
     whole: Tensor
@@ -141,8 +141,8 @@ def whole_numel(tensor: Tensor) -> int:
 
 
 def padding_row(tensor: Tensor) -> int | None:
-    """The index of the row of this local shard that is an embedding's padding and gets no gradient;
-    None without such a row. Reads the attribute that `note_padding` sets.
+    """The index, in this local shard, of an embedding's padding row that gets no gradient; None
+    without such a row. Reads the attribute that `note_padding` sets.
     """
     return getattr(tensor, "padding_row", None)
 
@@ -276,8 +276,8 @@ def gradients_to_fill(parameters: Mapping[str, Tensor], unused: Collection[int])
     """Returns the local gradient of each parameter, as a tensor to write into. A missing gradient
     is created as zeros.
 
-    Each gradient gets the strides of its parameter: fused optimizer steps read the parameter and
-    the gradient in the order of their addresses, and sums over other strides round differently. A
+    Each gradient gets the strides of its parameter, because fused optimizer steps read parameter
+    and gradient in the order of addresses. Also, sums over other strides round differently. A
     parameter whose index is in `unused` has no gradient afterwards; for such a parameter a
     temporary tensor is returned.
     """

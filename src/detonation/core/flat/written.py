@@ -11,7 +11,7 @@ from torch.nn import Parameter
 Stamp = tuple[int, int, int]
 """Identity of a tensor, its version, and the address of its memory."""
 WeightPlace = tuple[Mapping[str, Parameter | None], str]
-"""Where a weight is stored: the parameters of its module by name, and its name among these."""
+"""Where a weight is stored: the parameters of its module by name, and its name in this module."""
 
 
 def stamp(tensor: Tensor) -> Stamp:
@@ -49,7 +49,7 @@ class WrittenWeights:
     _stamps: dict[str, Stamp] = field(default_factory=dict)
 
     def note(self) -> None:
-        """Stores the current stamp (see `stamp`) of each weight, with which `found` compares."""
+        """Stores the current stamp (see `stamp`) of each weight. `found` compares with these."""
         self._stamps = {name: stamp(tensor) for name, tensor in self._tensors()}
 
     def forget(self) -> None:

@@ -2,5 +2,5 @@
 messages.
 
 The guard decides whether a message is used. Tensor operations on the device of the message make
-this decision; the host only words the reason.
+this decision; the host only describes the reason.
 """

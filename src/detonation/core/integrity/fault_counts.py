@@ -26,7 +26,7 @@ _CHANGED_APART = 5
 _MISPLACED = 6
 _NO_NAME = 0xFFFFFFFF
 _ALL_REPLICAS = 0xFFFFFF
-"""Sender number of a sum, to which all replicas contribute."""
+"""Stands for the sender of a sum, because all replicas contribute to a sum."""
 _NAMED_REPLICAS = 24
 _REPLICAS = (1 << _NAMED_REPLICAS) - 1 << 32
 NEW_PARAMETER = "a new parameter"
@@ -125,7 +125,7 @@ class FaultCounts:
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
-        # for each replica: count of its messages that were used since one of them was last refused
+        # for each replica: count of messages that were used since its last refused message
         self._good: Counter[int] = Counter()
 
     def catch_up(self, until: float) -> None:
@@ -184,8 +184,8 @@ class FaultCounts:
 
     @staticmethod
     def announced_apart(announcements: Sequence[int]) -> int:
-        """The largest code among `announcements`, which are the codes of a group of ranks. If the
-        ranks announced different changes, the code of a reason to stop instead.
+        """Returns the largest of `announcements`, the codes of a group of ranks. If the ranks
+        announced different changes, returns the code of a reason to stop.
         """
         largest = max(announcements)
         if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
@@ -257,8 +257,8 @@ class FaultCounts:
         all replicas were finite.
         """
         fault = (
-            "has a sum that is not finite, of values that are finite: a link damages what it"
-            " carries"
+            "has a sum that is not finite, although all added values are finite: a link damages"
+            " the data"
         )
         self.refuse(_ALL_REPLICAS, fault, step)
 
@@ -270,8 +270,8 @@ class FaultCounts:
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
         """Finds the senders that differ from most replicas at `step`: in the options of their
-        parameter groups, or in the messages that they received in earlier steps. Logs both, and
-        records a reason to stop unless `Safety` repairs the second difference.
+        parameter groups, or in the messages that they received in earlier steps. Logs each
+        difference, and records a reason to stop, except if `Safety` repairs the second difference.
 
         Args:
             digests: By sender, the digests of messages in the upper bits and of options in the
@@ -284,7 +284,7 @@ class FaultCounts:
             text = (
                 f"replica {sender} has other {OPTIONS} (lr, betas, ...) than the other replicas"
                 f" at step {step}; this replica has {here}: set the same options on all"
-                " replicas, such as by a loss that is averaged over them"
+                " replicas (a scheduler that reads the loss needs the mean loss of all replicas)"
             )
             self._warn(step, sender, text)
             self._stop(_DESYNC, sender, OPTIONS)
@@ -307,7 +307,8 @@ class FaultCounts:
         """The error for the reason to stop `fatal`, which any rank of this level of replication may
         have found at `step`.
 
-        For the same reason at later steps, the error again names the first step, and adds a remedy.
+        If the same reason occurs again at a later step, the error still names the first step, and
+        adds a remedy.
         """
         raised, first_step = self._raised
         if fatal == raised:

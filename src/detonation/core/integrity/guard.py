@@ -43,8 +43,8 @@ from detonation.core.integrity.observer import StepObserver
 from detonation.core.integrity.sums import SumGuard
 
 LOUDER = 1000.0
-"""Largest allowed ratio of the norm of a message to the reference norm. Valid messages stay within
-it, because a momentum with decay 0.999 is at most as large as 1000 gradients.
+"""Largest allowed ratio of the norm of a message to the reference norm. Valid messages stay below
+this ratio, because a momentum with decay 0.999 is at most as large as 1000 gradients.
 """
 FORGET = 0.9999
 """Factor by which the reference norm shrinks at each exchange, while most messages have a smaller
@@ -53,7 +53,7 @@ norm."""
 _ROWS = attrgetter("rows")
 _REFUSED = itemgetter(-1)
 TOO_LARGE = f"has values that are not finite, or above {LIMIT:g}"
-TOO_LOUD = f"has a norm over {LOUDER:g} times as large as most messages have, or had before"
+TOO_LOUD = f"has a norm over {LOUDER:g} times as large as those of most messages, now and earlier"
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Stage:
     """Properties of one collective of an exchange. They do not change from step to step.
 
     Args:
-        codec, rows, aggregation, unit: Of the received messages, see `Arrived`.
-        phase: Number of the collective in the exchange; the last is 0.
+        codec, rows, aggregation, unit: Properties of the received messages, see `Arrived`.
+        phase: Number of the collective in the exchange; the last collective has number 0.
         signals: See `Expected`.
         workspace: Buffers to join messages of several runs.
     """
@@ -111,24 +111,25 @@ def decide_usable(
 
     The norm of a message is too large if it exceeds `LOUDER` times the median norm of this
     exchange, and also `LOUDER` times the reference norm `usual`. The reference norm is the largest
-    median of all exchanges so far, because replicas with sparse gradients may send almost zeros for
-    many steps, and then messages as large as before. The reference norm shrinks slowly, but not
-    while most messages are almost zero. A single replica cannot raise a median.
+    median of all exchanges so far: with sparse gradients, replicas may send almost zeros for many
+    steps, and then messages as large as before. The reference norm shrinks slowly, but not while
+    most messages are almost zero. A single replica cannot raise a median.
 
     Args:
         words, added: Words of the headers, and checksums of the received bytes; see `unsealed`.
         content, norms: See `Arrived.facts`.
         usual: Reference norm before this exchange, 0 at first; updated in place.
 
-    Returns the refused messages, and a table for `explain_faults`. Its columns are the eight words
-    of the header, the checksum, faults of the content, the bits of the norm and of its bound in
-    float64, and 1 if the message is refused.
+    Returns the refused messages, and a table for `explain_faults`. The columns of the table are the
+    eight words of the header, the checksum, faults of the content, the float64 bits of the norm and
+    of the largest allowed norm, and 1 if the message is refused.
 
     Shapes: words `[replicas, 8]`, added and content `[replicas]` int64, norms `[replicas]`, usual
     `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
     header = expected.header
-    # compares norms as integers: bits of nonnegative floats sort like the floats; NaN is largest
+    # norms are compared as integers: the bits of nonnegative floats have the order of the floats,
+    # and the bits of NaN are the largest
     bits = norms.abs().double().view(torch.int64)
     found = torch.cat([words, torch.stack([added, content, bits], 1)], 1)
     replicas = len(words)
@@ -136,7 +137,7 @@ def decide_usable(
         header.schema, header.place, expected.nbytes, expected.parameters, replicas, words.device
     )
     limits = limits.add(of_step, alpha=header.step)
-    limits[:, :, 8].copy_(words[:, 7])  # computed checksum must equal the received one
+    limits[:, :, 8].copy_(words[:, 7])  # the computed checksum must equal the received checksum
     refused = (found < limits[0]).logical_or_(found > limits[1]).any(1)
     if expected.signals:
         heard = norms.masked_fill(refused, 0.0)
@@ -204,13 +205,13 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
     nbytes = expected.nbytes
     reasons = [
         (identity & 2**56 - 1 != MAGIC, "is no message of this library"),
-        (stated != added, "does not add up: it was damaged on its way"),
-        (version != VERSION, f"is in version {version} of the format, here it is {VERSION}"),
+        (stated != added, "has a wrong checksum: it was damaged on its way"),
+        (version != VERSION, f"has format version {version}, must have version {VERSION}"),
         (schema != header.schema, "follows another schema: its sender has other settings"),
-        (step != header.step, f"is of step {step}, expected was step {header.step}"),
+        (step != header.step, f"belongs to step {step}, must belong to step {header.step}"),
         (sender != replica, f"says that it is from replica {sender}"),
-        (place != header.place, "is of another level, part or phase of the step"),
-        (length != nbytes, f"says that it has {length} bytes, expected were {nbytes}"),
+        (place != header.place, "belongs to another level, part or phase of the step"),
+        (length != nbytes, f"says that it has {length} bytes, must have {nbytes}"),
         (
             not 0 <= status <= expected.parameters,
             f"has status {status}, which does not exist",
@@ -254,9 +255,9 @@ class Guard(SumGuard):
     """Seals and validates the messages between one channel and its link.
 
     The decision on a message depends only on the received bytes of the exchange, so replicas that
-    received the same bytes decide alike. Each replica's next message carries a digest of the bytes
-    that it received. A refused message counts as zeros. The mean remains a mean over all replicas,
-    so the refusal of a message gives no other replica more weight.
+    received the same bytes decide alike. The next message of each replica carries a digest of the
+    bytes that this replica received. A refused message counts as zeros. The mean remains a mean
+    over all replicas, so the refusal of a message gives no other replica more weight.
 
     A subclass can seal and validate messages in kernels on the device. The engine names the class
     to use (`ReferenceEngine.guard`).
@@ -273,7 +274,7 @@ class Guard(SumGuard):
         Args:
             status: 0, or 1 + the number of the parameter because of which a part of the message is
                 zeros; None if further runs of this message follow.
-            phase: Number of the collective in the exchange; the last is 0.
+            phase: See `Stage`.
 
         Shapes: -> `[messages, Codec.sent]` uint8, including the header.
         """
@@ -359,8 +360,8 @@ class Guard(SumGuard):
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
-        # A mean over signals leaves absent replicas out.
-        # Aggregates of absent owners stay in `found`: they are zeros, and so is the update there.
+        # A mean over signals leaves absent replicas out. Aggregates of absent owners stay in
+        # `found` as zeros, so the update of the rows of these owners is zero.
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:

@@ -31,8 +31,8 @@ IDENTITY = MAGIC | VERSION << 56
 HEADER_BYTES = 64
 CHECKSUM_AT = 56
 DIGITS = 3
-"""Number of values below 256 that contain the status and mark of a replica in an all-reduce; bf16
-represents them exactly.
+"""Number of values that contain the status and mark of a replica in an all-reduce. Each value is
+below 256, so bf16 represents it exactly.
 """
 
 
@@ -59,8 +59,8 @@ class Header:
 
     @property
     def origin(self) -> int:
-        """The fourth word of the header: the sender in the upper 32 bits, and `place` (which of the
-        sender's messages of the step this is) in the lower 32 bits.
+        """The fourth word of the header: the sender in the upper 32 bits, and `place` (the number
+        of the message in the step) in the lower 32 bits.
         """
         return self.sender << 32 | self.place
 
@@ -160,13 +160,13 @@ UNUSED_PLACE = 1 << 30
 gets. It marks records that contain the unused parameters of a step instead of messages.
 """
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
-"""What a message says about its sender's parameters without a gradient: there are none; they are a
-new set, which the replicas must exchange; or they are a set that was exchanged earlier, named by
-`FIRST_KNOWN` plus its number among the remembered sets.
+"""What a message says about its sender's parameters without a gradient. `NONE_MISSING`: there are
+none. `NEW_SET`: they are a new set, which the replicas must exchange. `FIRST_KNOWN` + n: they are
+set number n of the remembered sets, which were exchanged earlier.
 """
 MOST_KNOWN = 14
-"""Largest number of exchanged sets of parameters without a gradient that all replicas remember, so
-that a message can name a set by its number."""
+"""Replicas remember at most this many exchanged sets of parameters without a gradient. A message
+can name a remembered set by its number."""
 RECEIVED_BITS = 59
 """Number of bits of the digest in the seventh word of a header, if this word also reports
 parameters without a gradient."""
@@ -186,10 +186,10 @@ class Missing:
         says: What the message says about these parameters, see `NONE_MISSING`.
         known: The exchanged sets that all replicas remembered when the message was sent, so that
             the message could name one of them.
-        rows: Number of the parameter of each row of the flat, see `Layout.row_numbers`.
+        rows: For each row of the flat, the index of its parameter; see `Layout.row_numbers`.
         kept: Copies of rows of memories that the step changes.
-        said: Returns what the message of each replica says, once all have arrived; waits for the
-            device.
+        said: Returns what the message of each replica says, and waits for the device. None until
+            all messages have arrived.
     """
 
     octets: bytes
@@ -257,14 +257,15 @@ class Message:
         waiting: The run that the next collective sends, if it has been encoded.
         sent: Runs of the collectives that were started, until the last one is sealed.
         rows: First row and number of rows of each of these runs.
-        arriving: For each of these runs, waits for the received bytes: `[replicas, nbytes]` uint8.
+        arriving: For each of these runs, a function that waits for the received bytes and returns
+            them: `[replicas, nbytes]` uint8.
         arrived: The received bytes of each run, until they are released.
         shared: Indices that all replicas know, by the first row of the flat to which they belong.
-        absent: Once all has arrived, the lost replicas whose messages are not complete.
-        recycle: Takes back receive buffers; None if they are not reused.
-        reply: The answer of the owners, for a stage that owners answer.
-        missing: Missing gradients of this replica; None without any.
-        played: True if it comes from a `PlayedMessages`, which owns its memory.
+        absent: Lost replicas whose messages are not complete, after all runs have arrived.
+        recycle: Takes back receive buffers; None if these buffers are not reused.
+        reply: The message with the answers of the owners; None if no owners answer.
+        missing: Missing gradients of this replica; None if no gradient is missing.
+        played: True if a `PlayedMessages` supplies this message. It owns the message's memory.
     """
 
     step: int

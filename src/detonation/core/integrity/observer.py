@@ -13,8 +13,8 @@ class StepObserver:
     """
 
     def begin(self, optimizer: Any) -> None:
-        """Called before the first step of `optimizer`, a `Replicated` whose weights are still the
-        initial weights or, if this replica has just joined, those of the other replicas.
+        """Called before the first step of `optimizer`, a `Replicated`. Its weights are the initial
+        weights or, if this replica has just joined, the weights of the other replicas.
         """
 
     def left(self) -> None:
@@ -36,7 +36,7 @@ class StepObserver:
 
         Args:
             place: Number of the channel and bucket.
-            step: Step at which they were sent.
+            step: Step at which the messages were sent.
         """
 
     def end(self, what: str, optimizer: Any) -> None:

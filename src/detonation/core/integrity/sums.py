@@ -1,5 +1,5 @@
-"""Validation of an all-reduce: instead of a header, three numbers after the values carry each
-replica's status.
+"""Validation of an all-reduce: instead of a header, the message ends with three numbers for each
+replica, which carry the status of this replica.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,13 +21,13 @@ class SumGuard:
     Args:
         schema: All settings that sender and receiver must share to read a message.
         place: Number of the message among the messages of a step.
-        delay: Steps that a message may be in flight.
+        delay: Number of steps for which a message may be in flight.
         on_device: True if the device decides which messages are used. `FaultCounts.catch_up` then
             counts and reports faulty messages later.
         usual: Reference norm of messages, see `decide_usable`; several guards may share it. `[1]`
             fp32.
-        forget: Clears the memory of this replica: after a message that was too large, the next
-            messages would also be too large.
+        forget: Clears this replica's memory of unsent values. Called if a message was too large,
+            because the next messages would also be too large.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SumGuard:
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks = min(251, 256 // self._high - 1)
         first = (self._schema + 5 * place) % 251
-        # numbers with which `seal_sum` marks the messages of a step; consecutive steps differ
+        # numbers with which `seal_sum` marks messages; consecutive steps have different numbers
         self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]
         # digest of the sets of unused parameters that replicas exchanged; see `Unused`
         self.noted = 0
@@ -184,7 +184,7 @@ def statuses_of_sum(
     Args:
         replica: The replica that reads.
         mark: Number that every replica adds to its last digit at this step; see `seal_sum`.
-        high: The last digit of a status is below it.
+        high: The last digit of a status is below this number.
         absent: Replicas that may have added nothing.
 
     >>> statuses_of_sum([0, 0, 9, 3, 1, 9, 0, 0, 8, 0, 0, 0], 0, 9, 1, [3])
@@ -217,9 +217,7 @@ def _mean_digit(mean: float, mark: int) -> int:
 
 
 def _status(digits: Sequence[float], mark: int, high: int) -> int:
-    """Reads the status of one replica from its digits. The status is -1 if a digit is not a byte,
-    or if the last digit does not contain `mark`.
-    """
+    """Reads the status of one replica from its digits; see `statuses_of_sum`."""
     *low, top = digits
     if any(not 0 <= digit <= 255 or digit != int(digit) for digit in low):
         return -1

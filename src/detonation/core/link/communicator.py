@@ -94,7 +94,7 @@ class HostStaging:
         return message.copy_(host, non_blocking=True)
 
 
-# newer torch has the name all_gather_single, and logs a warning for all_gather_into_tensor
+# newer versions of torch call this function all_gather_single, and warn about the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -102,7 +102,7 @@ class AxisRules:
     """The properties of an axis of replicas besides its collectives. The methods of this class
     return the defaults, which are right for an axis of a device mesh.
 
-    absent: Replicas that did not contribute to the collective that was last waited for.
+    absent: Replicas that did not contribute to the last completed collective.
     """
 
     absent: Collection[int] = ()
@@ -125,7 +125,7 @@ class AxisRules:
 
     def refuse_log(self) -> None:
         """Raises `ValueError` if no rank receives the messages of all replicas on this axis, so
-        that no rank can write a log of them."""
+        that no rank can write a log of these messages."""
 
     def divide(self, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart] | None:
         """Divides `parameters` into parts that are exchanged separately, in the order in which all
@@ -203,11 +203,11 @@ def axis_named(name: str, arguments: Mapping[str, Any] | None = None) -> Communi
     point `name` in the group `detonation.axes`.
 
     Args:
-        name: Of the entry point.
-        arguments: Of its function.
+        name: Name of the entry point.
+        arguments: Arguments of the function.
 
     Raises:
-        ValueError: A name or an argument does not exist; the message lists the valid ones.
+        ValueError: A name or an argument does not exist; the message lists the valid names.
         TypeError: The function returned no `Communicator`.
     """
     made = make("axis", {name: plugin("axes", name)}, name, arguments or {})
@@ -238,9 +238,9 @@ def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if not carries(group, device):
         raise ValueError(
-            f"the model is on {device.type}, but the process group carries no such tensors (it is"
-            f" {dist.get_backend(group)}): initialise torch.distributed with 'cpu:gloo,cuda:nccl',"
-            " or move the model"
+            f"the model is on {device.type}, but the process group carries no such tensors (its"
+            f" backend is {dist.get_backend(group)}): initialise torch.distributed with"
+            " 'cpu:gloo,cuda:nccl', or move the model"
         )
 
 
@@ -252,15 +252,15 @@ class ProcessGroupCommunicator(Communicator):
     """A communicator over the process group of one mesh axis.
 
     Args:
-        own: True if this communicator gets a process group of its own, so that others may use the
-            axis in another order. Its first collective creates that group, on all ranks of the
+        own: True if this communicator gets a process group of its own, so that other code may use
+            the axis in another order. The first collective creates this group, on all ranks of the
             axis.
     """
 
     def __init__(self, axis: DeviceMesh, own: bool = False) -> None:
         if axis.ndim != 1:
             raise ValueError(
-                f"the axis has {axis.ndim} dimensions {axis.mesh_dim_names}: pass one,"
+                f"the axis has {axis.ndim} dimensions {axis.mesh_dim_names}, must have one: pass"
                 ' mesh["replicate"]'
             )
         self._of_axis = axis.get_group()

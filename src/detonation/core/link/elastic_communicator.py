@@ -83,8 +83,8 @@ class RenumberedCommunicator(Communicator):
     @abstractmethod
     def adopt(self, step: int) -> list[int]:
         """Gives the remaining and joining replicas new numbers, and begins `step`. All replicas
-        must call it before the same step, and no message may be in flight. Returns the old numbers
-        of the remaining replicas.
+        must call this method before the same step, and no message may be in flight. Returns the old
+        numbers of the remaining replicas.
         """
 
 
@@ -117,15 +117,15 @@ class ElasticCommunicator(RenumberedCommunicator):
 
 
 class AgreedCommunicator(Communicator):
-    """A communicator between replicas. The ranks that hold equal weights inside this replica all
-    use it, and it makes these ranks agree on which replicas are absent.
+    """A communicator between replicas, for the ranks of this replica that hold equal weights. It
+    makes these ranks agree on which replicas are absent.
 
     The last message of a lost replica may have reached only some of these ranks. Then all these
     ranks treat the lost replica as absent, and repeat an all-reduce without the lost replica.
 
     Args:
         between: The axis of replicas.
-        equal_ranks: The axes that connect these ranks.
+        equal_ranks: The axes that connect the ranks with equal weights.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
     """Returns the `rows` of an all-gather, with the row of each absent replica replaced by the row
     of the first present replica.
 
-    Use it only for values that replicas compare: an absent replica then counts as equal to the
-    first present replica.
+    Use this function only for values that replicas compare: an absent replica then counts as equal
+    to the first present replica.
 
     Shapes: `[replicas, n]` -> the same.
     """

@@ -22,8 +22,8 @@ class HierarchicalCommunicator(Communicator):
     values in another order, so its result may differ in the last bits.
 
     Args:
-        inter_node: Between the nodes.
-        intra_node: Between the ranks of this node.
+        inter_node: Communicator between the nodes.
+        intra_node: Communicator between the ranks of this node.
     """
 
     def __init__(self, inter_node: Communicator, intra_node: Communicator) -> None:

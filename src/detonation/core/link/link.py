@@ -80,12 +80,12 @@ def require_same(
     library.
 
     Args:
-        description: Compared entry by entry.
-        notes: Shown with an entry of the description; not compared.
-        free: Endings of the names of entries that may differ, also of those that only one rank has.
-            The result names the entries that differ, and how.
-        shards: Endings of the names of entries that differ between the ranks of a node, as their
-            shards do. They are compared between ranks with the same number in their nodes.
+        description: Entries by name. Each entry is compared.
+        notes: Texts that are shown with the entries of the same names; not compared.
+        free: Entries whose names have one of these endings may differ, or exist on one rank only.
+            The result describes how they differ.
+        shards: Entries whose names have one of these endings describe shards, which differ within a
+            node. They are compared between ranks with the same number in their nodes.
 
     Raises:
         Mismatch: Entries differ that are not in `free`.
@@ -121,7 +121,7 @@ _Rank = tuple[str, Sequence[Mapping[str, str]]]
 def _all_differences(
     ranks: Sequence[_Rank], local_ranks: int, shards: tuple[str, ...]
 ) -> list[tuple[str, str]]:
-    """Compares each of `ranks` with the first one; entries of `shards` with those of the rank that
+    """Compares each of `ranks` with the first rank. Compares entries of `shards` with the rank that
     has the same number in the first node.
     """
     found = []
@@ -161,11 +161,11 @@ class Link:
         playback: The observer, if it also supplies recorded messages; otherwise None.
 
     Args:
-        intra_node: Axis inside the node, if all its ranks have the same message: each then sends a
-            part of it.
+        intra_node: Axis inside the node, if all ranks of the node have the same message. Each of
+            these ranks then sends a part of the message.
         own: True if a mesh axis gets a process group of its own, for collectives that start while
-            others use the axis.
-        inside: Axes of the levels inside this one, whose ranks stay equal.
+            other code uses the axis.
+        inside: Axes of the levels inside this level. Ranks along these axes stay equal.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class Link:
         self.playback: PlayedMessages | None = None
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Attaches `observer`, which sees all later messages. A `PlayedMessages` also supplies the
-        messages, from a recorded run, in place of collectives."""
+        """Attaches `observer`, which sees all later messages. A `PlayedMessages` also replaces the
+        collectives: it supplies the messages of a recorded run."""
         self.observer = observer
         self.playback = observer if isinstance(observer, PlayedMessages) else None
 
@@ -295,8 +295,8 @@ class Link:
 
 
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
-    """Returns the links to the other shards of this replica: one link for each mesh axis over which
-    `parameters` are distributed and that has several ranks."""
+    """Returns the links to the other shards of this replica: one link for each mesh axis with
+    several ranks over which `parameters` are distributed."""
     sharded = [p for p in map(whole_of, parameters) if isinstance(p, DTensor)]
     axes = []
     for mesh in dict.fromkeys(p.device_mesh for p in sharded):

@@ -26,8 +26,8 @@ class Clipping(Protocol):
 
 
 def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `step`, the step method of an optimizer class, so that each call runs without
-    gradients, and then calls the hooks that are registered to run after a step.
+    """Wraps `step`, the step method of an optimizer class. Each call runs without gradients, and
+    then calls the hooks that are registered to run after a step.
 
     torch's own wrapper also calls the profiler and the hooks before steps, which costs 30 Python
     calls per step. The step runs in torch's wrapper only while a profiler runs, or if hooks before
@@ -179,17 +179,13 @@ def hooks_of(optimizer: Optimizer) -> list[str]:
 
 
 def hooks_before(optimizer: Optimizer) -> list[str]:
-    """Returns the names of the hooks that run before each step of `optimizer` and were registered
-    by code outside of this library.
-    """
+    """Returns those names of `hooks_of` whose hooks run before each step."""
     own = optimizer._optimizer_step_pre_hooks.values()
     return _of_others([*_global_optimizer_pre_hooks.values(), *own])
 
 
 def hooks_after(optimizer: Optimizer) -> list[str]:
-    """Returns the names of the hooks that run after each step of `optimizer` and were registered by
-    code outside of this library.
-    """
+    """Returns those names of `hooks_of` whose hooks run after each step."""
     own = optimizer._optimizer_step_post_hooks.values()
     return _of_others([*own, *_global_optimizer_post_hooks.values()])
 
@@ -203,8 +199,8 @@ class _Lookout:
     """A hook that runs after each step of an optimizer, before other hooks. It raises an error if
     the step was not made by a `BaseStep`, because such a step changes only this replica.
 
-    If any hook runs before a step, `Update.apply` must write the update into the gradients, because
-    the hook may read them. Therefore this hook runs after the step.
+    This hook does not run before the step: a hook before a step may read the gradients, so
+    `Update.apply` would have to write the update into them.
 
     Attributes:
         stepping: The `BaseStep` that takes a step now.

@@ -41,7 +41,7 @@ class SignSGD(Optimizer):
     """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`: the
     optimizer of DeMo.
 
-    Under the scheme DeMo leave `momentum` at 0, because the scheme already accumulates a momentum.
+    With the scheme `demo`, leave `momentum` at 0, because the scheme itself has a momentum.
 
     Args:
         params: Parameters or groups of them, as in torch.
@@ -86,7 +86,7 @@ class SignSGD(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        vars(self).setdefault("deferred", {})  # a copy has its own
+        vars(self).setdefault("deferred", {})  # a copy of an optimizer has no deferred movements
 
     @property
     def moves_by_signs_alone(self) -> bool:
@@ -121,8 +121,8 @@ class SignSGD(Optimizer):
         return loss
 
     def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Moves `parameters` by the signs of their gradients, or of their momentum if the group has
-        one."""
+        """Moves `parameters` by the signs of their gradients. If the group has a momentum, moves
+        them by the signs of the momentum."""
         reshard_gradients(parameters)
         parameters = [p for p in parameters if local(p).numel()]
         if not parameters:
@@ -136,7 +136,6 @@ class SignSGD(Optimizer):
     def _momentum(
         self, parameters: list[Tensor], gradients: list[Tensor], momentum: float
     ) -> list[Tensor]:
-        """Updates the momentum of `parameters` by `gradients`, and returns the momentum."""
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -41,8 +41,7 @@ class OptimizerWrapper(Optimizer):
         """Divides the gradients by the scale of the GradScaler, if a GradScaler calls this step.
         Returns whether the GradScaler found an overflow.
 
-        Shapes: -> `[]` fp32 of a GradScaler's finding, nonzero if a gradient overflowed; None
-        without a GradScaler.
+        Shapes: -> `[]` fp32, nonzero if a gradient overflowed; None without a GradScaler.
         """
         if (scale := vars(self).get("grad_scale")) is not None:
             gradients = [

@@ -83,8 +83,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 class Settings:
     """The arguments of `replicate` that all levels of replication share.
 
-    products: how fp32 matrix products are rounded outside of steps. Inside a step their inputs are
-    never rounded to TF32 or bf16 (`Runtime.exact_arithmetic`).
+    products: how fp32 matrix products are rounded outside of steps. Inside a step, the inputs of
+    products are never rounded to TF32 or bf16 (`Runtime.exact_arithmetic`).
     """
 
     intra_node: DeviceMesh | None
@@ -114,8 +114,8 @@ def build_levels(
 
     Args:
         model: The model of `parameters`.
-        routes: The existing links and fault counts, by level and number of local ranks; missing
-            ones are added.
+        routes: The existing links and fault counts, by level and number of local ranks. Missing
+            entries are added.
     """
     device = _device_of(parameters)
     local_steps = None
@@ -302,9 +302,11 @@ def compare_replicas(
 
     Args:
         optimizer: The base optimizer, for the options of its parameter groups.
-        joining: The parameters whose weights are compared; None: all, and the self-tests, too.
-        others: Weights that this optimizer does not train, which are compared, too. Of those that
-            require a gradient, differences are only a warning: another optimizer may train them.
+        joining: Names of the parameters whose weights are compared. None compares all weights, and
+            the self-tests, too.
+        others: Weights that this optimizer does not train, which are compared, too. If a weight
+            that differs requires a gradient, a warning replaces the error: another optimizer may
+            train this weight.
         begun: Whether steps were taken, so that weights may differ if replicas round differently.
         close: Whether this replica already knows that replicas round differently.
         again: Whether a comparison found that replicas round differently, so that each operation
@@ -366,10 +368,10 @@ def compare_rounding_singly(
     all replicas then round alike, separate rounding stays on. Collective.
 
     Args:
-        found: How replicas round differently without this mode.
+        found: How replicas round differently without separate rounding.
         compare: Compares the replicas; see `compare_replicas`.
 
-    Returns: how they still round differently; empty if they are equal.
+    Returns: how replicas still round differently; empty if they round alike.
     """
     rounded_singly = base.rounds_singly
     base.round_singly()
@@ -381,13 +383,13 @@ def compare_rounding_singly(
 
 
 _PLAIN = " (not in this optimizer)"
-"""What follows the name of a weight that requires a gradient, but that this optimizer does not
-train. Replicas may differ in such weights, because another optimizer may train them.
+"""Suffix of the name of a weight that requires a gradient, but that this optimizer does not train.
+Replicas may differ in such weights, because another optimizer may train them.
 """
 _FROZEN = " (frozen weights)"
 _SHARD = " (shard)"
 _SHARDS = _SHARD + _FROZEN, _SHARD + _PLAIN
-"""Endings of the names of weights of which each rank of a node has another shard."""
+"""Endings of the names of weights that are sharded over the ranks of a node."""
 
 
 @dataclass
@@ -440,9 +442,8 @@ class _FirstComparison:
             raise refused[0]
 
     def _describe(self, replicator: Replicator) -> dict[str, str]:
-        """Returns all settings, self-test results and weights of `replicator` that must be equal on
-        all replicas. Each key is the name that an error message shows.
-        """
+        """Returns the settings, self-test results and weights of `replicator` that must be equal on
+        all replicas; see `_description`."""
         scheme = replicator.scheme
         description = _description(replicator, self.settings, self.joining)
         description |= options_of(self.optimizer, replicator.parameters)
@@ -462,8 +463,8 @@ class _FirstComparison:
         return description
 
     def _describe_others(self, replicator: Replicator) -> dict[str, str]:
-        """Returns the checksums of the weights that this optimizer does not train. Their keys show
-        which of these weights are cut over the ranks of a node.
+        """Returns the checksums of the weights that this optimizer does not train. The keys show
+        which of these weights are sharded over the ranks of a node.
         """
         sums = self._checksums(replicator.part_of(self.others or {}))
         keys = {}
@@ -488,7 +489,7 @@ class _FirstComparison:
         return {name: str(one) for name, one in zip(weights, sums.tolist(), strict=True)}
 
     def take_others(self) -> list[str]:
-        """Removes the weights of `_PLAIN` from the allowed differences, and returns their names."""
+        """Removes the weights marked `_PLAIN` from the allowed differences; returns their names."""
         odd = [key for key in self.found if key.endswith(_PLAIN)]
         for key in odd:
             del self.found[key]
@@ -505,7 +506,8 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # Checks on a device stop a run one step later than checks on a host, so all must check alike.
+    # Checks on a device stop a run one step later than checks on a host. So all replicas must use
+    # the same kind of checks.
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
     # the count of buckets under `overlap` depends on which gradients arrive at the end of backward

@@ -17,8 +17,7 @@ from detonation.core.flat.tensors import bare_name
 
 _UNIT = "_detonation_shown"
 _Place = tuple[dict[str, nn.Parameter | None], str]
-"""The place of a parameter in a module: the module's dictionary of parameters, and the name in it.
-"""
+"""The place of a parameter: its module's dictionary of parameters, and its name there."""
 
 
 class ShownUnit:
@@ -30,7 +29,7 @@ class ShownUnit:
     same copies.
 
     Args:
-        module: The unit; gets this as an attribute, and a hook before its forward pass.
+        module: The unit. It gets this object as an attribute, and a hook before its forward pass.
     """
 
     place: _Place = {}, ""
@@ -130,7 +129,7 @@ def shown_units(model: nn.Module) -> list[ShownUnit]:
 
 def reshard(model: nn.Module) -> None:
     """Makes the modules of `model` hold their FSDP2 shards instead of gathered copies. Code that
-    reads or writes weights by name, or writes to shards, must call it first.
+    reads or writes weights by name, or writes to shards, must call this function first.
 
     A later backward pass gathers the copies again. On an unsharded model this function does
     nothing.

@@ -171,8 +171,8 @@ def complete(
 def needs_all(levels: Sequence[Level], step: int) -> bool:
     """True if open rounds must be completed before `step`, because a replica joins or leaves. A
     round must average all replicas that moved in it, and a joining replica would not receive
-    messages that are already in flight. A joining replica also receives, with this completion, what
-    the training loop has written since the last step.
+    messages that are already in flight. The completion also sends to a joining replica what the
+    training loop has written since the last step.
     """
     leaves = any(axis.leaving(step) for axis in _axes_with_joins(levels))
     return expects(levels, step) or (leaves and opens_rounds(levels))
@@ -184,7 +184,7 @@ def expects(levels: Sequence[Level], step: int) -> bool:
 
 
 def completion(levels: Sequence[Level], step: int) -> str:
-    """Returns the name by which observers know a completion of rounds before `step`."""
+    """Returns the name that observers get for a completion of rounds before `step`."""
     if expects(levels, step):
         return "join"
     return "synchronize"
@@ -212,8 +212,8 @@ def opens_rounds(levels: Sequence[Level]) -> bool:
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
-    """Sends the unsent values (memories) of the replicas `leaving`, of all levels, to the first
-    remaining replica. Collective.
+    """Sends the unsent values (memories) that the replicas `leaving` have on all levels to the
+    first remaining replica. Collective.
 
     The sum of all memories, divided by the number of replicas, does not change, so no gradient is
     lost.
@@ -233,8 +233,8 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
 
 
 def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) -> None:
-    """Sends the unsent values (memories) of the replicas `leaving`, of one channel, along `link` to
-    the first remaining replica. Collective.
+    """Sends the unsent values (memories) that the replicas `leaving` have in one channel to the
+    first remaining replica, along `link`. Collective.
     """
     memory = channel.memory
     assert memory is not None
@@ -258,7 +258,7 @@ def renumber(
     levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int
 ) -> bool:
     """Gives the remaining replicas the numbers 0, 1, ... in links and fault counts. All replicas
-    call it before the same `step`.
+    call this function before the same `step`.
 
     Messages in flight are first received under the old numbers. Afterwards the caller must rebuild
     the replicators, because owners of rows, message layouts and means depend on the number of
@@ -325,7 +325,6 @@ def hand_over_by_name(
 def _hand_over_level(
     before: Sequence[Replicator], after: Sequence[Replicator], joining: Collection[str]
 ) -> None:
-    """Does the work of `hand_over_by_name` for the replicators of one level."""
     of_links: dict[Link, list[dict[str, Tensor]]] = {each.link: [] for each in after}
     for each in before:
         if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
@@ -364,8 +363,8 @@ def _require_room(old: Replicator, new: Replicator) -> None:
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
     if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
         raise ValueError(
-            f"{new.scheme.name} cannot continue with these settings, which have no place for"
-            " its unsent values: keep delay, and all settings that decide which values it stores"
+            f"{new.scheme.name} cannot continue with these settings, which cannot store its unsent"
+            " values: keep delay, and all settings that decide which values the scheme stores"
             " between steps"
         )
 

@@ -52,25 +52,25 @@ def replicate(
         axis: The axis between the replicas, such as mesh["replicate"].
         scheme: How the replicas communicate, such as `demo()`; a name such as "demo" uses the
             scheme's defaults.
-        levels: Instead of axis and scheme, pairs of them from the innermost tier of the network to
-            the outermost; the output of one level is the signal of the next. Levels that
-            exchange gradients come before levels that exchange parameters.
-        intra_node: The axis inside the node, such as mesh["shard"], if each of its ranks holds
-            parameters whole (unsharded, or replicated DTensors) whose gradients are equal inside
-            the node (by DDP, or as DTensors). Each rank then sends a part of their messages, which
+        levels: Pairs of an axis and a scheme, in place of `axis` and `scheme`, from the innermost
+            tier of the network to the outermost. The output of one level is the signal of the next
+            level. Levels that exchange gradients come before levels that exchange parameters.
+        intra_node: The axis inside the node, such as mesh["shard"]. Pass it if the ranks of a node
+            hold whole parameters (unsharded, or replicated DTensors) with equal gradients (by DDP,
+            or as DTensors). Each rank then sends a part of their messages, so that the messages
             cross `axis` once per node.
-        clip: The largest global norm of the gradients that `optimizer` steps on, above 0; None does
-            not clip. It clips after the exchange, like hybrid sharding: the agreed update if the
-            scheme exchanges gradients, each replica's gradient if it exchanges parameters.
-            torch's `clip_grad_norm_` before `step()` clips the gradient of each replica before the
-            exchange.
+        clip: The largest global norm of the gradients that `optimizer` steps on, above 0; None for
+            no clipping. Gradients are clipped after the exchange, like in hybrid sharding: the
+            agreed update if the scheme exchanges gradients, or each replica's gradient if the
+            scheme exchanges parameters. torch's `clip_grad_norm_` before `step()` clips the
+            gradient of each replica before the exchange.
         balance: Under a scheme that exchanges parameters, lets slow replicas run fewer local steps
-            per round, so that all end it together; see `Replicated.idle`. Replicas measure their
-            local steps, agree on the counts at the end of each round, and weight their movements by
-            these counts.
+            per round, so that all replicas end the round together; see `Replicated.idle`. Replicas
+            measure their local steps, agree on the counts at the end of each round, and weight
+            their movements by these counts.
         seed: Seed of the random selections, equal on all replicas.
-        kernels: Use compiled kernels if they can be built (g++). They round differently, so use
-            them on all replicas or none.
+        kernels: Use compiled kernels if they can be built (g++). Kernels round differently from
+            torch, so use them on all replicas or on none.
         safety: The reaction to nonfinite gradients, and to replicas that are out of sync.
 
     Returns:
@@ -79,9 +79,9 @@ def replicate(
     Raises:
         TypeError: An argument has another type, for example the name of an axis instead of the
             axis.
-        ValueError: The levels contradict each other, or the optimizer cannot be replicated; at the
-            first step, if replicas share a sharded parameter, or if ranks of a replica hold a whole
-            parameter and `intra_node` is not given.
+        ValueError: The levels contradict each other, or the optimizer cannot be replicated. Also
+            raised at the first step, if replicas share a sharded parameter, or if ranks of a
+            replica hold a whole parameter and `intra_node` is not given.
         Mismatch: At the first step, if replicas differ in a setting or a weight.
         LargerThanDense: At the first step, if the scheme would send more than full synchronisation.
 
@@ -128,7 +128,6 @@ def _given_levels(
     scheme: Scheme | str | None,
     levels: Sequence[tuple[Axis, Scheme | str]] | None,
 ) -> Sequence[tuple[Axis, Scheme | str]]:
-    """Returns the `levels` that the caller passed, or one level made of `axis` and `scheme`."""
     if levels is None:
         if axis is None or scheme is None:
             raise ValueError(
@@ -154,7 +153,7 @@ def check_order(schemes: Sequence[Scheme]) -> None:
     for scheme in [scheme for scheme in schemes if isinstance(scheme, ParameterScheme)][:-1]:
         if not scheme.averages:
             raise ValueError(
-                f"{scheme.name} is a level of rounds inside another level, and its anchor would"
-                " undo the updates of the outer level: use as inner level a scheme that averages"
-                " at once and in fp32, such as local_sgd()"
+                f"{scheme.name} is an inner level of rounds, and its anchor would undo the updates"
+                " of the outer level: for the inner level, use a scheme that averages at once and"
+                " in fp32, such as local_sgd()"
             )

@@ -42,11 +42,11 @@ _OVERLAPPING = attrgetter("overlapping")
 class Replicated(OptimizerWrapper):
     """A torch optimizer whose step exchanges gradients or parameters between replicas.
 
-    `replicate` creates it. It shares `param_groups` and `state` with the base optimizer. Parameters
-    may be frozen, unfrozen or added (`add_param_group`), if all ranks do so between the same two
-    steps. The next step completes open rounds and makes the change. An added parameter starts with
-    an empty memory of unsent values; a removed parameter loses its memory. `step_count` is the
-    number of steps so far.
+    `replicate` creates this optimizer. It shares `param_groups` and `state` with the base
+    optimizer. Parameters may be frozen, unfrozen or added (`add_param_group`), if all ranks do so
+    between the same two steps. The next step completes open rounds and makes the change. An added
+    parameter starts with an empty memory of unsent values; a removed parameter loses its memory.
+    `step_count` is the number of steps so far.
 
     Raises:
         ValueError: The parameters are on several devices, or not all in the model.
@@ -73,7 +73,7 @@ class Replicated(OptimizerWrapper):
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.observer: StepObserver | None = None
-        # keeps replicas close to each other; None while they are bitwise equal
+        # a gate that keeps replicas close to each other; None while replicas are bitwise equal
         self.closeness: gates.ClosenessGate | None = None
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
@@ -138,7 +138,7 @@ class Replicated(OptimizerWrapper):
     @_disable_dynamo  # torch.compile runs `step` without compiling it
     @unheard
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs one step of training. All ranks must call it.
+        """Runs one step of training. All ranks must call this method.
 
         The step has five phases: it makes pending changes, exchanges gradients, checks that no rank
         must stop, moves the weights, and exchanges parameters. Returns the value of `closure`, or
@@ -215,8 +215,8 @@ class Replicated(OptimizerWrapper):
     ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
         """Begins a step: builds the levels before the first step, and makes pending changes: lost
         or new replicas, and added or removed parameters. If `overlap` has already sent gradients of
-        this step (`overlapping`), all changes wait for the next step. Returns the consensus, the
-        replicators that act before the weights move, with padding rows last, and all others.
+        this step (`overlapping`), all changes wait for the next step. Returns the consensus; the
+        replicators that act before the weights move, padding rows last; and all other replicators.
         """
         if self.memory_lost:
             states.warn_of_lost_memory(self)
@@ -257,7 +257,7 @@ class Replicated(OptimizerWrapper):
         if halfway is not None and not isinstance(error, DetonationError):
             assert self._consensus is not None
             self._consensus.half_step = (
-                f"step {halfway} of this replica sent its messages and then ended by {error!r}"
+                f"step {halfway} of this replica sent its messages and then failed with {error!r}"
             )
         PROGRESS.explain(error)
 
@@ -268,7 +268,7 @@ class Replicated(OptimizerWrapper):
 
         Use it for the last backward before each step, on all replicas or on none. The weights equal
         the weights of a step without `overlap`, bit for bit unless an all-reduce adds more than two
-        messages. The bytes are the same, apart from rounding and padding of each bucket. Only the
+        messages. As many bytes are sent, apart from rounding and padding of each bucket. Only the
         innermost level sends gradients early, and not in the first step. `OverlapError` is raised
         if a gradient changes before `step()` (by clipping or unscaling), after a second backward,
         or if `step()` is missing. `may_send` is called before the first message. If it returns
@@ -319,7 +319,7 @@ class Replicated(OptimizerWrapper):
             if self.observer:
                 self._trained.show_shards()
                 self.observer.enter(self)
-            # a replica joins before a step: it would miss what the caller does after this call
+            # no replica joins here: it would miss what the caller writes between this call and step
             exactly = self._consensus.runtime.exact_arithmetic
             with exactly(), changes.without_joining(self.levels):
                 self.renumber()
@@ -387,7 +387,7 @@ class Replicated(OptimizerWrapper):
 
     def local_state(self) -> dict[str, Tensor]:
         """The private state of this replica and shard, read-only. Waits for messages in flight, so
-        under a scheme with a delay all replicas call it at the same step."""
+        under a scheme with a delay all replicas must call this method at the same step."""
         self.refuse_overlap()
         return states.local_state_of(self._replicators or [])
 
@@ -478,13 +478,13 @@ class Replicated(OptimizerWrapper):
             replicator.refuse_overlap()
 
     def drop_overlap(self) -> None:
-        """Drops sent gradients that no step used. All ranks call it before loading a state."""
+        """Drops sent gradients that no step used. All ranks call this before loading a state."""
         self._held_back = False
         for replicator in self._replicators or []:
             replicator.drop_overlap()
 
     def _begin_anew(self) -> None:
-        """Makes observers start a new record, which lists the padding rows that now move, too."""
+        """Makes observers start a new record, which also lists the padding rows that now move."""
         self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
@@ -560,7 +560,6 @@ class Replicated(OptimizerWrapper):
         return replicators
 
     def _take(self, by_level: list[list[Replicator]]) -> list[Replicator]:
-        """Uses the replicators `by_level` from now on, and returns them in one list."""
         self._by_level = by_level
         self._replicators = replicators = [each for level in by_level for each in level]
         for each in by_level[0]:
@@ -569,8 +568,8 @@ class Replicated(OptimizerWrapper):
         return replicators
 
     def _compare(self, joining: Collection[str] | None = None, others: bool = False) -> None:
-        """Compares the settings and weights of all replicas, with `others` also those that this
-        optimizer does not train. Collective.
+        """Compares the settings and weights of all replicas. With `others`, also compares weights
+        that this optimizer does not train. Collective.
 
         If replicas round differently, each operation of a step is rounded separately from now on.
         If replicas still round differently, a gate keeps their weights close to each other.

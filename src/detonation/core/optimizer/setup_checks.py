@@ -60,8 +60,8 @@ def check_arguments(optimizer: object, model: object) -> None:
 def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.max_norm is not None:
         raise ValueError(
-            f"the embedding {name} has max_norm={module.max_norm}, which rescales in forward the"
-            " rows that this replica looks up, so replicas would differ: use max_norm=None"
+            f"the embedding {name} has max_norm={module.max_norm}, so forward rescales the rows"
+            " that this replica looks up, and replicas would differ: use max_norm=None"
         )
     if module.sparse and module.weight.requires_grad and isinstance(module.weight, DTensor):
         raise ValueError(
@@ -201,8 +201,8 @@ def warn_of_second_momentum(
         return
     _warned.add(optimizer)
     remedy = (
-        "set it to 0, for Adam by betas=(0.0, 0.95), or take detonation.loco(), which needs no"
-        " such change"
+        "set the optimizer's momentum to 0, for Adam by betas=(0.0, 0.95), or use"
+        " detonation.loco(), which needs no such change"
     )
     if since:
         remedy = (
@@ -221,8 +221,8 @@ def warn_of_second_momentum(
 
 
 def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
-    """Logs a warning on the first rank that replicas round differently, as `found` describes, and
-    says how training continues.
+    """Logs a warning on the first rank: how replicas round differently (`found`), and how training
+    continues.
     """
     if (here.replica, here.shard) == (0, 0):
         _log.warning(_CLOSE if closely else _SINGLY, found)
@@ -246,9 +246,9 @@ def warn_of_no_grads(optimizer: Optimizer, here: Coordinates) -> None:
     graded = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
     if (here.replica, here.shard) == (0, 0) and not graded:
         _log.warning(
-            "no parameter has a gradient in the first step, which moves nothing: call backward()"
-            " before step(), and let a model that FSDP2 shards return tensors, or tuples, dicts or"
-            " dataclasses of them, because FSDP2 finds no tensors in other objects"
+            "no parameter has a gradient in the first step, so the step moves nothing: call"
+            " backward() before step(). A model that FSDP2 shards must return tensors, or tuples,"
+            " dicts or dataclasses of tensors, because FSDP2 finds no tensors in other objects"
         )
 
 
@@ -258,9 +258,9 @@ _CLOSE = (
     ' Safety(equal="bits") to refuse such replicas'
 )
 _SINGLY = (
-    "replicas round differently: %s. Each operation of the optimizer's steps is now rounded by"
-    " itself, which takes longer and keeps the replicas equal to the last bit; pass"
-    ' Safety(equal="close") to let torch take the steps'
+    "replicas round differently: %s. Each operation of the optimizer's steps is now rounded"
+    " separately, which takes longer and keeps the replicas equal to the last bit; pass"
+    ' Safety(equal="close") to use torch\'s own steps'
 )
 _warned: WeakSet[Optimizer | nn.Module] = WeakSet()
 
@@ -308,7 +308,7 @@ def check_layout(
     for axis in axes:
         if axis.ndim > 1:
             names = f"{axis.ndim} dimensions {axis.mesh_dim_names}"
-            raise ValueError(f'the axis has {names}: pass one of them, mesh["replicate"]')
+            raise ValueError(f'the axis has {names}, must have one: pass mesh["replicate"]')
     ranks = {rank for axis in axes for rank in axis.mesh.flatten().tolist()}
     others = ranks - {dist.get_rank()}
     for module in model.modules():
@@ -336,7 +336,7 @@ def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) ->
         _warned.add(model)
         _log.warning(
             "a policy of FSDP2 names no reduce_dtype: inside the node torch adds gradients in"
-            " %s before version 2.15 (%d bytes per parameter), and since then in the dtype of"
+            " %s before version 2.15 (%d bytes per parameter), and from 2.15 on in the dtype of"
             " the parameters (%d bytes): pass reduce_dtype=torch.float32 to MixedPrecisionPolicy",
             ", ".join(map(str, narrow)),
             min(dtype.itemsize for dtype in narrow),
@@ -415,10 +415,10 @@ def _check_averaged(
     ranks = dist.get_process_group_ranks(module.process_group)
     if others & set(ranks):
         raise ValueError(
-            f"DistributedDataParallel averages gradients over ranks {_listed(ranks)}, which are of"
-            " several replicas: pass the plain model, whose gradients the scheme exchanges, or"
-            " call comm_hook(model, scheme) in place of replicate, or give DistributedDataParallel"
-            ' the process group inside the node, and replicate intra_node=mesh["shard"]'
+            f"DistributedDataParallel averages gradients over ranks {_listed(ranks)}, which belong"
+            " to several replicas: pass the plain model, whose gradients the scheme exchanges, or"
+            " call comm_hook(model, scheme) in place of replicate, or pass the process group inside"
+            ' the node to DistributedDataParallel, and intra_node=mesh["shard"] to replicate'
         )
     if intra_node is None and len(ranks) > 1 and dist.get_rank() == 0:
         _log.warning(
@@ -439,8 +439,8 @@ def _warn_alone(axes: Sequence[DeviceMesh], parameters: Mapping[str, Tensor]) ->
         else:
             one = f"{shards} ranks"
         _log.warning(
-            "the axis joins no other replica, so the %d ranks of the world train apart, %s at a"
-            ' time: pass the axis between replicas, mesh["replicate"]',
+            "the axis joins no other replica, so the %d ranks of the world train apart, in groups"
+            ' of %s: pass the axis between replicas, mesh["replicate"]',
             world,
             one,
         )

@@ -39,9 +39,9 @@ class RunPoint:
     before that. The known id may differ between ranks. After `agree`, the drawn id does not.
     joined: the step at which this replica joined a running training; 0 for other replicas, and
     after a load.
-    completed: how often rounds were completed since the last step, as by `synchronize`; None if the
-    loaded state does not say it. With this count, a replay knows which completions after a step a
-    checkpoint includes.
+    completed: how often rounds were completed since the last step, for example by `synchronize`;
+    None if the loaded state does not contain this count. From this count, a replay knows which
+    completions after a step a checkpoint includes.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class RunPoint:
         self._drawn = secrets.token_hex(8)
 
     def load(self, known: str = "", completed: int | None = None) -> None:
-        """Continues at the point of a loaded state, which may say neither id nor count."""
+        """Continues at the point of a loaded state, which may contain neither id nor count."""
         self.known = known
         self.joined = 0
         self.completed = completed
@@ -114,13 +114,13 @@ def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> None:
-    """Loads the private state of this replica and shard. All ranks must call it, each with its own
-    `state`, after the model's weights were loaded.
+    """Loads the private state of this replica and shard. All ranks must call this function, each
+    with its own `state`, after the model's weights were loaded.
 
     Args:
         optimizer: Made by `replicate`, for the same model and scheme.
         state: The result of `replica_state` after the same step as the weights and the state of
-            the base optimizer. This function cannot tell whether all of them are of one step.
+            the base optimizer. This function cannot detect states of different steps.
 
     Shapes: as `replica_state`.
 
@@ -160,7 +160,6 @@ def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[
 
 
 def _require_fit(local: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` unless the tensors `saved` have the same names and shapes as `local`."""
     require_same_keys("the saved state", local, saved)
     for key, tensor in local.items():
         if tensor.shape != saved[key].shape:
@@ -254,7 +253,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     if "replication" in state_dict:
         replicas = state_dict["replication"]
         if coordinates.name not in replicas:
-            odd = f"the saved state is of {', '.join(replicas)}, this rank is {coordinates.name}"
+            odd = f"{', '.join(replicas)} saved the state, but this rank is {coordinates.name}"
             raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
         private = replicas[coordinates.name]
         saved = fitting_state(optimizer, private)  # check the state before replacing anything
@@ -270,9 +269,6 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
 
 
 def _without(mark: str, key: Any) -> Any:
-    """Returns `key` without the prefix `mark` that names the replica. Keys that are not text have
-    no prefix.
-    """
     if isinstance(key, str):
         return key.removeprefix(mark)
     return key
@@ -287,10 +283,10 @@ def warn_of_lost_memory(optimizer: "Replicated") -> None:
     if lost and (optimizer.coordinates.replica, optimizer.coordinates.shard) == (0, 0):
         schemes = ", ".join(scheme.name for _, scheme in optimizer.levels)
         _log.warning(
-            'the optimizer state that was loaded has no part "replication": the unsent values'
-            " of the replicas of %s are lost, and their steps count from %d; save and load with"
+            'the loaded optimizer state has no part "replication": the unsent values of the'
+            " replicas of %s are lost, and steps are counted from %d; save and load with"
             " detonation.save_checkpoint and load_checkpoint, with TrainingState, or with"
-            " replica_state and load_replica_state beside the framework's own",
+            " replica_state and load_replica_state in addition to the framework's functions",
             schemes,
             optimizer.step_count,
         )

@@ -20,12 +20,12 @@ class Stats:
     and which contributions of replicas were omitted.
 
     Args:
-        links: Of each level, from the innermost tier of the network to the outermost.
+        links: Links of each level, from the innermost tier of the network to the outermost.
         consensus: None before the first step.
         step: How many steps were taken.
         grad_norm: The global norm of the gradients of the last step before clipping, `[]` fp32 on
-            their device; None without `clip`, and where the base optimizer takes signs alone.
-            Reading its value waits for the device.
+            their device; None without `clip`, and if the base optimizer uses only signs. Reading
+            the norm waits for the device.
     """
 
     def __init__(
@@ -90,9 +90,7 @@ class Stats:
 
     @property
     def skipped_by_parameter(self) -> dict[str, int]:
-        """The number of contributions, of all replicas, that were omitted because a gradient was
-        not finite, by the name of the gradient's parameter.
-        """
+        """The number `skipped` for each parameter, by the parameter's name."""
         return dict(sum((counts.by_parameter for counts in self._counts), Counter()))
 
     @property

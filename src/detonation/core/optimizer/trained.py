@@ -76,7 +76,7 @@ class TrainedParameters:
         meta device.
 
         Frozen parameters of another replicated optimizer are left out, too, because they may be
-        frozen only for a time, as by Lightning's `toggle_optimizer`.
+        frozen only for a time, for example by Lightning's `toggle_optimizer`.
         """
         found = {name: p for name, p in self._not_here().items() if not p.requires_grad}
         ids = {id(p) for p in found.values()}
@@ -158,7 +158,6 @@ class TrainedParameters:
         self._forget_frozen_gradients()
 
     def _note_owners(self) -> None:
-        """Records which modules hold the parameters of the optimizer, whether frozen or trained."""
         mine = {id(p) for p in self.everyone}
         found = [
             (module._parameters, name, f"{prefix}.{name}", id(p))
@@ -175,7 +174,7 @@ class TrainedParameters:
         """Makes the model hold FSDP2 shards again, if a forward pass without a backward pass left
         gathered copies.
 
-        Every step calls it. Returns True if the parameters that require a gradient are no longer
+        Every step calls this. Returns True if the parameters that require a gradient are no longer
         the parameters of the message layouts.
         """
         for unit in self._units:
@@ -209,7 +208,7 @@ class TrainedParameters:
         for name, number in zip(self._full_names, self._owned, strict=True):
             if number not in held:
                 raise ValueError(
-                    f"{name} of the model is another parameter than the optimizer has, as after"
+                    f"{name} of the model is not the parameter that the optimizer has, as after"
                     " load_state_dict(assign=True): load without assign, or make the optimizer"
                     " again"
                 )
@@ -236,15 +235,15 @@ def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:
     and a remedy.
     """
     if any(p.device.type == "meta" for p in odd):
-        return "they are on the meta device: make the optimizer after to_empty"
+        return "these parameters are on the meta device: make the optimizer after to_empty"
     if any(isinstance(p, DTensor) for p in model.parameters()) and not any(
         isinstance(p, DTensor) for p in odd
     ):
         return (
-            "the model is sharded and they are not: make the optimizer after detonation.shard or"
-            " fully_shard (in Lightning, in configure_optimizers)"
+            "the model is sharded, but these parameters are not: make the optimizer after"
+            " detonation.shard or fully_shard (in Lightning, in configure_optimizers)"
         )
     return (
-        "pass replicate the model whose parameters the optimizer has, as they are after"
-        " sharding, loading and moving"
+        "make the optimizer from the parameters of the model that is passed to replicate, after"
+        " sharding, loading and moving the model"
     )

@@ -19,7 +19,7 @@ class Replicator(ABC):
     optimizer, or parameters after it.
 
     Args:
-        parameters: By name, in the order of the channel's layout.
+        parameters: Parameters by name, in the order of the channel's layout.
     """
 
     acts_before = True
@@ -103,8 +103,8 @@ class Replicator(ABC):
         return
 
     def drop_overlap(self) -> None:
-        """Drops the gradients that `overlap` has sent and that no step has used. All ranks call it
-        before they load a state.
+        """Drops the gradients that `overlap` has sent and that no step has used. All ranks call
+        this method before they load a state.
         """
         return
 

@@ -56,9 +56,9 @@ class Transfer:
         pipeline: The pipeline of the bucket that the message contains, or of all rows.
         own: For schemes that need it, the update of each bucket that would result if all replicas
             had sent this message.
-        verdict: Whether the signals of a message in one collective are finite.
+        verdict: Whether the signals are finite, for a message that one collective sends.
         unreleased: Selected coefficients that are not yet subtracted from the memory of unsent
-            values, each with its values as receivers decode them, if those differ.
+            values, each with its values as receivers decode them, if the decoded values differ.
     """
 
     pipeline: BucketPipeline
@@ -132,7 +132,7 @@ class Update:
             weights: The local part of each parameter; needed with `signs` only.
         """
         received = self.received
-        # Hooks around a step may read `p.grad`. With hooks the update must be written there.
+        # Hooks around a step may read `p.grad`. With hooks, the update must be written to `p.grad`.
         may_move = signs is not None and not (
             signs._optimizer_step_pre_hooks
             or len(signs._optimizer_step_post_hooks) > 1  # one hook after steps is this library's
@@ -256,10 +256,10 @@ class Channel:
 
         Args:
             pipeline: The pipeline of a bucket that is a message of its own; `signals` are its
-                pieces. Either all buckets of a step are sent like this, in one order on all
-                replicas, or none.
+                pieces. Either all buckets of a step are separate messages, in the same order on
+                all replicas, or none is.
             lost: True to count this replica as one without gradients, whatever the signals are.
-                The step is undone if all replicas are counted so.
+                The step is undone if all replicas count as replicas without gradients.
 
         Shapes: one local shape per parameter, or one per piece of the bucket.
         """
@@ -275,7 +275,8 @@ class Channel:
         transfer.verdict = whole.engine.found_later or whole.engine.inspect(signals, self.runtime)
         bad = transfer.verdict.bad
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # all rows at once: CPU engines cut them into blocks, and kernels need no temporary tensors
+        # True to encode all rows in one call: CPU engines cut them into blocks themselves, and
+        # kernels need no temporary tensors
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)
@@ -343,8 +344,8 @@ class Channel:
         return [transfer]
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Waits for the messages of all replicas at a step in which this rank announced a change of
-        its trained parameters, and does not use these messages."""
+        """Receives the messages of all replicas without using them, at a step in which this rank
+        announced a change of its trained parameters."""
         kept = {name: tensor.clone() for name, tensor in self.exchange.state().items()}
         for transfer in transfers:
             transfer.forward()
@@ -361,8 +362,8 @@ class Channel:
             self._send_zeros(transfer, [[each] for each in pipelines], 0)
 
     def abandon(self, transfer: Transfer) -> None:
-        """Waits for the messages of all replicas at a step that no replica completes, and does not
-        use these messages. Observers do not receive them.
+        """Receives the messages of all replicas without using them, at a step that no replica
+        completes. Observers do not receive these messages.
         """
         observer = self.link.observer
         self.link.observe(None)
@@ -505,7 +506,6 @@ class Channel:
         )
 
     def _pipeline(self, bucket: Bucket, number: int) -> BucketPipeline:
-        """Creates the pipeline of bucket number `number`, with a separate engine."""
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
         exchange = self.exchange
         if self.memory:

@@ -27,8 +27,8 @@ class GradientReplicator(Replicator):
 
     Args:
         last: Whether no later level exchanges gradients. SignSGD then reads the update directly
-            from the messages if it can, and gradients remain this replica's own: storing the update
-            and reading it costs more than decoding.
+            from the messages if it can, because storing the update and reading it costs more than
+            decoding. The gradients then remain this replica's own.
     """
 
     def __init__(

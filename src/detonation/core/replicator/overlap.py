@@ -81,7 +81,7 @@ class Overlap:
     as zero.
 
     Args:
-        stream: On which an accelerator encodes and sends; None on a CPU.
+        stream: Stream on which an accelerator encodes and sends; None on a CPU.
         may_send: See `Replicated.overlap`.
     """
 
@@ -109,7 +109,7 @@ class Overlap:
         # version of each gradient when its first piece was sent; see `GradientStamp`
         self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
-        # names of the sent gradients that are views of a storage, by the storage's data pointer
+        # by a storage's data pointer: the names of the sent gradients that are views of the storage
         self._views: dict[int, list[str]] = {}
         if stream:
             stream.wait_for_current()
@@ -137,8 +137,8 @@ class Overlap:
     def finish(self) -> tuple[Transfer, runtime.Readback | None]:
         """Sends all buckets that are not sent yet, and checks that sent gradients have not changed.
 
-        Raises `OverlapError` if gradients changed. On an accelerator a part of this check runs on
-        the device. Its result is returned, and the caller later passes it to `refuse_unequal`.
+        Raises `OverlapError` if gradients changed. On an accelerator, a part of this check runs on
+        the device. The result is returned, and the caller later passes it to `refuse_unequal`.
         """
         now = gradient_stamps({name: self._parameters[name] for name in self._stamps})
         for name, seen in self._stamps.items():
@@ -164,7 +164,7 @@ class Overlap:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Ends the exchange without using any gradient. All ranks call it.
+        """Ends the exchange without using any gradient. All ranks call this method.
 
         Ranks may have sent different numbers of buckets. So each rank first sends zeros in place of
         its remaining buckets, and then waits for all messages. If `may_send` returned False, no

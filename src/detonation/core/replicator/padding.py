@@ -37,7 +37,8 @@ class PaddingRows:
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))
-        # two flags per padding row: its parameter had a gradient; the row had a nonzero gradient
+        # two flags per padding row: whether its parameter had a gradient, and whether the row
+        # itself had a nonzero gradient
         self._seen = {
             link: torch.zeros(
                 len(rows), 2, dtype=torch.int64, device=rows[0][0].channel.runtime.device
@@ -56,7 +57,7 @@ class PaddingRows:
                 (gradient,) = local_gradients({name: parameter})
                 if gradient is not None:
                     seen[0] = 1
-                    if row is not None:  # None: `agree` has released the row, so that it may move
+                    if row is not None:  # `row` is None if `agree` has released the padding row
                         seen[1] |= gradient[row].any()
 
     def before(self, step: int) -> None:

@@ -21,9 +21,9 @@ from detonation.core.round import Round
 from detonation.core.schemes import ParameterScheme
 
 Unsent = Tensor | tuple[Update, float] | None
-"""The part of a bucket's movement that was not sent, if the parameters keep it. It is a tensor, or
-the sent message and the weight of the movement: from these two the unsent part can be computed
-until the parameters change.
+"""The part of a bucket's movement that was not sent, if the parameters keep this part: a tensor, or
+the sent message and the weight of the movement. From message and weight, the unsent part can be
+computed until the parameters change.
 """
 Part = tuple[BucketPipeline, Unsent]
 """A bucket of a message in flight, and the part of the bucket's movement that was not sent."""
@@ -153,8 +153,8 @@ class ParameterReplicator(Replicator):
         return self.channel.local_state(flats, others)
 
     def _agreed(self) -> dict[str, Tensor]:
-        """Returns the tensors that are equal on all replicas, the anchor and the momentum of the
-        outer SGD, by the suffix that `replicated` adds to the parameter names.
+        """Returns the tensors that are equal on all replicas: the anchor and the momentum of the
+        outer SGD. The keys are the suffixes that `replicated` adds to parameter names.
         """
         return {"": self._anchor.flat} | {
             f" ({kind})": flat for kind, flat in self._anchor.state().items()
@@ -163,8 +163,8 @@ class ParameterReplicator(Replicator):
     def _exchange(self, step: int, delay: int) -> None:
         """Sends the movement of this replica in the current round, bucket by bucket.
 
-        Without a delay, and if each bucket is a separate message, the update of a bucket is applied
-        while the next bucket is in flight. So at most two buckets are in memory.
+        If there is no delay and each bucket is a separate message, the update of a bucket is
+        applied while the next bucket is in flight. So at most two buckets are in memory.
         """
         self._arrived = None
         self._steps_left.fill_(delay)
@@ -248,7 +248,7 @@ class ParameterReplicator(Replicator):
         return own.flat()
 
     def _land(self) -> None:
-        """Applies the update in flight: waits for it, moves the anchor by it, and then moves the
+        """Waits for the update in flight, moves the anchor by this update, and then moves the
         parameters."""
         found, weights = self._weights()
         if self._arrived is not None:

@@ -39,11 +39,11 @@ def cut_into_buckets(
     in tiles has one bucket, because a multiple of `unit` would end inside a line of tiles.
 
     Args:
-        layout: Of the whole flat.
-        unit: Rows after which a message may be cut.
+        layout: Layout of the whole flat.
+        unit: A message may be cut after multiples of this number of rows.
         few: See `block_rows`.
         late: Names of the parameters whose gradients arrive only at the end of backward. Their rows
-            get buckets of their own, so that no other rows wait for them.
+            get separate buckets, so that no other rows wait for these gradients.
     """
     smallest = max(1, SMALLEST // (4 * layout.chunk * unit)) * unit
     rows = max(smallest, -(-block_rows(scheme, layout.rows, few) // unit) * unit)
@@ -76,7 +76,7 @@ def _cut(
     """Cuts the layout into buckets of about `rows` rows. A bucket contains either rows of the
     `early` runs, or late rows whose gradients arrive last.
 
-    An early run of less than half a bucket counts as late. A bucket of its own would save little
+    An early run of less than half a bucket counts as late. A separate bucket would save little
     waiting time, and would need one more collective.
     """
     runs: list[tuple[int, int, bool]] = []

@@ -43,13 +43,13 @@ def momentum(
     Args:
         basis: The transform of each row before the selection.
         selection: The coefficients of each row that are sent.
-        decay: Of the momentum, from 0 to 1; the longer the run, the closer to 1.
-        alpha: The share of the sent coefficients that leaves the momentum, from 0 to 1.
+        decay: Decay of the momentum, from 0 to 1; closer to 1 for longer runs.
+        alpha: The share of the sent coefficients that is subtracted from the momentum, from 0 to 1.
         precision: One of `PRECISIONS`.
         error_feedback: Whether the rounding error of the precision stays in the momentum.
         aggregate: One of `AGGREGATIONS`.
-        link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among
-            those without a loss of quality.
+        link: "all-reduce", "all-gather", "owner", or "auto", which chooses the one with the fewest
+            bytes among those that hardly raise the loss.
 
     Raises:
         ValueError: A value is out of range.
@@ -73,8 +73,8 @@ def full(precision: str = "fp32") -> GradientScheme:
     does.
 
     Args:
-        precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign"; below fp32 gradients are
-            rounded to it.
+        precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign". Gradients are rounded to
+            this precision.
 
     Raises:
         ValueError: The precision does not exist.
@@ -90,17 +90,17 @@ def full(precision: str = "fp32") -> GradientScheme:
 
 @register
 def loco(precision: str = "4bit", decay: float = 1.0, link: LinkKind = "auto") -> GradientScheme:
-    """`full` in few bits with error feedback: sends every coordinate at every step, and adds
-    rounding errors to the next step.
+    """`full` with few bits per coordinate and error feedback: sends every coordinate at every step,
+    and adds rounding errors to the gradients of the next step.
 
-    It suits optimizers that need dense gradients, such as AdamW and Muon. Rounding errors cancel
-    over time: with decay 1 the updates of many steps add up to the sum of the gradients. The paper
+    Use it for optimizers that need dense gradients, such as AdamW and Muon. Rounding errors cancel
+    over time: with decay 1, the updates of many steps add up to the sum of the gradients. The paper
     averages the error over steps and stores it in 8 bits; this scheme stores the exact error in
     fp32.
 
     Args:
         precision: One of "bf16", "int8", "4bit", "2bit", "sign".
-        decay: Of the rounding error, from 0 (lost) to 1.
+        decay: The share of the rounding error that is kept, from 0 to 1.
         link: As in `demo`.
 
     Raises:
@@ -153,18 +153,18 @@ def demo(
         tiles: Cut matrices into tiles of chunk x chunk, transformed along both sides, as the paper
             does. A parameter that fills no tile (a bias, a norm) is cut into rows as long as a
             tile.
-        decay: Of the momentum, from 0 to 1; the longer the run, the closer to 1.
-        alpha: The share of the sent coefficients that leaves the momentum, from 0 to 1; 1 in DeMo
-            v1, 0.2 is best in v2.
+        decay: Decay of the momentum, from 0 to 1; closer to 1 for longer runs.
+        alpha: The share of the sent coefficients that is subtracted from the momentum, from 0 to 1;
+            1 in DeMo v1, 0.2 is best in v2.
         precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign" (DisTrO's single bit).
         error_feedback: Whether the rounding error of the precision stays in the momentum. False
-            removes the whole coefficient, as DisTrO does; take it with "sign", whose errors are as
-            large as its values.
+            removes the whole coefficient, as DisTrO does. Use False with "sign", whose errors are
+            as large as its values.
         aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that
             sent a coefficient as in the authors' package, "majority_vote", "clipped_mean" or
             "rescaled_mean".
-        link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the
-            one with fewer bytes, from 8 replicas on.
+        link: "all-gather", "owner" (the bytes do not grow with the number of replicas), or "auto",
+            which chooses the one with fewer bytes from 8 replicas on.
 
     Raises:
         ValueError: A value is out of range.
@@ -237,8 +237,8 @@ def random(
     without indices.
 
     Args:
-        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one
-            over a whole number. Every coordinate is sent once in a cycle of ceil(1 / rate) steps.
+        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to 1
+            divided by an integer. Every coordinate is sent once in a cycle of ceil(1 / rate) steps.
         decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.
 
     Raises:
@@ -263,20 +263,20 @@ def random_sign(
     cycle: bool = False,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """`random` in one bit per value with majority vote: each value of the update has the sign of
+    """`random` with one bit per value and a majority vote: each value of the update has the sign of
     the majority.
 
     A message holds no indices, and one mean magnitude per 1,024 signs. So it needs about 1 / 32 of
     the bytes of `random` in fp32.
 
     Args:
-        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one
-            over a whole number.
+        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to 1
+            divided by an integer.
         decay, alpha, error_feedback, link: As in `demo`.
         cycle: Whether every coordinate is sent once in ceil(1 / rate) steps, as in `random`.
-            Without a cycle each step draws a subset on its own. The loss is lower then
-            (docs/findings.md), but a coordinate may wait long, and one that gets no gradient walks
-            at random by single steps if the number of replicas is odd.
+            Without a cycle, each step draws an independent subset. The loss is then lower
+            (docs/findings.md), but a coordinate may wait long. With an odd number of replicas, a
+            coordinate that gets no gradient makes a random walk of single steps.
 
     Raises:
         ValueError: A value is out of range.

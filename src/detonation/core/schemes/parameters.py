@@ -37,17 +37,17 @@ def outer_sgd(
 
     Args:
         every: Local steps per round, at least 1.
-        outer_lr: Of the outer SGD, above 0.
-        outer_momentum: Of the outer SGD, from 0 to below 1.
-        nesterov: Whether that momentum is Nesterov's.
+        outer_lr: Learning rate of the outer SGD, above 0.
+        outer_momentum: Momentum of the outer SGD, from 0 to below 1.
+        nesterov: Whether the outer momentum is Nesterov's.
         precision: One of `PRECISIONS`.
-        basis: The transform of each row before the selection; none when left out.
-        selection: The coefficients of each row that are sent; all of them when left out.
-        decay: Of the memory of the unsent part, from 0 to 1; without it the unsent part is lost.
+        basis: The transform of each row before the selection; by default no transform.
+        selection: The coefficients of each row that are sent; by default all coefficients.
+        decay: Decay of the memory of the unsent part, from 0 to 1. None: the unsent part is lost.
         aggregate: One of `AGGREGATIONS`.
-        delay: Steps that a message may be in flight, from 0 to below every.
-        link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among
-            those without a loss of quality.
+        delay: Number of steps for which a message may be in flight, from 0 to below every.
+        link: "all-reduce", "all-gather", "owner", or "auto", which chooses the one with the fewest
+            bytes among those that hardly raise the loss.
 
     Raises:
         ValueError: A value is out of range.
@@ -87,11 +87,11 @@ def diloco(
 
     Args:
         every: Local steps per round, at least 1.
-        outer_lr: Of the outer SGD, above 0.
-        outer_momentum: Of the outer SGD, from 0 to below 1. The paper has 0.9, for hundreds of
-            rounds of 500 steps; over a hundred rounds of ten steps that was far worse
+        outer_lr: Learning rate of the outer SGD, above 0.
+        outer_momentum: Momentum of the outer SGD, from 0 to below 1. The paper uses 0.9 for
+            hundreds of rounds of 500 steps. Over a hundred rounds of ten steps, 0.9 was far worse
             (docs/findings.md).
-        nesterov: Whether that momentum is Nesterov's.
+        nesterov: Whether the outer momentum is Nesterov's.
         precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign".
 
     Raises:
@@ -121,19 +121,20 @@ def streaming_diloco(
     """`diloco` in fragments that are sent at different steps, so that the network load is even.
 
     Fragments are as equal in size as the size of a `unit` allows. Fragment f (from 1) moves to its
-    anchor after f * every / fragments steps and then after every `every` steps, but keeps the share
-    `keep` of its own movement. The message of a fragment is sent `delay` steps earlier, as in
-    torchft. Anchors are bitwise equal on all replicas; parameters are equal only after
-    `synchronize()`.
+    anchor after f * every / fragments steps, and then again after each further `every` steps. But
+    it keeps the share `keep` of its own movement. The message of a fragment is sent `delay` steps
+    earlier, as in torchft. Anchors are bitwise equal on all replicas; parameters are equal only
+    after `synchronize()`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
-        fragments: From 1 to every.
-        delay: Steps, from 0 to below every.
-        keep: From 0 to 1. With the paper's 0.5, replicas drift apart in long rounds. With 1, they
-            drift apart until `synchronize()`.
+        fragments: Number of fragments, from 1 to every.
+        delay: Steps between sending and applying a message, from 0 to below every.
+        keep: The share of its own movement that a fragment keeps, from 0 to 1. With the paper's
+            0.5, replicas drift apart in long rounds. With 1, they drift apart until
+            `synchronize()`.
         unit: "parameter", or "block" to keep the parameters of a numbered layer (layers.3) in one
-            fragment, as the paper does; layers of equal size take turns.
+            fragment, as the paper does. Layers of equal size go to the fragments in turn.
         link: As in `demo`.
 
     Raises:
@@ -187,7 +188,7 @@ def muloco(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` for the inner optimizer Muon, with messages of few bits and error feedback.
+    """`diloco` for the inner optimizer Muon, with few bits per value and error feedback.
 
     Orthogonalised steps have the same norm on all replicas, so their sum tolerates few bits and
     needs less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
@@ -198,8 +199,7 @@ def muloco(
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
-        decay: Of the rounding error of the precision, which is sent in the next round; from 0
-            (lost) to 1.
+        decay: The share of the rounding error that is sent in the next round, from 0 to 1.
         aggregate, link: As in `demo`.
 
     Raises:
@@ -237,12 +237,12 @@ def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
     holds the last agreed value of each coordinate, bitwise equal on all replicas. `synchronize()`
     averages every coordinate once, in one whole cycle of messages, and so makes all replicas equal.
     The paper draws and broadcasts a random mask; here every replica computes the same mask, and
-    each coordinate is sent once in 1 / rate steps. As the level before `diloco` on the same axis,
-    `sparta` keeps replicas close to each other in long rounds.
+    each coordinate is sent once in 1 / rate steps. If `sparta` is the level before `diloco` on the
+    same axis, it keeps replicas close to each other in long rounds.
 
     Args:
         rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to
-            one over a whole number.
+            1 divided by an integer.
         precision: As in `diloco`.
 
     Raises:
@@ -270,8 +270,8 @@ def sparseloco(
     aggregate: str = "clipped_mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` that sends only the largest coordinates of the movement in two bits each, and keeps
-    the unsent rest for later rounds.
+    """`diloco` that sends only the largest coordinates of the movement, with two bits each, and
+    keeps the unsent rest for later rounds.
 
     It selects the top-k of each chunk without a transform, uses error feedback instead of an outer
     momentum, and scales down every message whose norm exceeds the median norm. The defaults send
@@ -280,7 +280,7 @@ def sparseloco(
     Args:
         every, outer_lr, precision: As in `diloco`.
         topk, chunk, aggregate, link: As in `demo`.
-        decay: Of the memory of the unsent part, from 0 to 1.
+        decay: Decay of the memory of the unsent part, from 0 to 1.
 
     Raises:
         ValueError: A value is out of range.

@@ -78,10 +78,10 @@ class Scheme:
     Args:
         codec: Turns a signal into a message, and messages into an update.
         feedback: The memory of the unsent part of the signal; None for no memory.
-        aggregation: Makes one update of the messages of all replicas.
+        aggregation: Combines the messages of all replicas to one update.
         round: The steps at which messages are sent, and when their update is applied.
-        link: The collective; "auto" for the one with the fewest bytes among those without a loss of
-            quality.
+        link: The collective; "auto" chooses the one with the fewest bytes among those that hardly
+            raise the loss.
         name: The name in a recipe; `register` sets it.
         arguments: The arguments in a recipe, defaults included; `register` sets them.
 
@@ -137,8 +137,8 @@ class Scheme:
         """Divides `layout` into fragments, and returns the layout of each fragment.
 
         Args:
-            sizes: Coordinates of each parameter over all shards, by name; those of `layout` when
-                left out.
+            sizes: Number of coordinates of each parameter over all shards, by name; by default the
+                sizes in `layout`.
         """
         return [layout]
 
@@ -171,7 +171,7 @@ class Scheme:
             )
         if self.link == "owner" and not self.aggregation.rowwise:
             raise ValueError(
-                "link is 'owner', with which an owner receives only some rows of each message, but"
+                "link is 'owner', so an owner receives only some rows of each message, but"
                 " aggregate='clipped_mean' needs the norm of the whole message: use"
                 " link='all-gather'"
             )
@@ -239,11 +239,11 @@ class ParameterScheme(Scheme):
 
     Args:
         outer: The optimizer that moves the anchor.
-        fragments: Number of parts of the parameters, each with exchanges at its own steps; from 1
+        fragments: Number of parts of the parameters, which are exchanged at different steps; from 1
             to `every`.
         unit: The part of the model that stays in one fragment; see `Layout.fragments`.
-        keep: The share of their own movement that stays when parameters follow the anchor; from 0
-            to 1.
+        keep: The share of their own movement that parameters keep when they follow the anchor; from
+            0 to 1.
         resume_from: Where parameters continue after the anchor has moved. "anchor": at the anchor,
             plus the share `keep` of their own movement. "sent": sent coordinates continue at the
             anchor, and all other coordinates do not change; this needs a round without a delay.
@@ -377,15 +377,15 @@ def register(function: Callable[P, S]) -> Callable[P, S]:
 
 
 def _without_delay(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `given` without delay=0. Raises `ValueError` for another delay of a scheme that had
-    one in earlier builds.
+    """Returns `given` without delay=0. Raises `ValueError` for any other delay, if the scheme
+    `name` had a delay in earlier builds.
     """
     if name not in _HAD_DELAY or "delay" not in given:
         return dict(given)
     if given["delay"] != 0:
         raise ValueError(
             f"{name} has no delay any more, because late updates raise the loss: leave delay out;"
-            " overlap() hides messages behind backward"
+            " overlap() sends messages during backward"
         )
     return {key: value for key, value in given.items() if key != "delay"}
 
@@ -427,11 +427,11 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
 
     Args:
         name: A scheme that is registered or that an installed package adds, or
-            "package.module:function" for a function that returns one.
-        arguments: The function's own arguments; the rest take their defaults.
+            "package.module:function" for a function that returns a scheme.
+        arguments: Arguments of the function; all other arguments have their defaults.
 
     Raises:
-        ValueError: A name or an argument does not exist (the message lists the valid ones), or a
+        ValueError: A name or an argument does not exist (the message lists the valid names), or a
             value is out of range.
 
     Example:

@@ -40,9 +40,9 @@ def collective_for(
     """The collective that sends the messages of `scheme`. With the link "auto", the bytes of each
     collective and its effect on the loss decide.
 
-    It is an all-reduce if an all-reduce can add the messages. Otherwise it is an all-gather or, if
-    owners (each replica aggregates some of the rows) need clearly fewer bytes (`WORTH_A_ROUND`), a
-    two-stage all-reduce through owners. If few replicas each select their own coefficients, the
+    An all-reduce is used if it can add the messages. Otherwise an all-gather is used, or a
+    two-stage all-reduce through owners (each replica aggregates some of the rows) if this needs
+    clearly fewer bytes (`WORTH_A_ROUND`). If few replicas each select their own coefficients, the
     small replies of owners raise the loss. Owners are then used only if an all-gather would send
     more than full synchronisation.
     """

@@ -141,7 +141,6 @@ class TritonGuard(Guard):
         return Arrived(codec, body, rows, shared, aggregation, stage.unit, back)
 
     def _explain(self, step: int, stage: Stage, table: Sequence[Sequence[int]]) -> list[str]:
-        """Returns the faults of the messages of `step`, which are rare; see `explain_faults`."""
         header = Header(self._schema, step, self._place | stage.phase, 0)
         nbytes = sum(stage.codec.lengths[stage.rows])
         expected = Expected(header, nbytes, len(self._names), stage.signals)

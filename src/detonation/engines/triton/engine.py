@@ -95,7 +95,7 @@ class TritonEngine(ReferenceEngine):
     no kernel supports.
 
     Args:
-        of_owner: The owner of the rows; None for rows of a replica.
+        of_owner: The owner whose replies are encoded; None for the messages of a replica.
     """
 
     name = "triton"

@@ -55,8 +55,8 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns the index at which the bit patterns (16 bits each) of each tensor begin, if those of
-    all tensors are concatenated. The key "" holds the count of all bit patterns.
+    """Returns the index at which the bit patterns (16 bits each) of each tensor begin, if the
+    patterns of all tensors are concatenated. The key "" holds the count of all bit patterns.
     """
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
@@ -166,7 +166,8 @@ def _planes(numbers: Tensor) -> list[Tensor]:
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # only runs and a Huffman code: searching repetitions takes 4 times as long and finds none
+    # Z_RLE encodes only runs before the Huffman code. To search for other repetitions would take 4
+    # times as long, and find none.
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8

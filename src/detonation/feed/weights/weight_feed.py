@@ -79,13 +79,14 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
     @torch.no_grad()
     def publish(self, step: int) -> int:
-        """Writes the changes since the last call, after `step` steps; returns the number of bytes
-        that it wrote.
+        """Writes the changes since the last call, after `step` steps of training. Returns the
+        number of written bytes.
 
-        Each rank of a sharded model must call it, because the shards are gathered. If writing
-        fails, for example on a full disk, training continues: this call logs a warning, sets
-        `trouble` and returns 0, and the next call publishes all changes. If `step` is not above the
-        last published step, training returned to an earlier state, and readers get a new base.
+        Each rank of a sharded model must call this method, because the shards are gathered. If
+        writing fails, for example on a full disk, training continues: this call logs a warning,
+        sets `trouble` and returns 0, and the next call publishes all changes. If `step` is not
+        above the last published step, training returned to an earlier state, and readers get a new
+        base.
 
         Raises `ValueError` if `step` is no integer or is negative, or if safetensors lacks the type
         of a tensor, such as complex128.
@@ -175,7 +176,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         file, size = self._write(
             folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about
         )
-        # only after a successful write: after a failure the next difference includes these changes
+        # after a failed write `_held` is unchanged, so the next difference includes these changes
         for name, (changed, moved) in found.items():
             move(self._held[name], changed, moved)
         self.step = step

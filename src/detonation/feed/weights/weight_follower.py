@@ -28,9 +28,9 @@ from detonation.feed.weights.differences import (
 from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, WeightFile, read_content
 
 POLL_S = 0.1
-"""Seconds between two looks for new files in the folder."""
+"""Seconds between two checks for new files in the folder."""
 ABSENT_LINE_S = 3.0
-"""Seconds without a directory before a follower logs that it waits for one."""
+"""Seconds without a directory before a follower logs that it waits for the directory."""
 _log = logging.getLogger("detonation.feed")
 
 
@@ -111,8 +111,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         weights), and `trouble` gives the reason.
 
         Raises:
-            LostFeed: Training ended before `to`, or has passed it and its files are gone.
-            ValueError: The training is of another model.
+            LostFeed: Training ended before step `to`, or has passed it and its files are gone.
+            ValueError: Training has another model.
         """
         deadline = math.inf
         if to is None or wait_s is not None:
@@ -270,7 +270,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def _take_base(
         self, file: WeightFile, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Loads a base (a file with all weights). Raises `ValueError` if it is of another model."""
+        """Loads a base (a file with all weights). Raises `ValueError` for the base of another
+        model.
+        """
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
             raise ValueError(

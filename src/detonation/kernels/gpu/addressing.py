@@ -98,8 +98,8 @@ def rows_of_tile(
 
 @triton.jit
 def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.constexpr):
-    """Loads coordinates of rows as fp32. They begin at offset `begin` in the tensors whose
-    addresses are in `table`. Masked coordinates and absent tensors give 0.
+    """Loads coordinates of rows as fp32. The coordinates begin at offset `begin` in the tensors
+    whose addresses are in `table`. Masked coordinates and absent tensors give 0.
     """
     address = tl.load(table + slot)
     kind = tl.load(table + slots + slot)
@@ -137,7 +137,7 @@ def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS:
 @triton.jit
 def rounded_as(numbers, kind, KINDS: tl.constexpr):
     """Rounds the fp32 `numbers` of each row to the dtype of the row's tensor, because torch rounds
-    after every operation. Returns them in fp32.
+    after every operation. Returns fp32 numbers.
     """
     found = numbers
     if KINDS & 2:
@@ -185,7 +185,7 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Selects the `K` largest magnitudes of each row by their bits. Among equal magnitudes, those
     with the smallest indices are selected.
     """
-    # shapes: size [rows, COLUMNS] int32, negative in padding -> the same, 1 if selected
+    # shapes: size [rows, COLUMNS] int32, negative in padding -> the same shape, 1 if selected
     chosen = tl.zeros_like(size)
     if K <= 8:  # for a small K, selects one maximum after the other
         for _ in range(K):

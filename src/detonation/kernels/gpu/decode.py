@@ -33,8 +33,8 @@ def coefficients_of(
     sent.
 
     Args:
-        values, statistics, indices: Their addresses, for each row.
-        local: The number of each row in its message.
+        values, statistics, indices: Addresses of values, statistics and indices, for each row.
+        local: The index of each row in its message.
         at: For a shared selection, the position of each coefficient among the sent coefficients of
             its row; -1 for a coefficient that is not sent.
 
@@ -115,8 +115,8 @@ def sum_of_vectors(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Computes the inverse transform of the mean of messages as a chain of fused multiply-adds.
-    Each multiply-add adds the product of a basis vector, its coefficient and `share`. Replicas
-    follow in order, and so do the coefficients of a replica.
+    Each multiply-add adds the product of a basis vector, its coefficient and `share`. The chain
+    adds replica after replica, and the coefficients of each replica in order.
 
     Args:
         vectors: `[COLUMNS, COLUMNS]` fp32.
@@ -176,8 +176,8 @@ def decode_kernel(
     Args:
         message: The first byte of the values of the first message. The next message is `stride`
             bytes further.
-        replicas: Number of messages, each of all rows and from one replica. With `count` above 1 it
-            is 1: then `count` messages have `owned` rows each.
+        replicas: Number of messages that hold all rows, one from each replica. If `count` is above
+            1, `replicas` is 1, and each of `count` messages holds `owned` rows.
         address0: For the `AGGREGATION` "sum", which reads no messages: address of the first of
             `RUNS` runs of the sum of all replicas. The run from row `row1` on is at `address1`, and
             so on.

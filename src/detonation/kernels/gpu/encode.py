@@ -108,8 +108,9 @@ def encode_kernel(
         count, turns, run, owned: Number of messages, and the assignment of rows to messages: see
             `addressing.dealt_row`.
         table, turn: The output of `rotation_kernel`, for a selection that all replicas share.
-        first_row: The number of the first row in the whole flat. For the rows of one owner, `owner`
-            to `owner_owned` assign them to the `flat_rows`, as in `dealt_row`.
+        first_row: The number of the first row in the whole flat. For the rows of one owner, the
+            arguments `owner` to `owner_owned` say which of the `flat_rows` they are, as in
+            `dealt_row`.
         arrived: With an `AGGREGATION` the signal is the aggregate of the messages of `replicas`, in
             coefficients. The arguments `arrived...` describe these messages, like the arguments
             above for the written message.
@@ -233,7 +234,7 @@ def encode_kernel(
                                 4 * K
                             )
                             octets = octets if BLOCK > 1 else values_out
-                            # distance in bytes from `octets` to the indices of these rows
+                            # the index of value number i is at the address octets + numbers_at + i
                             numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],

@@ -66,8 +66,8 @@ class Limits:
 class RunShape(NamedTuple):
     """The shape of a run: a range of rows in several messages.
 
-    Each message has `room` free bytes, then its values, statistics and indices, whose sizes in
-    bytes are `lengths`.
+    Each message has `room` free bytes, and then values, statistics and indices. `lengths` holds the
+    sizes of these three parts in bytes.
     """
 
     room: int
@@ -128,8 +128,8 @@ class Inspector:
 
         Args:
             runs, shapes: As in `seal`.
-            whole: Output for the joined messages; the octets of the only run, if they are already
-                whole and aligned.
+            whole: Output for the joined messages. If there is only one run, and its bytes are
+                already whole and aligned, `whole` is these bytes.
 
         Shapes: whole `[count, 64 + nbytes + padding]` uint8 -> `[count, 13]` int64.
         """
@@ -178,8 +178,8 @@ class Inspector:
 
 
 def _positions(device: torch.device, *shapes: RunShape) -> tuple[Tensor, int]:
-    """Returns the positions of all runs (ranges of rows) in the whole message, as `read_message`
-    reads them, and the number of lines of 4,096 bytes over which the checksum is computed.
+    """Returns the positions of all runs (ranges of rows) in the whole message, in the form that
+    `read_message` reads. Also returns the number of lines (4,096 bytes each) in the checksum.
 
     Shapes: -> `[runs, 16]` int64.
     """
@@ -246,7 +246,7 @@ class SumInspector:
 
 
 class Scanner:
-    """Looks for nonfinite or too large values in tensors of fixed sizes, step after step.
+    """Looks for nonfinite or too large values in tensors of fixed sizes, at each step.
 
     numbers: the indices of the tensors, in rising order. addresses: the table of the tensors, which
     an encoder may read, too.

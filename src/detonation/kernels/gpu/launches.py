@@ -111,7 +111,7 @@ class Coder:
         shared: Keeps scratch memory of programs, shared by all launches that never run at the same
             time (`Runtime.shared`).
         of_owner: For the rows of one owner: the arguments `owner` to `flat_rows` of
-            `encode_kernel`. By default the rows are all rows.
+            `encode_kernel`. By default the coder handles all rows.
         forward, inverse: The matrices of the basis, `[chunk, chunk]` fp32; `forward` is multiplied
             from the right.
     """
@@ -147,7 +147,7 @@ class Coder:
             self._rows = min(self._rows, max(16, power(slots.rows)))
         self._together = self._rows
         if is_dct and coding.columns <= 64 and not INTERPRETED:
-            # one program encodes four times the rows with twice the warps, to share basis reads
+            # encode four times the rows with twice the warps, so that the basis is read less often
             self._together *= 4
         self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
         most = PROGRAMS

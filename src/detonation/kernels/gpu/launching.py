@@ -181,7 +181,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
         key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]
         # the JIT would inspect each argument, which needs more time than the launch
         if _DIRECT:
-            for each in arguments:  # no function is called per argument, because calls cost time
+            for each in arguments:  # call no function for each argument, because calls take time
                 if isinstance(each, Tensor):
                     key += (each.dtype, each.data_ptr() % 16)
                 else:

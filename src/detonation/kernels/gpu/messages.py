@@ -59,8 +59,9 @@ def read_message(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Reads messages in up to four runs of rows, and computes their checksums, and the facts that
-    decide whether they are refused (`facts_of`). `parts` programs read one message.
+    """Reads messages, each in up to four runs of rows. Computes the checksum of each message, and
+    the facts that decide whether the message is refused (`facts_of`). `parts` programs read one
+    message.
 
     A run holds its own header, values, statistics and indices. The whole message joins each of
     these parts from all runs. The checksum is computed over the joined message.
@@ -279,8 +280,8 @@ def inspect_message(
     replica, message, stride, columns, sums, firsts, squares, faults, parts, scale, identity,
     schema, step, place, nbytes, parameters, limit, table,
 ):  # fmt: skip
-    """Writes the line of one message in the table of `decide_messages`. The norm of the message is
-    the root of the sum of squares, times `scale`.
+    """Writes the row of one message in the table of `decide_messages`. The norm of the message is
+    the square root of its sum of squares, times `scale`.
     """
     which = tl.zeros([1], dtype=tl.int64) + replica
     head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)

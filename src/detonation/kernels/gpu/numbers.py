@@ -58,8 +58,8 @@ def product_of(numbers, matrix, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_bf16(octets, index, mask):
-    """Loads, as fp32, the numbers at the indices `index` of a bf16 array at address `octets`, which
-    may be unaligned.
+    """Loads the numbers at the indices `index` of a bf16 array, and returns them as fp32. The
+    address `octets` of the array may be unaligned.
     """
     low = tl.load(octets + 2 * index, mask=mask, other=0).to(tl.int32)
     high = tl.load(octets + 2 * index + 1, mask=mask, other=0).to(tl.int32)
@@ -180,8 +180,8 @@ def load_value(
 
 @triton.jit
 def negative_of(values, scale, negative_zeros):
-    """True for a value that is sent as negative. A value within the rounding error of values of
-    size `scale` counts as zero. Zeros are sent as negative if `negative_zeros` is set.
+    """True for a value that is sent as negative. A value counts as zero if it is below the rounding
+    error of values of size `scale`. Zeros are sent as negative if `negative_zeros` is set.
     """
     zero = scale * 3.814697265625e-06  # this factor is 2**-18
     return tl.where(negative_zeros != 0, values <= zero, values < -zero)
@@ -248,8 +248,7 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
     """Encodes block number `block` of a message, which has `count` values: writes the codes and the
     statistics of the block (`precision.Int8`).
 
-    Only in this function, the order of additions is not fixed: the numbers are whole, so the order
-    changes no bit.
+    Only this function adds in no fixed order. The numbers are whole, so the order changes no bit.
 
     Args:
         octets: Address for the code of the first value.

@@ -25,8 +25,8 @@ class Auto:
     """The arguments of scheme "auto" in a recipe.
 
     Args:
-        budget: Part of a step, between 0 and 1, that full synchronisation may spend waiting for the
-            network.
+        budget: Largest share of a step, between 0 and 1, that full synchronisation may spend
+            waiting for the network.
 
     Raises:
         ValueError: A value is out of range.
@@ -83,7 +83,7 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # the planner set no arguments, so the recipe is wrong
+                    if not arguments:  # the recipe fails even with its own arguments
                         raise
         return found
 

@@ -41,9 +41,9 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
     Collective.
 
     Args:
-        axis: Axis of an elastic run; the link is measured on it. Steps are measured over a loopback
-            communicator instead, because a second optimizer on this axis would keep out replicas
-            that join.
+        axis: Axis of an elastic run, on which the link is measured. Steps are measured over a
+            loopback communicator, because a second optimizer on the axis would prevent replicas
+            from joining.
     """
     candidates = asked.candidates()
     device = everyone.device
@@ -83,11 +83,10 @@ def _search(
     """Returns the chosen option, all options, and a copy of `work` with the measured times of
     optimizer steps.
 
-    The optimizer step of a scheme is measured only if the scheme would be chosen. After a
-    measurement the choice is made again, because the time of the step changes the share of the time
-    that ranks wait. A step without an exchange takes the same time under all settings of a scheme.
-    So all settings of a scheme get the shortest time that was measured for a step without an
-    exchange.
+    Measures the optimizer step of a scheme only if the scheme would be chosen. Then chooses again,
+    because the measured time changes the predicted costs. A step without an exchange takes the same
+    time under all settings of a scheme. So all settings of a scheme get the shortest time that was
+    measured for a step without an exchange.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -114,8 +113,8 @@ def _search(
 def _share_local_time(
     steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
 ) -> None:
-    """Changes `steps`: all measured settings with the scheme and the optimizer of the setting
-    `measured` get the same time of a step without an exchange, the shortest that was measured.
+    """Gives all settings in `steps` with the same scheme and optimizer as the setting `measured`
+    the same time of a step without an exchange: the shortest of their measured times.
     """
 
     def kind(name: str) -> tuple[str, object]:
@@ -131,8 +130,8 @@ def _share_local_time(
 def chosen_config(
     asked: Asked, begun: Path | None, everyone: Everyone, axis: SurvivingCommunicator | None
 ) -> tuple[Config, Chosen | None]:
-    """Returns the configuration of the run. If this call chooses the scheme, it returns this
-    choice, too. Collective.
+    """Returns the configuration of the run, and the choice if this call chooses the scheme.
+    Collective.
 
     begun: directory of a run that began earlier. Such a run keeps the scheme that the configuration
     in its directory names.

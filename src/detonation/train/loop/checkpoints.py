@@ -23,8 +23,8 @@ from detonation.train.recipe.schema import Config, OptimizerConfig, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
 _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
-"""Settings that `compare_settings` does not report. For some of them another line reports the
-change; the others are read only by a new run.
+"""Settings that `compare_settings` does not report: another line reports the change, or only a new
+run reads the setting.
 """
 
 _MARKED = 3
@@ -119,7 +119,7 @@ def resume(
             session.data.train.go_to(session.rank, session.world_size, positions[session.rank])
         else:  # a different number of ranks divides the stream differently
             changed.append(
-                "the stream is read again up to this step, because other ranks divide it"
+                "the stream is read again up to this step, because the number of ranks changed"
             )
     return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}", *changed]
 
@@ -164,8 +164,8 @@ def _other_batch(saved: Table, here: Table) -> list[str]:
     if was is None or was == now:
         return []
     return [
-        f"a step has {now} examples, had {was}: train.accumulate and train.batch_size set it; in"
-        " this epoch some examples come again, or not at all"
+        f"a step has {now} examples, had {was}: train.accumulate and train.batch_size change this;"
+        " in this epoch some examples may be repeated or left out"
     ]
 
 
@@ -188,11 +188,11 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
     """Raises `ValueError` if an option of the saved optimizer differs from the same option in this
     run. The option lr may differ.
 
-    A loaded checkpoint sets the options to the saved values, so a changed option would have no
-    effect; only lr follows the schedule of this run. If the optimizers of run and checkpoint have
-    different names, only options are compared that both have.
+    Loading a checkpoint restores the saved options, so a changed option would have no effect. Only
+    lr follows the schedule of this run. If the optimizers of run and checkpoint have different
+    names, only options that both have are compared.
     """
-    # checkpoints of older versions may lack `embedding_lr_ratio`, which then had its default
+    # checkpoints of older versions may lack `embedding_lr_ratio`: it then had the default value
     was = {"embedding_lr_ratio": OptimizerConfig.embedding_lr_ratio, **was}
     keys = was.keys() | now.keys()
     if was.get("name") != now["name"]:
@@ -216,8 +216,8 @@ def _other_data(saved: object, data: Data) -> list[str]:
     if was != now[0]:
         counts = f"{now[0]} training examples, was {was}"
     else:
-        counts = f"other examples, {now[0]} as before"
+        counts = f"{now[0]} training examples as before, but with other contents"
     return [
-        f"the data have changed since the checkpoint: {counts}; the order of examples is another"
-        " from now on"
+        f"the data have changed since the checkpoint: {counts}; from now on the order of examples"
+        " differs"
     ]

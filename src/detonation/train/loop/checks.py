@@ -69,8 +69,8 @@ def _checked_data(config: Config) -> Data:
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
         raise ValueError(
-            f"data {config.data.name} makes a {type(loaded).__name__}, must make a"
-            " detonation.data.Data"
+            f"data {config.data.name} returns a {type(loaded).__name__}, but must return"
+            " a detonation.data.Data"
         )
     if not len(loaded.validation):
         raise ValueError(
@@ -196,8 +196,8 @@ def misfits(config: Config) -> list[str]:
     signs_alone = optimizer.name == "SignSGD" and not optimizer.arguments.get("momentum")
     if config.train.clip and signs_alone:
         found.append(
-            "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave"
-            " it out"
+            "train.clip changes nothing for SignSGD without momentum, which uses only signs:"
+            " leave it out"
         )
     ratio = optimizer.embedding_lr_ratio
     if optimizer.name == "Muon" and ratio > 1:
@@ -307,7 +307,7 @@ def load_data(chosen: Choice) -> Data:
 
 
 _MARKED = 64
-"""Largest number of training examples whose hash is compared between machines."""
+"""Largest number of training examples that are hashed to compare the data of two machines."""
 
 
 @functools.cache
@@ -329,8 +329,8 @@ def mark_of_data(data: Data, most: int = _MARKED) -> list[object]:
 
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
-    """Returns the arguments of the model with the sizes that the data need. Only the vocabulary of
-    the model may be larger than the data need.
+    """Returns the arguments of the model, together with the sizes that the data need. Only the
+    vocabulary of the model may be larger than the data need.
     """
     parameters = inspect.signature(model_function(model.name)).parameters
     needed: dict[str, Any] = {"task": loaded.kind, **loaded.model}
@@ -340,7 +340,7 @@ def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
         larger_vocab = key == "vocab" and isinstance(given, int) and given > value
         if given != value and not larger_vocab:
             raise ValueError(
-                f"model.{key} is {given!r}, but the data {loaded.name} has {key} {value}: leave"
-                " it out"
+                f"model.{key} is {given!r}, but the data {loaded.name} need {key} {value}: leave"
+                " this setting out"
             )
     return {**needed, **model.arguments}

@@ -132,8 +132,8 @@ def _ngrams_of_part(session: Session, bleu: "BLEU", part: int, parts: int) -> Te
 
 
 def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
-    """Translates a batch by greedy decoding. Returns token ids `[B, target_length]`: for each
-    sentence as many ids as the labels have.
+    """Translates a batch by greedy decoding. Returns token ids `[B, target_length]`, which is also
+    the shape of the labels.
     """
     model: Any = session.model
     ids = [torch.full_like(batch["labels"][:, 0], model.config.decoder_start_token_id)]

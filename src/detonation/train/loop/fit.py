@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
     Args:
         loss: Mean loss over all ranks.
-        asked: Number of the signal that asks to stop; 0 without one.
+        asked: Number of the Unix signal that asks the run to stop; 0 if there is none.
         agreeing_s: Seconds that this rank waited for the other ranks' reports.
         lost: Error message if the loss of a replica was not finite in this round; "" otherwise.
     """
@@ -118,9 +118,9 @@ def _require_more(outcome: Outcome, step: int, until: int) -> None:
 
 
 class _Undo:
-    """Undoes what forward and backward change before the loss of a step is judged, in addition to
-    gradients: the persistent buffers of the model (such as the running statistics of BatchNorm),
-    and the memory of the shard wire (compressed communication between shards).
+    """Undoes the changes that forward and backward make before a loss is found to be nonfinite.
+    Restores the persistent buffers of the model (such as the running statistics of BatchNorm), and
+    the memory of the shard wire (compressed communication between shards).
     """
 
     def __init__(self, session: Session) -> None:
@@ -128,10 +128,9 @@ class _Undo:
         self._has_buffers = bool(persistent_buffers(session.model))
         self._buffers: dict[str, torch.Tensor] = {}
         self._reduces = [unit.reduce for unit in shard_units(session.model) if unit.reduce]
-        self._memories: list[dict[str, torch.Tensor]] = []  # one for each of `_reduces`
+        self._memories: list[dict[str, torch.Tensor]] = []  # one for each element of `_reduces`
 
     def begin(self) -> None:
-        """Copies the state before a step."""
         if self._has_buffers:
             self._buffers = _copies(persistent_buffers(self._session.model))
         self._memories = []
@@ -139,7 +138,6 @@ class _Undo:
             self._memories = [_copies(reduce.by_parameter()) for reduce in self._reduces]
 
     def restore(self) -> None:
-        """Restores the state that `begin` copied."""
         if self._buffers:
             buffers = persistent_buffers(self._session.model)
             for name, before in self._buffers.items():
@@ -164,7 +162,6 @@ class _Meter:
         self._shard_sent = shard_bytes_sent(session.model)
 
     def begin(self) -> None:
-        """Records the time and the counters of bytes and waiting before a step."""
         stats = self._session.optimizer.stats
         self._began = time.perf_counter()
         self._sent_before = stats.bytes_sent_by_level
@@ -345,8 +342,8 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
     """Computes the gradients of one step, and exchanges the loss of the step with all ranks.
     Collective.
 
-    Gradients that were sent cannot be taken back, so ranks wait for the losses of all ranks before
-    they send the first message:
+    Sent gradients cannot be taken back. So ranks wait for the losses of all ranks before they send
+    the first message. They wait:
 
     - before backward, in the cases that `_Agreement.precedes_backward` names;
     - in backward, before the first bucket, under other schemes that exchange gradients;
@@ -378,8 +375,8 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
 
 @dataclass
 class _Agreement:
-    """The exchange, between all ranks, of the losses of one step and of the Unix signals that ask
-    the ranks to stop; and the outcome of this exchange.
+    """Exchanges the losses of one step, and Unix signals that ask to stop, between all ranks.
+    Determines the outcome of the step.
 
     Args:
         arriving: Function that waits for the reports of all ranks, and returns them. The first
@@ -415,7 +412,6 @@ class _Agreement:
         return is_elastic or bool(self.session.config.mesh.shard_wire)
 
     def finds_finite(self) -> bool:
-        """True if the losses of all ranks are finite."""
         return all(math.isfinite(loss) for loss, *_ in self.reports())
 
     def conclude(self) -> Outcome:
@@ -435,8 +431,7 @@ class _Agreement:
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """Yields the loss of each micro-batch of this rank.
 
-    Each loss is scaled: the sum of a rank's losses, averaged over all ranks, is the mean loss over
-    all batches of the step.
+    The losses are scaled so that their sum, averaged over all ranks, is the mean loss of the step.
     """
     batches = session.config.train.accumulate * session.world.parts
     _seed_dropout(session, step)
@@ -474,8 +469,8 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
     else:
         wrong = f"is {loss!r:.40}"
     raise ValueError(
-        f"model {model} returns a {type(output).__name__} whose .loss {wrong}, "
-        "must return .loss, a tensor of one number (and .logits)"
+        f"model {model} returns a {type(output).__name__} whose .loss {wrong}: "
+        "return an object with .loss (a one-element tensor) and .logits"
     )
 
 

@@ -52,7 +52,8 @@ class Session:
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
     """Builds the session of this rank. Collective.
 
-    Raises `ValueError` if the settings of replicas or the sizes of the mesh disagree.
+    Raises `ValueError` if replicas have different settings, or if the mesh does not fit the number
+    of ranks.
 
     Args:
         axis: Replaces the outermost axis, such as `surviving_axis` in an elastic run.

@@ -66,7 +66,7 @@ def counted(session: Session, before: Counts) -> Counts:
     # replicas of different sizes shard parameters differently, so first sum over their ranks
     if len({*session.world.sizes}) > 1:
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # Use the maximum over replicas: only owners (replicas that aggregate) see some faults.
+    # Only owners (replicas that aggregate) see some faults, so use the maximum over replicas.
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     now = Counter(dict(zip(names, here, strict=True)))
     together = Counter(before.skipped) + now
@@ -81,8 +81,7 @@ def summarise(
 
     - `train_loss`: mean loss of the last 20 steps.
     - `seconds`: time spent in steps, without validation.
-    - `bytes_sent_per_step`: bytes that one replica sends, summed over its shards, as a mean over
-    steps.
+    - `bytes_sent_per_step`: mean bytes per step that one replica sends, summed over its shards.
     - `shard_bytes_per_step`: bytes that one replica sends between its nodes.
     - `peak_memory`: the most bytes of device memory that any rank used; on CPUs, of RAM.
     - `waits`: waiting times of replicas in the steps since the last start, see `Waits.table`.
@@ -189,7 +188,7 @@ def portion(session: Session) -> Portion:
 
 def _examples(session: Session) -> int:
     """Returns the number of examples of one replica in one step. If replicas have different sizes,
-    this is the mean.
+    returns the mean over replicas.
     """
     train = session.config.train
     sizes = session.config.mesh.sizes

@@ -41,8 +41,8 @@ class _Together:
         return self.size
 
     def share(self, of_part: int, largest: int) -> Sequence[MicroBatch]:
-        """Returns the micro-batches of this rank, each with at most `largest` examples, if each
-        part of a step has `of_part` examples.
+        """Returns the micro-batches of this rank, each with at most `largest` examples. Each part
+        of a step has `of_part` examples.
         """
         return micro_batches(of_part * self.size, largest, self.rank, self.size)
 
@@ -153,9 +153,8 @@ class ElasticRanks:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a step; each part holds the batches of one rank. It is the number of
-        ranks at the start of the run if the batch stays constant, and otherwise the current number
-        of ranks.
+        """Number of parts of a step; each part holds the batches of one rank. With a constant batch
+        this is the number of ranks at the start of the run, otherwise the current number of ranks.
         """
         return self._parts or self.size
 
@@ -164,9 +163,9 @@ class ElasticRanks:
         return self._axis.share(of_part * self.parts, largest)
 
     def share_of(self, replica: int, members: Sequence[int], of_part: int) -> range:
-        """Returns the positions of the examples that `replica` computes in a step of the replicas
-        `members`. The range is empty if `replica` is not among `members`. Both arguments use the
-        indices of replicas at the start of the run.
+        """Returns the positions of the examples that `replica` computes in a step in which the
+        replicas `members` train. The range is empty if `replica` is not among `members`. `replica`
+        and `members` are indices at the start of the run.
         """
         if replica not in members:
             return range(0)
@@ -361,10 +360,9 @@ class Waits:
     """Seconds that replicas waited for each other, summed since the start; equal on all ranks.
 
     Each rank reports its busy and its waiting seconds in the message that carries its loss. Between
-    two reports, the slowest replica is the replica that was busy longest. Each other replica waited
-    for the slowest replica for at most the difference between the busy seconds of these two
-    replicas. All other waiting of a replica is network time. The sums start again at 0 when the
-    number of replicas changes.
+    two reports, the slowest replica is the replica that was busy longest. A replica waits for the
+    slowest replica for at most the difference between their busy seconds. The rest of its waiting
+    time is network time. The sums start again at 0 when the number of replicas changes.
 
     >>> waits = Waits()
     >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])

@@ -123,7 +123,7 @@ def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
             *sorted(lines),
             (
                 f"They will not train together, because these differ: {', '.join(different)}. Make"
-                " these alike."
+                " them equal."
             ),
         ]
     same = [name for name in own if own[name] == other.get(name)]
@@ -135,17 +135,17 @@ def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
     if here["gpus"]:
         scope = "on their CPUs; the first step compares their GPUs"
     last = (
-        f"Under schemes of gradients they will train alike with {', '.join(alike) or 'none'}"
+        f"If a scheme exchanges gradients, replicas stay equal with {', '.join(alike) or 'none'}"
         f" ({scope})"
     )
     if slower:
-        last += f"; with {', '.join(slower)} in steps that take longer"
+        last += f"; with {', '.join(slower)}, too, in slower steps"
     if rest:
-        last += f"; closely, not alike, with {', '.join(rest)}"
+        last += f"; close, but not equal, with {', '.join(rest)}"
     return [
         *sorted(lines),
         f"{last}.",
-        "Under schemes of rounds (diloco, ...) any optimizer will do.",
+        "If a scheme has rounds (diloco, ...), any optimizer works.",
     ]
 
 
@@ -262,7 +262,7 @@ def _require_unfinished(path: Path, resume: bool, train: TrainConfig | None) -> 
         return
     more = f"its {SUMMARY} is damaged, and --resume writes it anew"
     if finished:
-        more = f"with --resume and more --steps than {finished} it goes on"
+        more = f"give --resume and more --steps than {finished} to continue it"
     raise ValueError(
         f"run directory {path} holds a finished run: choose another --out, or remove it; {more}"
     )
@@ -305,7 +305,6 @@ def steps_of_epochs(path: Path, train: TrainConfig) -> int:
 
 
 def _integer(value: object) -> int:
-    """Returns `value` if it is an integer, and 0 otherwise."""
     if type(value) is int:
         return value
     return 0
@@ -402,7 +401,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to the file `path` as indented JSON, atomically."""
+    """Writes `value` to `path` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -414,7 +413,7 @@ def unwritable(path: Path, error: Exception) -> Unwritable:
     """Returns an error for a file that cannot be written. Its message is one line with the
     remedy.
     """
-    remedy = f"{remedy_of(error)}; what was written before is whole"
+    remedy = f"{remedy_of(error)}; everything written earlier is complete"
     return Unwritable(
         f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})"
     )

@@ -31,7 +31,8 @@ class Record:
         agreeing_s: Part of `seconds`, outside `step_s`, that rank 0 waited until the losses of all
             ranks had arrived.
         levels: `bytes_sent` over each axis.
-        grad_norm: Global norm before clipping. Only if the run clips, in steps with a printed line.
+        grad_norm: Global norm of the gradients before clipping. Only if the run clips, and only in
+            steps with a printed line.
         memory: `peak_memory` of the process of rank 0, in bytes. Only in steps with a printed line.
         waits: Waiting times of replicas so far (`Waits.table`), for up to 16 replicas. Only in
             steps with a printed line.
@@ -99,7 +100,9 @@ class MetricsFile:
             self._append()
 
     def sync(self) -> None:
-        """Forces the lines to the disk, so that no checkpoint outlives the records before it."""
+        """Forces the lines to the disk, so that after a crash no checkpoint lacks the records of
+        earlier steps.
+        """
         with contextlib.suppress(OSError):
             os.fsync(self._file.fileno())
 
@@ -144,14 +147,13 @@ def read_metrics(path: Path) -> list[Record]:
 def parse_metrics(text: str) -> tuple[list[Record], int]:
     """Returns the records in the text of a metrics file, and the number of damaged lines.
 
-    A power loss may have damaged lines.
+    A power loss can damage lines.
     """
     found = [_record(line) for line in text.split("\n") if line]
     return [record for record in found if record is not None], found.count(None)
 
 
 def _record(line: str) -> Record | None:
-    """Returns the record that a line holds; None if the line is damaged."""
     try:
         record = Record(**parse_json(line))
     except (ValueError, TypeError):

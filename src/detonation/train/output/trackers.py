@@ -136,7 +136,6 @@ class Web:
         """Does nothing, because the page reads the metrics file."""
 
     def close(self) -> None:
-        """Ends the process that serves the page about the run."""
         self._process.communicate()
 
 

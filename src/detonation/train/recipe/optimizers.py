@@ -14,8 +14,8 @@ from detonation.muon.muon import Muon
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
 RATIO = "lr_ratio"
-"""Key of a parameter group for its learning rate divided by the learning rate of the recipe. Only
-groups with a different learning rate have this key.
+"""Key in a parameter group. Its value is the learning rate of the group, divided by the learning
+rate of the recipe. Only groups with a different learning rate have this key.
 """
 
 REFUSED = {
@@ -24,7 +24,7 @@ REFUSED = {
         " of evaluations"
     ),
     "SparseAdam": "it takes sparse gradients only, and sharded gradients are dense",
-    **dict.fromkeys(("Adafactor", "Rprop"), "torch cannot take its step on shards"),
+    **dict.fromkeys(("Adafactor", "Rprop"), "its step does not work on shards"),
 }
 """Optimizers of torch that this library refuses, each with the reason."""
 
@@ -84,8 +84,8 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
         raise ValueError(f"optimizer {chosen.name} does not accept {arguments}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer {chosen.name} makes a {type(made).__name__}, must make a"
-            " torch.optim.Optimizer"
+            f"optimizer {chosen.name} returns a {type(made).__name__}, but must return"
+            " a torch.optim.Optimizer"
         )
     for group in made.param_groups:
         if group.get("lr", chosen.lr) != chosen.lr:

@@ -76,8 +76,8 @@ def read_layers(
     Args:
         recipe: TOML file.
         sets: Assignments of `--set`.
-        place: Position of this rank in the job of a launcher. The numbers of ranks in it set the
-            mesh, unless the command line does.
+        place: Position of this rank in the job of a launcher. The launcher's numbers of ranks set
+            the mesh, unless the command line sets the mesh.
         mesh: Flags that set keys of [mesh]; `None` leaves a key unchanged.
 
     Raises:
@@ -106,8 +106,8 @@ class Request:
 
     Args:
         overrides: Assignments of --set, and of flags that are short for a setting.
-        replicas: None for the number in the recipe, or of the launcher.
-        shards: None for the number in the recipe, or of the launcher.
+        replicas: Copies of the model; None for the number that recipe or launcher gives.
+        shards: Parts of each copy; None for the number that recipe or launcher gives.
         web: Add the logger "web", a web page about the run, to the loggers of the recipe.
 
     Raises:
@@ -354,7 +354,7 @@ def parse_sets(assignments: Iterable[str]) -> Table:
         inner = tables
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
-            require(isinstance(inner, dict), key, inner, f"said once, not again by {assignment!r}")
+            require(isinstance(inner, dict), key, inner, f"set once, not again by {assignment!r}")
         inner[keys[-1]] = _value(text.strip())
     return tables
 

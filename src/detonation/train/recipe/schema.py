@@ -39,9 +39,9 @@ class OptimizerConfig:
     Args:
         name: A class of torch.optim, `SignSGD`, `Muon` or "package.module:function".
         lr: The largest learning rate of the schedule, above 0.
-        embedding_lr_ratio: The learning rate of embeddings, output layer, norms and biases is this
-            many times `lr`; above 0. Tune it for each optimizer: AdamW chose 30 together with a
-            third of its best single `lr`, Muon 0.3 (docs/findings.md).
+        embedding_lr_ratio: Learning rate of embeddings, output layer, norms and biases, divided by
+            `lr`; above 0. Tune it for each optimizer: the best value was 30 for AdamW, with a third
+            of its best single `lr`, and 0.3 for Muon (docs/findings.md).
     """
 
     name: str
@@ -72,15 +72,15 @@ def spelled_optimizer(chosen: OptimizerConfig) -> str:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Schedule of the learning rate. It rises linearly over `warmup` steps, and falls to `floor` *
-    lr at the end of the run.
+    """Schedule of the learning rate. The learning rate rises linearly over `warmup` steps. Under
+    "cosine" and "linear" it then falls to `floor` * lr at the end of the run.
 
     Args:
         name: "cosine", "linear", "step" (falls at the `milestones` only) or "constant".
         warmup: Steps of the rise.
         floor: The part of lr that is left at the last step, from 0 to 1; for "cosine" and "linear".
-        milestones: Shares of the run after which "step" multiplies lr by `gamma`, rising, each
-            above 0 and below 1.
+        milestones: Shares of the run, in rising order, each above 0 and below 1. After each of them
+            "step" multiplies lr by `gamma`.
         gamma: The factor at each milestone, above 0 and below 1.
     """
 
@@ -113,7 +113,7 @@ class TrainConfig:
             them to steps.
         accumulate: Micro-batches per step.
         constant_batch: When replicas of an elastic run are lost or join, a step keeps its number of
-            examples, and the present replicas divide these examples. false, and with `balance`:
+            examples, and the present replicas divide these examples. If false, or with `balance`,
             each replica keeps its own number of examples.
         init_from: Directory of a run, a checkpoint or an exported model; the run starts with its
             weights, and with a new optimizer and new memories. "" starts with the weights of
@@ -124,7 +124,7 @@ class TrainConfig:
         autocast: "bf16" computes forward and backward in bf16 on accelerators; "" uses the
             precision of the weights.
         checkpoint_activations: Keep only the inputs of each layer, and recompute the rest in
-            backward: less memory for about a third more time.
+            backward. This saves memory, but takes about a third more time.
         compile: Backend of torch.compile for the layers, such as "inductor"; "" does not compile.
         log_every: Steps between printed lines.
         validate_every: Steps between validations; 0 validates at the end only.
@@ -140,8 +140,8 @@ class TrainConfig:
         loggers: Trackers that get each step, in addition to `metrics.jsonl`.
         log_updates: Keep the agreed messages of each step since the last two checkpoints, for
             --resume and `follow DIR`.
-        publish: "HOST:PORT" at which `detonation follow` reads the weights during training, shard s
-            at PORT + s. Needs a token in the environment. "" publishes nothing.
+        publish: "HOST:PORT" at which `detonation follow` reads the weights during training; shard s
+            uses PORT + s. Needs DETONATION_TOKEN in the environment. "" publishes nothing.
 
     Raises:
         ValueError: A value is out of range.
@@ -227,9 +227,9 @@ class MeshConfig:
             values.
         shard_gradients: Gradients between the nodes of a copy: "4bit" or "8bit" with error
             feedback, or "fp32".
-        slow_backend: "gloo" sends messages between replicas over TCP, from host memory, if NCCL
-            cannot connect the nodes; NCCL still connects the ranks of a node. "" uses the backend
-            of the device.
+        slow_backend: "gloo" sends messages between replicas over TCP, from host memory. Use it if
+            NCCL cannot connect the nodes; NCCL still connects the ranks of a node. "" uses the
+            backend of the device.
         elastic: Continue without a lost replica, in the same processes, over gloo.
         min_replicas: The run ends if fewer replicas remain.
         meet: "HOST:PORT" at which the replicas of an elastic run meet, or an odd number of such
@@ -318,9 +318,10 @@ class PeersConfig:
     """Sets when a rank counts as lost: after `silence_s` seconds without a heartbeat of this rank.
 
     Args:
-        silence_s: Seconds, at least 1. The time that the largest message takes is added.
-        lowest_bits_per_s: Rate of the slowest acceptable link. It gives the time that the largest
-            message takes.
+        silence_s: Seconds without a heartbeat, at least 1. The transfer time of the largest message
+            is added.
+        lowest_bits_per_s: Rate of the slowest acceptable link, from which the transfer time of the
+            largest message is computed.
     """
 
     silence_s: float = 15.0

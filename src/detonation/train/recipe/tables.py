@@ -24,8 +24,8 @@ from detonation.train.recipe.schema import (
 _T = TypeVar("_T")
 
 CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "name"}
-"""For each of these tables, the key that selects the kind. All other keys of the table are
-arguments of that kind.
+"""For each of these tables, the key that selects a model, data set, scheme or optimizer. All other
+keys of the table are its arguments.
 """
 
 REPLICATE = "replicate"
@@ -104,7 +104,7 @@ def _require_kept(setting: str, value: object) -> None:
 
     def refuse(date: object) -> NoReturn:
         raise ValueError(
-            f"{setting} has {date}, which TOML takes for a date or a time: quote the value"
+            f"{setting} has {date}, which TOML reads as a date or a time: quote the value"
         )
 
     try:
@@ -167,7 +167,7 @@ def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     arguments = dict(table.get("optimizer", {}))
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
     require_optimizer(name)  # report a wrong optimizer name before a missing learning rate
-    why = "; another optimizer.name drops all settings of the optimizer before it"
+    why = "; a new optimizer.name drops all settings of the previous optimizer"
     lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments, why))
     ratio = _typed(float, "optimizer.embedding_lr_ratio", arguments.pop("embedding_lr_ratio", 1.0))
     return OptimizerConfig(name, lr, arguments, ratio)

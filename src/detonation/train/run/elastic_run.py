@@ -126,7 +126,6 @@ class Losses:
         return f"came in after step {step}, as replica {number}; {own.replicas} replicas train"
 
     def _note_joined(self, change: SurvivedLoss, recorder: Recorder) -> None:
-        """Counts and shows the replicas that have joined."""
         if change.came:
             self._joined.append({"replicas": [*change.came], "last_step": change.next_step})
             recorder.show([f"{in_words(change.came)} joined after step {change.next_step}"])
@@ -153,9 +152,9 @@ class Losses:
         examples = [[share.start, share.stop - 1] for share in shares]
         self._losses.append({**found, "memory_norm": norm, "examples": examples})
         line = f"lost {names} after step {change.next_step}"
-        if norm:  # 0 under schemes that send everything, such as `full`
-            line += f", with the unsent momentum (on this replica of norm {norm:.3g})"
-        line += f"; the other replicas went on {seconds:.2f} s after the notice"
+        if norm:  # the norm is 0 under schemes that send everything, such as `full`
+            line += f", with the unsent momentum (of norm {norm:.3g} on this replica)"
+        line += f"; the other replicas continued {seconds:.2f} s after they noticed the loss"
         if shares:
             line += f"; step {change.next_step} may lack its {examples_in_words(shares)}"
         yield line

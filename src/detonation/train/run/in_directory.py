@@ -100,7 +100,7 @@ def _require_steps(steps: int, done: int) -> None:
     """Raises `ValueError` if the run has already trained more than `train.steps` steps."""
     if done > steps:
         raise ValueError(
-            f"train.steps is {steps}, but {done} steps have been taken: give more --steps"
+            f"train.steps is {steps}, but {done} steps are already trained: give more --steps"
         )
 
 

@@ -75,8 +75,8 @@ def _check_directory_of_newcomer(out: Path | None) -> None:
         raise ValueError("--join needs --out: the run directory, for checkpoints")
     if (out / directory.SUMMARY).exists():
         raise ValueError(
-            f"run directory {out} holds a finished run, whose checkpoints those of the joined run"
-            " would replace: choose another --out"
+            f"run directory {out} holds a finished run, and the joined run would replace its"
+            " checkpoints: choose another --out"
         )
 
 

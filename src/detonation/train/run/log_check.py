@@ -33,7 +33,7 @@ def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
         shards = mesh.get("shards") if isinstance(mesh, dict) else None
         if type(shards) is int and shards <= _MOST_SHARDS:
             expected = shards
-    files = log_files(updates)  # after the metrics: the run may go on meanwhile
+    files = log_files(updates)  # list the log after reading metrics, because the run may go on
     return files, faults + log_faults(updates, files, expected, measured, saved)
 
 

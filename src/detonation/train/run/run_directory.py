@@ -1,5 +1,5 @@
-"""The run directory on each node, and what a run takes from earlier starts in it: records, state
-and logged steps.
+"""The run directory on each node, and what a run reads there from its earlier starts: records,
+state and logged steps.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ def run_directory(
     """Locks the run directory on this node. Yields the path of the directory, and the ranks that
     share it.
 
-    Without a shared file system each node has its own directory, either of the same name or from
-    its own --out. One rank of each node creates and locks this directory.
+    Without a shared file system each node has its own directory. These directories have the same
+    name, unless nodes have different --out. One rank of each node creates and locks this directory.
     """
     texts = session.world.texts()
     path = request.out or Path()
@@ -131,14 +131,14 @@ def kept_records(
 
 
 def _require_end(session: Session, file: Path, kept: list[metrics.Record]) -> None:
-    """Raises `ValueError` unless the steps that were taken are a whole run: the last step was
-    recorded and validated, and no round is open.
+    """Raises `ValueError` unless the trained steps are a complete run: the last step was recorded
+    and validated, and no round is open.
     """
     optimizer = session.optimizer
     done = optimizer.step_count
     if not kept or kept[-1].step != done:
         raise ValueError(
-            f"all {done} steps have been taken, but {file} has no record of step {done}: give more"
+            f"all {done} steps are trained, but {file} has no record of step {done}: give more"
             " --steps, or choose another --out"
         )
     is_open = any(scheme.round.stays_open for _, scheme in optimizer.levels)

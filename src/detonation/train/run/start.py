@@ -117,11 +117,11 @@ def _flags(request: Request, config: Config) -> dict[str, Any]:
 
 
 def _length(request: Request, place: LaunchPosition | None) -> tuple[str, ...]:
-    """Returns the assignments that set the length of a run whose recipe has epochs.
+    """Returns assignments, as for `--set`, that fix the length of a run whose recipe has epochs.
 
-    A resumed run keeps the number of steps that was computed from its epochs when it first started,
-    even if the number of ranks changes. If steps are set as well, the run directory keeps no
-    epochs. Otherwise a later resume could not tell these steps from steps of epochs.
+    The first start of a run computes its number of steps from the epochs. A resumed run keeps this
+    number, even if the number of ranks changes. If the command sets steps, the epochs are set to 0,
+    so that a later resume uses the steps of the command.
     """
     train = request.layers(place).config().train
     if train.steps and train.epochs:

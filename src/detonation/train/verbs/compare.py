@@ -35,13 +35,13 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
     """Trains a recipe with each scheme and each combination of settings. Returns the summaries.
 
     Each run has its own directory in `request.out`, named after its scheme and settings. Finished
-    runs are kept, and stopped runs continue. A failed run has no summary: in the result it has a
-    table with `directory`, `scheme`, `optimizer`, `error` and `diverged` instead.
+    runs are kept, and stopped runs continue. Instead of a summary, a failed run has a table with
+    `directory`, `scheme`, `optimizer`, `error` and `diverged`.
 
     Args:
         request: The recipe and its overrides.
-        schemes: Names of schemes, each with the recipe's settings for it; empty for the recipe's
-            scheme.
+        schemes: Names of schemes; each run uses the recipe's settings for its scheme. Empty for the
+            recipe's scheme.
         varied: Keys with several values, such as "optimizer.lr=1e-3,2e-3".
 
     Raises:

@@ -27,7 +27,7 @@ from detonation.train.recipe.tables import from_table, to_table
 from detonation.train.verbs.replay_run import replay_run, saved_run
 
 START_S = 300.0
-"""Seconds to wait for a trainer that does not listen yet, as long as replicas wait to meet."""
+"""Seconds to wait for a trainer that does not listen yet. Replicas that meet wait equally long."""
 _RETRY_S = 0.2
 
 
@@ -151,7 +151,7 @@ def _wait_after(error: OSError, awaited: Awaited, address: str) -> None:
 
 def _follow_on_rank(asked: Table, settings: Table) -> Table:
     """Follows a live run, in a process of its own. The arguments are plain values, because a rank
-    with a GPU is no fork of the caller.
+    with a GPU is a new process instead of a fork.
     """
     request = from_plain(Following, asked)
     config = from_table(settings)

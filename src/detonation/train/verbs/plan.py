@@ -106,7 +106,6 @@ def _check(question: Question) -> None:
 
 
 def _network(question: Question, profile: Profile | None, training: "_Training") -> Network:
-    """Returns the network between replicas, from a profile or from `question.link`."""
     if profile is not None:
         return Network.of_axis(profile.axes["replicate"], profile.shards)
     link = LinkSpeed.parse(question.link or "")
@@ -124,9 +123,9 @@ def _named_optimizer(best: Mapping[str, Any]) -> dict[str, Any]:
 def _rates(best: Mapping[str, Any], of_recipe: OptimizerConfig | None) -> list[str]:
     """Returns a line with the learning rates with which the candidate `best` was measured.
 
-    With a recipe, the line is needed only if embeddings had a learning rate of their own in the
-    measurement, and the recipe does not set the same ratio of learning rates. Otherwise returns an
-    empty list. Also returns an empty list if no learning rate is known.
+    Returns an empty list if no learning rate is known. With a recipe, the list is also empty unless
+    embeddings had a learning rate of their own in the measurement, and the recipe sets another
+    ratio of learning rates.
     """
     measured = best["optimizer_settings"]
     ratio = measured.get(TWO_RATES, 1.0)
@@ -184,8 +183,8 @@ class _Training:
         steps: Length of the run.
         losses_of: Recipe whose measured losses the plan uses.
         tuned: Each scheme with the optimizer that the recipe uses for it; empty without a recipe.
-        settings: Function that returns the arguments to print for a scheme: those that differ from
-            the recipe, or all without a recipe.
+        settings: Function that returns the arguments to print for a scheme: with a recipe, the
+            arguments that differ from the recipe; otherwise all arguments.
         optimizer: Function that returns the recipe's optimizer for the scheme with a given name;
             None without a recipe.
     """

@@ -26,8 +26,8 @@ from detonation.whole_files import parse_toml, read_text
 
 
 def saved_run(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
-    """Saves a checkpoint of `model` and `optimizer` in the run directory `out`. The checkpoint is
-    of one replica, and its memories of unsent values are empty.
+    """Saves a checkpoint of `model` and `optimizer` in the run directory `out`. The checkpoint has
+    one replica and empty memories of unsent values.
     """
     ((_, scheme),) = optimizer.levels
     extra = {"config": to_table(config), "setting": dict(scheme.arguments)}
