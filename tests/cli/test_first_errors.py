@@ -369,7 +369,7 @@ MISTAKES = {
     "a file of another kind": Mistake(
         train("--data", "paper.pdf"),
         "cannot be read as text",
-        ("paper.pdf", "a source holds", ".txt"),
+        ("paper.pdf", "cannot be read as text", ".txt"),
     ),
     "data that were not fetched": Mistake(
         not_fetched, "is not on this machine", ("sotu", "not on", "detonation fetch")

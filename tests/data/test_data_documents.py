@@ -106,7 +106,7 @@ def test_parquet_and_directories_of_save_to_disk(tmp_path):
             "a.json",
             "{}",
             {},
-            r"a\.json cannot be read as text: a source holds \.csv, \.jsonl, \.md, \.parquet",
+            r"a\.json cannot be read as text: give files of type \.csv, \.jsonl, \.md, \.parquet",
         ),
         ("a.pdf", "x", {}, r"a\.pdf cannot be read as text"),
         ("a.jsonl", '{"text": "x"}\n[1]\n', {}, r"a\.jsonl, line 2 is '\[1\]', must be an object"),

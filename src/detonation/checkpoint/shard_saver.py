@@ -129,9 +129,11 @@ _log = logging.getLogger("detonation.checkpoint")
 class ShardSaver:
     """Saves this rank's file, and with the other ranks combines all files into a checkpoint.
 
-    keep: number of newest checkpoints to keep. Without a shared file system each node has its own
-    `directory`, with the files of its ranks and the same manifest. Older checkpoints are removed
-    when all nodes have `keep` newer checkpoints.
+    Without a shared file system each node has its own `directory`, with the files of its ranks and
+    the same manifest.
+
+    keep: number of newest checkpoints to keep. An older checkpoint is removed when all nodes have
+    `keep` newer checkpoints.
     """
 
     def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:

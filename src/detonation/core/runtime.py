@@ -75,7 +75,7 @@ def decides_on_device(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The device of a replica's step, and the rules of its arithmetic.
+    """The device on which a replica computes its steps, and the rules of arithmetic there.
 
     Args:
         device: Device of the trained parameters.

@@ -85,7 +85,7 @@ def files_of(path: Path) -> list[Path]:
         more = ""
         if len(other) > 1:
             more = f" and {len(other) - 1} more"
-        raise ValueError(f"{other[0]}{more} cannot be read as text: a source holds {readable}")
+        raise ValueError(f"{other[0]}{more} cannot be read as text: give files of type {readable}")
     if not files:
         raise ValueError(f"{path} holds no file of text ({readable})")
     return files

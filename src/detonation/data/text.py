@@ -176,8 +176,8 @@ def _streamed(
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
         raise ValueError(
-            f"the first {len(first)} rows of {source} have {len(ids)} ids: context must be at most"
-            f" {len(ids)}"
+            f"the first {len(first)} rows of {source} have {len(ids)} token ids: data.context must"
+            f" be at most {len(ids)}"
         )
     stream = TextStream(source, found, rows, name, encode, context, held_out)
     return stream, TextBlocks(ids, context)

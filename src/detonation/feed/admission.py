@@ -305,8 +305,8 @@ class _Arrival:
         return entry.is_at(follower.step, follower.ahead) and follower.admits
 
     def start_over(self) -> None:
-        """Asks for a new copy of the state on each shard of this replica, because loading a copy is
-        collective over the shards.
+        """Asks for a new copy of the state. Each shard of this replica asks, because all shards
+        must load a copy together.
         """
         self._is_ready = False
         if self._pace.copy == self._copy_at_entry:

@@ -129,8 +129,8 @@ def _root(name: str, own: Any) -> Any:
 
 
 def _whole(tensor: Tensor, bits: int) -> tuple[Tensor, float]:
-    """Returns `tensor` as integers of up to `bits` bits in fp64, and the power of two that scales
-    these integers back.
+    """Scales `tensor` to integers of up to `bits` bits, which are stored as fp64. Returns these
+    integers, and the power of two by which a caller multiplies them to undo the scaling.
     """
     _, exponent = math.frexp(float(tensor.abs().amax()))
     exponent -= bits

@@ -187,7 +187,7 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
         if end.kind == SYNCHRONIZE:
             reader.drop_messages()
     optimizer.run.known = reader.run or optimizer.run.known
-    # the gradients still hold the last update, to which the next backward would add
+    # `p.grad` still holds the last update, and the next backward would add to it
     optimizer.zero_grad()
 
 

@@ -326,6 +326,7 @@ def _newton_schulz(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
         polynomial = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
         x = torch.addmm(x, polynomial, x, beta=first)
     if is_tall:
-        # contiguous, as shards from other ranks are: with other strides, 16-bit sums differ
+        # Shards from other ranks are contiguous. Make this one so, too: with other strides, 16-bit
+        # sums would differ.
         x = x.T.contiguous()
     return x.to(matrix.dtype)

@@ -493,7 +493,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
                 "detonation.resync_weights(model) on all ranks after the change",
                 first_names(written),
             )
-        # without nonfinite numbers in `reference`, the weights can become finite again
+        # replace nonfinite numbers, which would stay in `reference` even if the weights recover
         reference.nan_to_num_(0.0, 0.0, 0.0)
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])

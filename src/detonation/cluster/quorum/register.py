@@ -194,8 +194,8 @@ class Proposal:
         self._proposed = Cell(self._ballot, self._ballot, value, applied)
 
     def _outcome(self, cell: Cell) -> tuple[bytes | None, Any]:
-        """Returns the new value of the key if its present value is that of `cell`, and the result
-        that the client gets for the change.
+        """Applies the client's change to the value of `cell`. Returns the new value of the key, and
+        the result that the client gets.
         """
         earlier = self._counts(cell)
         if earlier:

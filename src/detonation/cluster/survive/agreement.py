@@ -477,19 +477,18 @@ def axis_key(
     ],
     *numbers: int,
 ) -> str:
-    """Returns a key of the store. Its `numbers` are a rank, a joining replica (guest), or a guest
-    and one of its shards or another rank.
+    """Returns a key of the store, for these `numbers`:
 
-    Keys of a rank: `beat`, its latest heartbeat; `port`, the port that shows whether its process
-    exists; `loopback`, the identity of its loopback interface; `end`, set after its last step;
-    `left`, set when the rank has left in order; `asked`, set when it leaves because its replica was
-    asked to leave. Keys of a guest: `ask`, its request to join; `refused`, the reason why it cannot
-    join; `door`, the optimizer that lets it in; `copy`, the turn after which it gets each copy of
-    the training state; `entry`, the optimizer, turn and step before which it joins, set once the
-    members begin to wait for it. Keys of a guest's shard: `feed`, the replica that gives the state,
-    and the address of its feed; `coming`, set while the shard waits for each copy; `ready`, the
-    replica from which the shard receives the state, or ""; `pace`, what the shard has received
-    since each copy. Key of a guest and a rank: `at`, the last turn of this guest that the rank has
-    reached.
+    - A rank: `beat` (its latest heartbeat), `port` (its open port shows that its process exists),
+      `loopback` (the identity of its loopback interface), `end` (set after its last step), `left`
+      (set when the rank has left in order), `asked` (set when its replica was asked to leave).
+    - A joining replica (guest): `ask` (its request), `refused` (the reason why it cannot join),
+      `door` (the optimizer that it joins first), `copy` (the turn after which it gets a copy of the
+      training state), `entry` (the optimizer, turn and step before which it joins; set once the
+      members begin to wait for it).
+    - A guest and its shard: `feed` (the replica that sends the state, and the address of its feed),
+      `coming` (set while the shard waits for a copy), `ready` (the replica from which the shard
+      receives the state, or ""), `pace` (what the shard has received since a copy).
+    - A guest and a rank: `at` (the last turn of this guest that the rank has reached).
     """
     return "/".join((kind, *map(str, numbers)))

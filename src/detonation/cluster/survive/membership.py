@@ -438,7 +438,7 @@ class Membership:
                 return
 
     def _beat(self, count: int) -> None:
-        """Sends a heartbeat, reads the heartbeats of all ranks, and looks for a loss.
+        """Sends a heartbeat, reads the heartbeats of all ranks, and looks for lost ranks.
 
         Meanwhile `agree` and `join` may change the members in another thread.
         """

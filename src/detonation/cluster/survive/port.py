@@ -87,8 +87,8 @@ class Port:
 
 
 def _address_towards(host: str) -> str:
-    """Returns the local address that receives messages of other replicas, if the store is at
-    `host`; "" if there is no such address.
+    """Returns the address at which this machine receives messages of other replicas: the address
+    from which it reaches the store at `host`. Returns "" if there is no such address.
     """
     asked = asked_interface(os.environ)
     if asked and asked != LOOPBACK:

@@ -244,7 +244,7 @@ class AxisEnd(ElasticCommunicator):
         self.layout = members
         self.replica = members.index(self.axis.host.membership.replica)
         self.channels = 0
-        self.adopted = turn  # keeps names of text channels unique: members may return later
+        self.adopted = turn  # makes channel names unique: the same members may meet again
 
 
 class AxisUser(AxisEnd):

@@ -1,7 +1,7 @@
 """The message of one step, its header, and a replica's report of parameters without a gradient.
 
-Engines write a message in runs of rows, collectives send the runs, and the receiver joins the runs.
-Each gathered message begins with a header of 64 bytes.
+A message is sent in runs (ranges of rows): engines write a run, a collective sends it, and the
+receiver joins all runs. Under an all-gather, a message begins with a header of 64 bytes.
 """
 
 from __future__ import annotations

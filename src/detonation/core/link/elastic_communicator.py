@@ -179,9 +179,9 @@ class AgreedCommunicator(Communicator):
         return wait
 
     def _alike(self, device: torch.device) -> bool:
-        """Compares the absent replicas between the ranks that must stay equal. A replica that is
-        absent on any of these ranks becomes absent on all of them. Returns True if the absent
-        replicas were already equal on all ranks.
+        """Compares which replicas are absent on each of the ranks that must stay equal. A replica
+        that is absent on one of these ranks becomes absent on all of them. Returns True if all
+        ranks already had the same absent replicas.
         """
         absent = [each in self.absent for each in range(self.size())]
         present = [not each for each in absent]

@@ -233,7 +233,7 @@ class Replicated(OptimizerWrapper):
         if self._renumbers and not overlapping:
             with exactly():
                 self.renumber()
-        if not (overlapping or held_back):  # otherwise `overlap` has begun this step
+        if not (overlapping or held_back):  # in these two cases `overlap` has already entered it
             self._consensus.enter_step(self.step_count)
         if changed and not overlapping:
             with exactly():
@@ -368,9 +368,9 @@ class Replicated(OptimizerWrapper):
         """The base optimizer's state, with the private state of this replica and shard under
         "replication".
 
-        torch.distributed.checkpoint treats equal keys on different ranks as one tensor. So state
-        that differs between replicas has a key that names the replica; under schemes that exchange
-        parameters this includes the base optimizer's state. Save one file per rank. With a delay,
+        torch.distributed.checkpoint treats equal keys on different ranks as one tensor. So the key
+        names the replica if the value differs between replicas. Under schemes that exchange
+        parameters, the base optimizer's state differs, too. Save one file per rank. With a delay,
         all ranks must call `state_dict` at the same step, to receive messages in flight. The
         state-dict helpers of torch omit "replication"; see `detonation.TrainingState`.
         """

@@ -256,9 +256,9 @@ class Overlap:
         """True if the storage that holds the gradient of `name` holds only gradients of this
         replicator's parameters.
 
-        Otherwise the version counter of the storage also counts writes to gradients of other
-        parameters, by FSDP2 and by the step of another optimizer. Then only `_samples`, which are
-        copies of a few values of the sent gradients, show whether sent gradients have changed.
+        Otherwise the version counter of the storage also counts writes to other gradients, which
+        FSDP2 or another optimizer makes. Then only `_samples` show whether sent gradients have
+        changed. They are copies of a few values of these gradients.
         """
         whole = local(_gradient(self._parameters[name])).untyped_storage()
         own = 0

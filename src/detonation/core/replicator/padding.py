@@ -37,8 +37,7 @@ class PaddingRows:
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))
-        # two flags per padding row: whether its parameter had a gradient, and whether the row
-        # itself had a nonzero gradient
+        # two flags per padding row: its parameter had a gradient; its own gradient was nonzero
         self._seen = {
             link: torch.zeros(
                 len(rows), 2, dtype=torch.int64, device=rows[0][0].channel.runtime.device

@@ -107,10 +107,10 @@ class Scheme:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments as messages, checkpoints and update logs name them.
+        """The scheme's arguments by the names that messages, checkpoints and update logs use.
 
-        Some schemes had a delay in earlier builds. Their identity still says delay=0, so that this
-        build can read what those builds wrote.
+        Some schemes had a delay in earlier builds. Their identity still contains delay=0, so that
+        this build can read files of those builds.
         """
         if self.name not in _HAD_DELAY:
             return dict(self.arguments)

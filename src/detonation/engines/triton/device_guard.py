@@ -177,7 +177,7 @@ class TritonGuard(Guard):
         report = self._reports.take("", size, make)
         self._sums.inspect(values, digits, report)
         read = report
-        # on a CPU a readback makes no copy, and a later step overwrites the report
+        # on a CPU a readback would share the report's memory, which a later step overwrites
         if report.device.type == "cpu":
             read = report.clone()
         found = runtime.Readback(read)

@@ -50,7 +50,7 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
     """
     if launch_position(os.environ) is not None:
         raise ValueError(
-            "compare starts its own processes: under a launcher use train, once for each scheme"
+            "`compare` starts its own processes: under a launcher, run `train` once for each scheme"
         )
     if len(set(schemes)) < len(schemes):
         raise ValueError(
