@@ -1,8 +1,8 @@
 """The law of size at 30 M parameters: `make gpu GPU="law"`, which is no part of `make gpu`.
 
-Full synchronisation by AdamW and by Muon, and `demo` in signs and `muloco` with two simulated
-replicas. All take an equal number of steps on equal batches: as many as the time of this call is
-sufficient for, or that of LAW_CALLS calls. Each run appends a row to law.rows.jsonl in the
+Full synchronisation by AdamW and by Muon; `diloco` with eight simulated replicas; `demo` in signs
+and `muloco` with two. All take an equal number of steps on equal batches: as many as the time of
+this call is sufficient for, or that of LAW_CALLS calls. Each run appends a row to law.rows.jsonl in the
 directory of the report; another call trains what is missing there, then the next seed.
 """
 
@@ -19,13 +19,22 @@ import torch
 from benchmarks.gpu.common import Job
 from benchmarks.gpu.law_runs import Study, TimeUp, Trained, trained
 from benchmarks.size_law import predict
-from benchmarks.size_law.grid import FULL, FULL_MUON, LONG_MULOCO, MIDDLES, RATIOS, SIGNS, Scheme
+from benchmarks.size_law.grid import (
+    DILOCO,
+    FULL,
+    FULL_MUON,
+    LONG_MULOCO,
+    MIDDLES,
+    RATIOS,
+    SIGNS,
+    Scheme,
+)
 from benchmarks.size_law.predict import Expected
 from benchmarks.size_law.sizes import ROUND, WINDOW
 
 TITLE = "The law of size"
-CASES = (FULL, 1), (SIGNS, 2), (FULL_MUON, 1), (LONG_MULOCO, 2)
-REFERENCES = {SIGNS.name: FULL.name, LONG_MULOCO.name: FULL_MUON.name}
+CASES = (FULL, 1), (DILOCO, 8), (SIGNS, 2), (FULL_MUON, 1), (LONG_MULOCO, 2)
+REFERENCES = {DILOCO.name: FULL.name, SIGNS.name: FULL.name, LONG_MULOCO.name: FULL_MUON.name}
 SEEDS, TINY_SEEDS = 3, 1
 SHARE = 0.85
 """Share of the time that is left which the planned steps take."""

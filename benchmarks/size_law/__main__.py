@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.status:
         print(queue.status(methods, args.results, rows))
     elif args.table:
-        print(table(rows(args.results)))
+        done = rows(args.results)
+        print(table(done), laws.table(done), predict.table(predict.PATH), sep="\n\n")
     else:
         run = partial(queue.in_a_process, MODULE)
         wanted = partial(queue.named, only=args.only)

@@ -130,21 +130,32 @@ def bounded(value: float, every: list[float], times: float, form: str) -> str:
 
 
 def figure(done: Rows, path: Path) -> None:
-    """Draws the costs of `diloco` by size: ours with the fitted law, and the published one."""
+    """Draws the costs of `diloco` by size: our runs, the law that is fitted to these runs, and the
+    published law (solid at the sizes to which it was fitted).
+    """
     found = points(DILOCO, done)
-    law = fit(found)
+    law, published_law = fit(found), Law(*PUBLISHED)
     with drawn(path, 7, 4) as drawing:
         axes = drawing.subplots()
-        sizes = [10 ** (4.3 + step / 20) for step in range(102)]
+        sizes = [10 ** (4.4 + step / 20) for step in range(101)]
+        fitted = [size for size in sizes if size >= rounds_law.SIZES[0]]
         for replicas in sorted({point.replicas for point in found}):
             colour = SHADES[replicas]
-            for chosen, style, name in (law, "-", "ours"), (Law(*PUBLISHED), "--", "published"):
-                line = [100 * chosen.cost(size, replicas) for size in sizes]
-                axes.plot(sizes, line, style, color=colour, label=f"{name}, {replicas} replicas")
+            words = f"{replicas} replicas"
+            curves = (
+                (published_law, fitted, "-", f"law of Charles et al., {words}"),
+                (published_law, sizes, "--", "the same law at smaller sizes"),
+                (law, sizes, ":", f"power law of our runs, {words}"),
+            )
+            for chosen, where, style, label in curves:
+                line = [100 * chosen.cost(size, replicas) for size in where]
+                axes.plot(where, line, style, color=colour, label=label)
             own = [point for point in found if point.replicas == replicas]
             marks = [(point.parameters, 100 * math.expm1(y)) for point in own for y in point.logs]
-            axes.plot(*zip(*marks, strict=True), ".", color=colour, markersize=4)
-        axes.set(xscale="log", xlabel="parameters", ylabel="loss to AdamW in full, %")
+            axes.plot(*zip(*marks, strict=True), ".", color=colour, label=f"our runs, {words}")
+        axes.set(xscale="log", xlabel="parameters")
+        axes.set_ylabel("loss relative to AdamW with\nfull synchronisation, %")
+        axes.set_ylim(bottom=0)
         axes.legend(frameon=False)
 
 

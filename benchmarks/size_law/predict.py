@@ -9,22 +9,28 @@ import dataclasses
 import json
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.tuning import Rows
-from benchmarks.size_law.fit import DRAWS, Law, draws, fit, held_out, interval, spread
-from benchmarks.size_law.grid import FULL, FULL_MUON, Scheme, judging
+from benchmarks.size_law.fit import DRAWS, Law, Point, draws, fit, held_out, interval, spread
+from benchmarks.size_law.grid import DILOCO, FULL, FULL_MUON, Scheme, judging
 from benchmarks.size_law.laws import points, reference
 from benchmarks.size_law.sizes import PREDICTED, TOKENS, Size
 from benchmarks.size_law.table import EVERY
 from benchmarks.size_law.text import SHA256
 
+from detonation.plan.law import carried
+
 PATH = Path(__file__).parents[1] / "results" / "size-law-prediction.json"
 LEAST = 3
 """Fewest sizes of a law that is checked: the others predict the largest."""
+SIGMAS = 1.96
+"""Standard deviations from the middle of a 95 % interval to its ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Expected:
         sets: Settings of scheme and optimizer, with the learning rate of the rule.
         low, high: 95 % interval of the law.
         run_low, run_high: The same for a single run, whose seed counts, too.
-        law: "supported" or "refuted" by the largest size that was trained.
+        law: "supported" or "refuted" by the largest size that was trained; or "published", if our
+            law is refuted and the published law extrapolates the cost at that size, as in `plan`.
     """
 
     scheme: str
@@ -86,12 +93,42 @@ def read(path: Path, size: str) -> tuple[dict[str, Any], list[Expected]] | None:
     return facts, [Expected(**row) for row in rows]
 
 
+def table(path: Path) -> str:
+    """The costs that a prediction says, one line per size and scheme; "" if nothing is predicted."""
+    if not path.exists():
+        return ""
+    facts = json.loads(path.read_text())
+    lines = [
+        f"predicted on {facts['date']}:",
+        "",
+        "| size | scheme | replicas | to | cost, % | cost of one run, % | law |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for size in facts["sizes"]:
+        _, schemes = read(path, size) or ({}, [])
+        for each in schemes:
+            if each.cost is not None:
+                cells = [size, each.scheme, str(each.replicas), each.to, _ranged(each), _run(each)]
+                lines.append(f"| {' | '.join([*cells, each.law])} |")
+    return "\n".join(lines)
+
+
+def _ranged(expected: Expected) -> str:
+    cost = 100 * (expected.cost or 0.0)
+    return f"{cost:+.1f} [{100 * expected.low:+.1f}, {100 * expected.high:+.1f}]"
+
+
+def _run(expected: Expected) -> str:
+    return f"[{100 * expected.run_low:+.1f}, {100 * expected.run_high:+.1f}]"
+
+
 @dataclasses.dataclass(frozen=True)
 class _Fitted:
-    """A law with its draws, for one number of replicas."""
+    """A law with its draws, for one number of replicas, and what the largest size has shown."""
 
     scheme: Scheme
     replicas: int
+    largest: Point
     law: Law
     draws: Sequence[Law]
     spread: float
@@ -113,7 +150,9 @@ def _costs(done: Rows, count: int) -> list[_Fitted]:
         supported = all(check.supported for check in held_out(own, count))
         verdict = "supported" if supported else "refuted"
         for replicas in sorted({point.replicas for point in own}):
-            found.append(_Fitted(scheme, replicas, law, laws, spread(own), verdict))
+            same = [point for point in own if point.replicas == replicas]
+            largest = max(same, key=attrgetter("parameters"))
+            found.append(_Fitted(scheme, replicas, largest, law, laws, spread(own), verdict))
     return found
 
 
@@ -128,22 +167,48 @@ def _references(size: Size, done: Rows) -> list[Expected]:
 
 
 def _at(size: Size, fitted: _Fitted, done: Rows) -> Expected:
+    expected = Expected(
+        scheme=fitted.scheme.name,
+        replicas=fitted.replicas,
+        to=reference(fitted.scheme).name,
+        sets=_sets(size, fitted.scheme, fitted.replicas, done),
+    )
+    if fitted.verdict == "refuted" and fitted.scheme == DILOCO:
+        return _by_published_law(size, fitted, expected)
     where = size.parameters, fitted.replicas
     chance = random.Random(1)
     low, high = interval([each.cost(*where) for each in fitted.draws])
     runs = [each.log(*where) + chance.gauss(0, fitted.spread) for each in fitted.draws]
     run_low, run_high = interval(runs)
-    return Expected(
-        scheme=fitted.scheme.name,
-        replicas=fitted.replicas,
-        to=reference(fitted.scheme).name,
-        sets=_sets(size, fitted.scheme, fitted.replicas, done),
+    return dataclasses.replace(
+        expected,
         cost=fitted.law.cost(*where),
         low=low,
         high=high,
         run_low=math.expm1(run_low),
         run_high=math.expm1(run_high),
         law=fitted.verdict,
+    )
+
+
+def _by_published_law(size: Size, fitted: _Fitted, expected: Expected) -> Expected:
+    """Extrapolates the cost at the largest size by the published law, as `plan` does."""
+    largest = fitted.largest
+    middle = statistics.fmean(largest.logs)
+    error = SIGMAS * fitted.spread / math.sqrt(len(largest.logs))
+    ends = math.expm1(middle - error), math.expm1(middle + error)
+    times = size.parameters / largest.parameters
+    both = fitted.replicas, fitted.replicas
+    cost, (low, high) = carried(math.expm1(middle), ends, times, both)
+    of_a_run = SIGMAS * fitted.spread
+    return dataclasses.replace(
+        expected,
+        cost=cost,
+        low=low,
+        high=high,
+        run_low=math.expm1(math.log1p(low) - of_a_run),
+        run_high=math.expm1(math.log1p(high) + of_a_run),
+        law="published",
     )
 
 

@@ -15,6 +15,7 @@ from benchmarks.paper import claims as paper_claims
 from benchmarks.paper import experiment as paper
 from benchmarks.second_round import corrected
 from benchmarks.second_round import experiment as second_round
+from benchmarks.size_law import laws, predict
 from benchmarks.size_law.laws import published
 from benchmarks.size_law.run import rows as size_law_rows
 from benchmarks.size_law.table import table as size_law_table
@@ -49,7 +50,8 @@ def printed():
         long_rounds_table.table(long_rounds_grid.methods, queue.rows(ROOT / long_rounds.RESULTS))
     )
     text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
-    text += [published(), size_law_table(size_law_rows(ROOT / "benchmarks/results/size-law"))]
+    sizes = size_law_rows(ROOT / "benchmarks/results/size-law")
+    text += [published(), size_law_table(sizes), laws.table(sizes), predict.table(predict.PATH)]
     text += shard_wire.table([json.loads(line) for line in shards])
     asked = Question(
         parameters="1.2b", link="1gbit,1ms", step_time=0.35, replicas=8, shards=8

@@ -189,14 +189,29 @@ def test_a_prediction_is_written_once_and_holds_the_law(whole, tmp_path):
     size = sizes.PREDICTED[0]
     assert diloco.cost == pytest.approx(PUBLISHED.cost(size.parameters, 8), rel=0.2)
     assert diloco.run_low < diloco.low < diloco.cost < diloco.high < diloco.run_high
-    assert diloco.to == grid.FULL.name and diloco.law in ("supported", "refuted")
+    assert diloco.to == grid.FULL.name and diloco.law in ("supported", "published")
     rate = next(each for each in diloco.sets if each.startswith("optimizer.lr="))
     assert float(rate.partition("=")[2]) == grid.rate_of(grid.DILOCO, 8, size, whole)
     assert by_name[grid.FULL.name, 1].cost is None
+    assert f"| 30M | {grid.DILOCO.name} | 8 | {grid.FULL.name} |" in predict.table(path)
     with pytest.raises(ValueError, match="does not change"):
         predict.write(whole, path, count=5)
     with pytest.raises(ValueError, match="no law yet"):
         predict.write({}, tmp_path / "other.json")
+
+
+def test_a_refuted_law_leaves_the_published_one(whole):
+    """The rows follow the published law, so both say the same of another size."""
+    (fitted,) = (
+        each
+        for each in predict._costs(whole, 5)
+        if (each.scheme, each.replicas) == (grid.DILOCO, 8)
+    )
+    size = sizes.PREDICTED[0]
+    found = predict._at(size, replace(fitted, verdict="refuted"), whole)
+    assert found.law == "published"
+    assert found.cost == pytest.approx(PUBLISHED.cost(size.parameters, 8), rel=0.1)
+    assert found.run_low < found.low < found.cost < found.high < found.run_high
 
 
 def test_sizes_count_the_parameters_of_the_model():
@@ -209,7 +224,7 @@ def test_sizes_count_the_parameters_of_the_model():
 
 def test_the_figure_is_drawn(whole, tmp_path):
     figure(whole, tmp_path / "law")
-    assert "published, 8 replicas" in (tmp_path / "law.svg").read_text()
+    assert "law of Charles et al., 8 replicas" in (tmp_path / "law.svg").read_text()
 
 
 def test_batches_and_steps_fit_replicas_and_rounds():
