@@ -738,8 +738,8 @@ SET_UPS = {
         "distributed_type": DistributedType.MULTI_GPU,
     },
     "(hybrid sharding)": {"parallelism_config": ParallelismConfig(2, 2)},
-    "DEEPSPEED shards and steps": {"distributed_type": DistributedType.DEEPSPEED},
-    "MEGATRON_LM shards and steps": {"distributed_type": DistributedType.MEGATRON_LM},
+    "DEEPSPEED has its own sharding and step": {"distributed_type": DistributedType.DEEPSPEED},
+    "MEGATRON_LM has its own sharding and step": {"distributed_type": DistributedType.MEGATRON_LM},
     "use bf16": {"mixed_precision": "fp16"},
 }
 

@@ -53,7 +53,7 @@ def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(
     train("alone", "scheme.name=none", stop_after=1)
     capsys.readouterr()
     assert run_command(["export", str(tmp_path / "alone"), "--out", str(tmp_path / "none")]) == 2
-    assert "of 2 replicas that trained independently: it has no" in capsys.readouterr().err
+    assert "by 2 replicas that trained independently: it has no" in capsys.readouterr().err
     assert run_command(["export", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
 

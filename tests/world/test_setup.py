@@ -152,8 +152,8 @@ def too_early(mesh):
 
 def test_what_was_made_before_sharding_is_told_so():
     text = (
-        "4 parameters of the optimizer are not in the model, such as one of shape (64, 32): the model is sharded and "
-        "they are not: make the optimizer after detonation.shard"
+        "4 parameters of the optimizer are not in the model, such as one of shape (64, 32): the model is sharded, "
+        "but these parameters are not: make the optimizer after detonation.shard"
     )
     for *early, bare in worlds.run(too_early, 2, 2):
         for kind, said in early:
