@@ -168,8 +168,9 @@ class Replicate(TrainerCallback):
     or without PEFT. `max_grad_norm` clips the gradients on which replicas agree, as in hybrid
     sharding. Each checkpoint holds the state of the replicas, and
     `train(resume_from_checkpoint=...)` continues bit for bit. The logs contain the `bytes_sent` of
-    this rank so far, and the `grad_norm` of the gradients on which replicas agree. The last step
-    completes open rounds, so that all replicas evaluate and save the same model.
+    this rank so far, and the `grad_norm` of the gradients on which replicas agree (none under
+    `SignSGD`, which needs no norm). The last step completes open rounds, so that all replicas
+    evaluate and save the same model.
 
     Attributes:
         optimizer: Replicated optimizer, for its `stats`; None until training begins.
@@ -215,7 +216,8 @@ class Replicate(TrainerCallback):
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:
             self._sent_before = 0
-            own = {"clip": args.max_grad_norm or None, **self._settings}
+            # without a largest norm, only measure the norm of the agreed gradients
+            own = {"clip": args.max_grad_norm or math.inf, **self._settings}
             self.optimizer = _replicate_inside(
                 trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own
             )
@@ -248,16 +250,16 @@ class Replicate(TrainerCallback):
         self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds the sent bytes to the logs. Replaces the logged gradient norm by the norm of the
-        gradients on which replicas agree.
+        """Adds the sent bytes to the logs. Replaces the gradient norm of this replica by the norm of
+        the gradients on which replicas agree, or removes it if that norm is not measured.
         """
-        if self.optimizer:
-            logs = others["logs"]
-            found: dict[str, Any] = {"bytes_sent": self._bytes_sent}
-            if "grad_norm" in logs and (norm := self.optimizer.stats.grad_norm) is not None:
-                found["grad_norm"] = norm.item()
-            logs.update(found)
-            state.log_history[-1].update(found)
+        if not self.optimizer:
+            return
+        norm = self.optimizer.stats.grad_norm
+        for logs in (others["logs"], state.log_history[-1]):
+            logs["bytes_sent"] = self._bytes_sent
+            if logs.pop("grad_norm", None) is not None and norm is not None:
+                logs["grad_norm"] = norm.item()
 
     def _remove_elsewhere(self, args: Any) -> None:
         # without `save_total_limit` the Trainer removes no checkpoints
