@@ -1,5 +1,6 @@
 """What a feed and its followers owe each other: bounded bytes, an end that is told, nothing left behind."""
 
+import math
 import socket
 import threading
 from contextlib import suppress
@@ -16,7 +17,7 @@ from detonation.feed.shard import ShardFollower
 from detonation.feed.stream import Stream
 from detonation.feed.token import Refused, prove_to_follower
 from limits import LIMIT_S, Clock, until
-from steps import advance, started
+from steps import STEPS, advance, started
 from zoo import Plain, built
 
 TOKEN = b"a token for tests only"
@@ -115,6 +116,67 @@ def test_a_follower_for_which_there_is_no_seat_comes_again():
             assert "it has 1 followers, the most that it accepts" in second.trouble
             assert not second.ended
     feed.close()
+
+
+def raising(error):
+    def raises(*_):
+        raise error
+
+    return raises
+
+
+FAULTS = {
+    "none": None,
+    "no memory": ("take_snapshot", raising(MemoryError())),
+    "close replicas": ("require_followable", raising(ValueError("the replicas are close"))),
+}
+
+
+@pytest.mark.parametrize("had", [0, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_follower_without_a_copy_at_the_end_gets_the_final_weights_or_an_error(
+    had, fault, monkeypatch
+):
+    """Whenever `ended` is true, its weights are bitwise those of the end; it has `had` steps before."""
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as follower:
+        until(lambda: feed.is_asked)
+        if had:
+            advance(model, optimizer, 0, range(had))
+            follower.update(to=had)
+            follower._streams[0]._hang_up()  # the network fails, and it comes again
+            until(lambda: feed.is_asked)
+        feed._next_copy = math.inf  # a copy would use more than its share of the time
+        advance(model, optimizer, 0, range(had, STEPS))
+        if FAULTS[fault]:
+            monkeypatch.setattr(publisher, *FAULTS[fault])
+        feed.close()
+        if fault == "none":
+            while not follower.ended:
+                follower.update(wait_s=LIMIT_S)
+            assert follower.step == STEPS
+            assert all(map(torch.equal, follower.model.parameters(), model.parameters()))
+            return
+        held = "the weights after step 2$" if had else "no weights of it$"
+        with pytest.raises(
+            dt.errors.LostFeed, match=f"before its final weights arrived: this process has {held}"
+        ):
+            follower.update(wait_s=LIMIT_S)
+        assert not follower.ended
+
+
+def test_a_feed_that_ends_before_its_first_step_has_no_last_copy():
+    """Its copy would need the other replicas, which may have ended already."""
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as follower:
+        until(lambda: feed.is_asked)
+        feed.close()
+        with pytest.raises(dt.errors.LostFeed, match="no weights of it"):
+            follower.update(to=1, wait_s=LIMIT_S)
+        assert not follower.ended
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 7.0])

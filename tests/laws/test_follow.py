@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import socket
 import time
 
@@ -22,7 +23,7 @@ from detonation.feed import publisher, stream
 from detonation.feed.token import LostFeed
 from detonation.gates.closeness import Closeness
 from limits import LIMIT_S
-from steps import STEPS, advance, started, step_on
+from steps import STEPS, advance, bases, started, step_on
 from zoo import KINDS, REGISTERED, Padded, Plain, batch, built
 
 TOKEN = b"a token for tests only"
@@ -363,8 +364,55 @@ def test_a_shard_whose_feed_was_found_late_may_end_after_the_others():
 def test_a_shard_that_ends_before_its_copy_came_is_not_waited_for():
     assert (
         worlds.run_alone(reached_late, 1, 2, 0)[0]
-        == "training has ended before the states of all its shards arrived"
+        == "training has ended before its final weights arrived: this process has no weights of it"
     )
+
+
+def cut_before_the_end(mesh):
+    """Follows two shards, of which the second is lost and waits for its copy when training ends.
+
+    Returns whether the follower has the final weights, and its copies of the first shard.
+    """
+    model, mine = dt.shard(built(Plain), mesh), mesh.get_rank()
+    optimizer = dt.replicate(
+        bases(model.parameters()), model, mesh["replicate"], dt.diloco(every=3)
+    )
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    addresses, follower = ",".join(gathered(feed.address)), None
+    if mine == 0:
+        follower = dt.follow(built(Plain), addresses, token=TOKEN, wait=False)
+
+    def until(holds):
+        """Updates until it holds on all ranks."""
+        while not all(gathered(bool(holds()))):
+            if follower is not None:
+                follower.update(wait_s=0.01)
+
+    until(lambda: mine or feed.is_asked)
+    advance(model, optimizer, mine, [0])
+    until(lambda: not mine or feed.is_asked)
+    feed._next_copy = 0.0
+    advance(model, optimizer, mine, [1])
+    until(lambda: mine or follower.step == 2)
+    if follower is not None:
+        follower._streams[1]._hang_up()
+    until(lambda: not mine or feed.is_asked)
+    feed._next_copy = math.inf
+    advance(model, optimizer, mine, range(2, STEPS))
+    optimizer.synchronize()
+    feed.close()
+    whole = [p.full_tensor() for p in model.parameters()]
+    if follower is None:
+        return None
+    with follower:
+        while not follower.ended:
+            follower.update(wait_s=LIMIT_S)
+        return digest(whole) == digest(follower.model.parameters()), follower.joins
+
+
+def test_a_shard_that_waits_for_its_copy_at_the_end_meets_the_others_there():
+    assert worlds.run_alone(cut_before_the_end, 1, 2)[0] == (True, 1)
 
 
 def parted(mesh):

@@ -112,7 +112,9 @@ class Follower(AbstractContextManager["Follower"]):
     def ended(self) -> bool:
         """True after training has ended and the model has its final weights."""
         with self._changed:
-            return all(stream.ended and not stream.inbox for stream in self._streams)
+            return all(
+                stream.ended and stream.current and not stream.inbox for stream in self._streams
+            )
 
     @property
     def current(self) -> bool:
@@ -184,7 +186,8 @@ class Follower(AbstractContextManager["Follower"]):
                 `to` (by default no limit).
 
         Raises:
-            LostFeed: The feed refuses this follower or ends before `to`, or training is past `to`.
+            LostFeed: The feed refuses this follower, ends before `to` or without sending the final
+                weights, or training is past `to`.
             ValueError: Training has another model, or this process would round differently.
         """
         if wait_s is None and to is not None:
@@ -288,8 +291,11 @@ class Follower(AbstractContextManager["Follower"]):
                 raise LostFeed(f"training has ended after {self.step} steps, before step {to}")
             is_last = self._came() == self._seen and self.limit == NO_LIMIT
             over = all(stream.ended for stream in self._streams) and is_last
-            if over and not self.ended:  # all streams have ended, but at different steps
-                raise LostFeed("training has ended before the states of all its shards arrived")
+            if over and not self.ended:  # a stream ended without a copy, or at a different step
+                raise LostFeed(
+                    "training has ended before its final weights arrived: this process has"
+                    f" {_held(self.step)}"
+                )
             rest_s = 1.0
             if deadline is not None:
                 rest_s = min(1.0, deadline - time.monotonic())
@@ -370,6 +376,12 @@ class Follower(AbstractContextManager["Follower"]):
 
     def _pairs(self) -> list[tuple[ShardFollower, Stream]]:
         return list(zip(self._shards, self._streams, strict=True))
+
+
+def _held(step: int) -> str:
+    if step < 0:
+        return "no weights of it"
+    return f"the weights after step {step}"
 
 
 def _last_common(plans: Sequence[Sequence[Moment | None]]) -> Moment | None:

@@ -275,11 +275,17 @@ class Feed(StepRecorder):
         """Stops listening. Sends the queued steps to the followers for at most `wait_s` seconds in
         total.
 
-        If training has not `ended`, followers wait until training starts again.
+        If training has `ended`, followers that wait for a copy of the state get a last copy.
+        Otherwise followers wait until training starts again.
         """
         self._listener.close()
         self.take_last_writes()
         self.flush()
+        if ended and self._optimizer is not None:
+            try:
+                self._let_in(self._optimizer, ended)
+            except Exception:  # followers without a copy raise `LostFeed`
+                _log.exception("no last copy of the state for followers")
         with self._lock:
             self._closed = True
             everyone = [*self._coming, *self._subscribed]
@@ -320,7 +326,7 @@ class Feed(StepRecorder):
             connection.send(kind, encoded(answer))
         connection.close()
 
-    def _let_in(self, optimizer: Replicated) -> None:
+    def _let_in(self, optimizer: Replicated, ended: bool = False) -> None:
         """Sends a copy of the state after this step to all followers that wait for a copy."""
         began = time.monotonic()
         with self._lock:
@@ -333,7 +339,7 @@ class Feed(StepRecorder):
             require_followable(optimizer)
         except ValueError as error:
             for each in coming:
-                each.finish({"ended": False, "reason": str(error)})
+                each.finish({"ended": ended, "reason": str(error)})
             return
         with self._lock:
             self._subscribed += coming
