@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import detonation as dt
@@ -19,7 +20,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.log import continuity, writer
-from detonation.log.records import START, noted, whole_records
+from detonation.log.records import MESSAGE, START, noted, whole_records
 from detonation.train.run import log_check
 from steps import STEPS, advance, bases, started
 from zoo import KINDS, REGISTERED, Plain, batch, built
@@ -95,6 +96,49 @@ def test_a_replica_of_shards_replays_from_a_checkpoint(name, tmp_path):
     assert files == [
         f"replica0-shard{shard}-{steps}.updates" for shard in (0, 1) for steps in (0, 3)
     ]
+
+
+def unequally_long(mesh, name, folder):
+    """Replays the logs of two shards; that of the second lacks the ends of 0 to 2 events.
+
+    Returns for each of these numbers the step, and after which events its state is that of training.
+    """
+
+    def begun():
+        model = dt.shard(built(Plain), mesh)
+        axis = LoopbackCommunicator(2)
+        return model, dt.replicate(bases(model.parameters()), model, axis, REGISTERED[name])
+
+    model, optimizer = begun()
+    log, states, found = dt.UpdateLog(folder), [], []
+    optimizer.record(log)
+    for step in range(STEPS):
+        advance(model, optimizer, 0, [step])
+        states.append(agreed(model, optimizer))
+    optimizer.synchronize()
+    states.append(agreed(model, optimizer))
+    log.close()
+    path = folder / f"replica0-shard{mesh.get_rank()}-0.updates"
+    for lacking in range(3):
+        if lacking and mesh.get_rank() == 1:
+            records = [*whole_records(path)]
+            events = [number for number, record in enumerate(records) if record.kind != MESSAGE]
+            os.truncate(path, sum(record.size for record in records[: events[-1]]))
+        dist.barrier()
+        model, optimizer = begun()
+        step = dt.replay(folder, optimizer)
+        now = agreed(model, optimizer)
+        found.append((step, [number for number, state in enumerate(states, 1) if state == now]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["demo", "diloco"])
+def test_shards_whose_logs_end_apart_replay_to_the_last_point_that_all_logs_have(name, tmp_path):
+    """A kill may leave one log with a step or a `synchronize` call more; shards of two steps are no model."""
+    for found in worlds.run(unequally_long, 1, 2, name, tmp_path):
+        for lacking, (step, points) in enumerate(found):
+            assert step == min(STEPS, STEPS + 1 - lacking)
+            assert STEPS + 1 - lacking in points, (lacking, found)
 
 
 @pytest.fixture

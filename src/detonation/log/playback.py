@@ -54,6 +54,7 @@ class Playback(Player):
         self._to: float = math.inf
         if to is not None:
             self._to = to
+        self._calls: float = math.inf
         files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
         usable = [begun for begun, _ in files if begun <= first]
         if not usable:
@@ -90,9 +91,23 @@ class Playback(Player):
             if self._optimizer.step_count < self._to:
                 raise
             return None
-        if end is None or end.step > self._to:
+        if end is None or _point_after(end) > (self._to, self._calls):
             return None
         return end
+
+    def last_point(self) -> tuple[int, int]:
+        """Returns the last step of the log, and the number of `synchronize` calls since this step.
+
+        Raises `DamagedLog` if the last file is damaged.
+        """
+        begun, path = self.files[-1]
+        ends = (record for record in whole_records(path) if record.kind != MESSAGE)
+        return max(map(_point_after, ends), default=(begun, 0))
+
+    def stop_at(self, step: int, calls: int) -> None:
+        """Makes the replay end after step `step` and `calls` calls of `synchronize` since it."""
+        self._to = step
+        self._calls = calls
 
     def reach(self) -> tuple[int, str]:
         """Finds the last step up to which the log reproduces, bit for bit, all state on which
@@ -332,6 +347,13 @@ class Playback(Player):
                     f"{path} was written with {key} {about.get(key)}, this run has {now}: replay"
                     f" with the same {key}"
                 )
+
+
+def _point_after(end: LogRecord) -> tuple[int, int]:
+    """Returns the number of steps before the end of a record, and the number of `synchronize` calls
+    since the last of these steps. 0 calls if the record does not end a call.
+    """
+    return end.step, end.place * (end.kind == SYNCHRONIZE)
 
 
 def _first_options(path: Path) -> dict[str, Any]:

@@ -47,15 +47,16 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     In a world of several replicas, all ranks call `replay` after `load_checkpoint`. All ranks
     repeat steps up to the last end of a round that every rank can reproduce bit for bit, and a
     warning says why they stop there. After the replay, all memories of unsent values are empty.
-    With a `LoopbackCommunicator`, one process per shard represents all replicas. If the weights of
-    replicas were only close to each other, this process gets the weights of replica 0. If this
-    process rounds differently from training, a warning says so, and the weights only come close to
-    those of training.
+    With a `LoopbackCommunicator`, one process per shard represents all replicas. Without `to`,
+    these processes must call `replay` together. If the weights of replicas were only close to each
+    other, this process gets the weights of replica 0. If this process rounds differently from
+    training, a warning says so, and the weights only come close to those of training.
 
     Args:
         directory: Directory of the `UpdateLog`.
         optimizer: Made by `replicate`, with the scheme, the seed and the base optimizer of the run.
-        to: Number of steps after which to stop; None for the end of the log.
+        to: Number of steps after which to stop; None for the last point that the logs of all shards
+            have.
 
     Raises:
         DamagedLog: In one process: the log is damaged, or ends before `to`. Earlier steps were
@@ -181,6 +182,11 @@ def show_agreed(optimizer: Replicated) -> None:
 def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
     """Repeats the steps of a log up to step `to`."""
     reader = Playback(directory, optimizer, optimizer.step_count, to)
+    if to is None and optimizer.coordinates.shards > 1:
+        # a killed run may have written one step more to the log of one shard
+        texts = texts_between(optimizer.model, optimizer)
+        told = texts.gather(json.dumps(reader.last_point()))
+        reader.stop_at(*min(map(json.loads, told)))
     optimizer.record(reader)
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
