@@ -217,6 +217,25 @@ def test_tokens_are_those_of_the_tokenizer_with_an_end_after_each_document(tmp_p
     assert load_dataset("text", arguments).train.ids.any() and len(list(cache.glob("*.int32"))) == 2
 
 
+@pytest.mark.parametrize("task", ["text", "translation", "labels"])
+def test_the_largest_id_of_a_tokenizer_with_a_gap_is_in_the_vocabulary(tmp_path, cache, task):
+    words = own.tokenizer(tmp_path / "words")
+    table = json.loads((words / "tokenizer.json").read_text())
+    table["model"]["vocab"]["Ġdog"] = 600
+    (words / "tokenizer.json").write_text(json.dumps(table))
+    texts = [f"{i} dog" for i in range(40)]
+    rows = [
+        {"text": text, "translation": {"en": text, "xx": text}, "label": i % 2}
+        for i, text in enumerate(texts)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = {"text": {"context": 4}, "labels": {"label": "label"}, "translation": {}}[task]
+    arguments = {"source": str(tmp_path / "a.jsonl"), "tokenizer": str(words), **more}
+    data = load_dataset({"labels": "text"}.get(task, task), arguments)
+    assert data.train[torch.arange(4)]["input_ids"].max() == 600
+    assert data.model["vocab"] == 601
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, cache):
     arguments = {
         "source": str(own.json_lines(tmp_path / "a.jsonl")),

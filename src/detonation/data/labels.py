@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from detonation.data import readers
 from detonation.data.dataset import Data
 from detonation.data.packages import check_source, locate
-from detonation.data.tokens import load_tokenizer
+from detonation.data.tokens import load_tokenizer, vocabulary
 
 SPEAKERS = "sotu-speakers"
 LEAST_ADDRESSES = 6
@@ -57,7 +57,8 @@ def labelled(
         name = readers.label(source)
     first = LabelledTexts(train, names, made, context)
     second = LabelledTexts(held_out, names, made, context)
-    return Data(name, source, "labels", first, second, {"vocab": len(made), "classes": len(names)})
+    sizes = {"vocab": vocabulary(tokenizer), "classes": len(names)}
+    return Data(name, source, "labels", first, second, sizes)
 
 
 @final

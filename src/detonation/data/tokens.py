@@ -74,9 +74,13 @@ def _of_bytes() -> Any:
 
 
 def vocabulary(tokenizer: str) -> int:
-    """Returns the number of ids of a tokenizer; 256 if `tokenizer` is "", which means bytes."""
+    """Returns the largest id of a tokenizer plus one; 256 if `tokenizer` is "", which means
+    bytes.
+    """
     if tokenizer:
-        return len(load_tokenizer(tokenizer))
+        # the number of tokens is smaller if some ids have no token
+        ids: dict[str, int] = load_tokenizer(tokenizer).get_vocab()
+        return 1 + max(ids.values())
     return TEXT_VOCAB
 
 
