@@ -69,6 +69,8 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         config = _configured(name, settings, given)
         _require_vocab(name, config, vocab, pretrained)
         model = _built(name, config, task, pretrained, dtype, classes)
+        if task == "labels":
+            model.register_forward_pre_hook(_own_padding, with_kwargs=True)
         made: Any = model
         head = made.get_output_embeddings() or getattr(model, "classifier", None)
         # causal models already compute their logits in fp32
@@ -77,6 +79,19 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         return model
 
     return build
+
+
+def _own_padding(
+    model: Any, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fills the padding of texts with the model's own id of padding. The tokenizer may have no such
+    id, and a decoder classifies the last token that differs from its own id.
+    """
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if pad is None or not {"input_ids", "attention_mask"} <= named.keys():
+        return inputs, named
+    padding = named["attention_mask"] == 0
+    return inputs, {**named, "input_ids": named["input_ids"].masked_fill(padding, pad)}
 
 
 def image_size_of(name: str, settings: dict[str, Any]) -> dict[str, int]:
