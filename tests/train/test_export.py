@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import detonation as dt
+import own
 from detonation import data
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
@@ -41,8 +42,51 @@ def test_transformers_loads_what_was_trained_and_measures_the_same_loss(
     exported = json.loads(capsys.readouterr().out)
     assert (exported["step"], exported["num_parameters"]) == (3, summary["num_parameters"])
     assert measured(tmp_path / "model", tiny(*sets)) == pytest.approx(summary["val_loss"], rel=1e-6)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["use_cache"] is True
     assert run_command(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 2
     assert "is not empty: choose another --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["text", "translation", "older", "random", "uncached"])
+def test_it_generates_as_its_base_does_with_other_weights(train, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("detonation.data.tokens.cache_dir", lambda: tmp_path / "cache")
+    task = {"translation": "translation"}.get(kind, "text")
+    config = own.configuration(task)
+    config.use_cache = kind != "uncached"
+    base = own.CLASSES[task](config)
+    ends = {"eos_token_id": [0, 7], "pad_token_id": 1, "decoder_start_token_id": 0}
+    base.generation_config = GenerationConfig(max_length=33, repetition_penalty=1.3, **ends)
+    base.save_pretrained(tmp_path / "base")
+    if kind == "older":
+        written = tmp_path / "base" / "generation_config.json"
+        table = json.loads((tmp_path / "base" / "config.json").read_text())
+        (tmp_path / "base" / "config.json").write_text(
+            json.dumps({**table, "repetition_penalty": 1.3, "max_length": 33})
+        )
+        written.unlink()
+    pairs = [{"translation": {"a": f"cat {i}", "b": f"dog {i}"}} for i in range(100)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = {"task": "text", "source": str(own.json_lines(tmp_path / "rows.jsonl")), "context": 16}
+    if task == "translation":
+        lengths = {"source_length": 20, "target_length": 20}
+        data = {"task": task, "source": str(tmp_path / "pairs.jsonl"), **lengths}
+    tables = {
+        "model": {"name": f"hf:{tmp_path / 'base'}", "pretrained": kind != "random"},
+        "data": {**data, "tokenizer": str(own.tokenizer(tmp_path / "words"))},
+    }
+    train("run", "train.steps=1", "schedule.warmup=0", "mesh.replicas=1", tables=tables)
+    out = tmp_path / "model"
+    assert run_command(["export", str(tmp_path / "run"), "--out", str(out)]) == 0
+    load = own.CLASSES[task].from_pretrained
+    base, exported = load(tmp_path / "base"), load(out)
+    assert exported.config.use_cache == base.config.use_cache
+    if kind == "random":
+        assert exported.generation_config.repetition_penalty != 1.3
+        return
+    assert exported.generation_config.to_diff_dict() == base.generation_config.to_diff_dict()
+    base.load_state_dict(exported.state_dict())
+    ids = torch.tensor([[10, 11, 12, 13]])
+    assert torch.equal(base.generate(ids), exported.generate(ids))
 
 
 def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(

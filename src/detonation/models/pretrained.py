@@ -94,6 +94,31 @@ def _own_padding(
     return inputs, {**named, "input_ids": named["input_ids"].masked_fill(padding, pad)}
 
 
+def restore_generation(name: str | None, pretrained: bool, model: Any) -> None:
+    """Undoes what training has changed about the generation of text: a model in training caches no
+    keys and values, and is built without the generation settings of its directory.
+
+    Args:
+        name: Directory or id on the hub; None for a model of this package.
+        pretrained: Use the generation settings of `name`, not only those of the configuration.
+    """
+    text = model.config.get_text_config()
+    if not hasattr(text, "use_cache"):
+        return
+    text.use_cache = name is None or _config(name).get_text_config().use_cache
+    if not model.can_generate():
+        return
+    settings = needs("transformers", "models").GenerationConfig
+    model.generation_config = settings.from_model_config(model.config)
+    if name is None or not pretrained:
+        return
+    try:
+        model.generation_config = settings.from_pretrained(name)
+    except OSError:  # older models have these settings in their configuration
+        older = settings.from_pretrained(name, "config.json", _from_model_config=True)
+        model.generation_config = older
+
+
 def image_size_of(name: str, settings: dict[str, Any]) -> dict[str, int]:
     """Returns the `size` and `channels` of images for `hf:NAME`, if the configuration of the model
     fixes them.

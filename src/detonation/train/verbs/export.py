@@ -16,7 +16,8 @@ from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.checkpoint.snapshot import weights
 from detonation.checkpoint.verify import EXPORTED, newest_model
 from detonation.data.tokens import tokenizer_of
-from detonation.models import build_model
+from detonation.models import MODELS, build_model
+from detonation.models.pretrained import HUB_PREFIX, restore_generation
 from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import from_table
@@ -109,6 +110,12 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
         out.mkdir(parents=True, exist_ok=True)
         save_model(model, str(out / EXPORTED))
         return numel, False
+    name = config.model.name
+    if name.startswith(HUB_PREFIX):
+        pretrained = bool(config.model.arguments.get("pretrained"))
+        restore_generation(name.removeprefix(HUB_PREFIX), pretrained, model)
+    elif name in MODELS:
+        restore_generation(None, False, model)
     model.save_pretrained(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
