@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from detonation.data import batch, load_dataset
-from detonation.data.images import Images, Split, statistics
+from detonation.data.images import SUFFIXES, Images, Split, statistics
 
 
 def picture(path, color, size=(6, 4), mode="RGB"):
@@ -64,13 +64,95 @@ def test_a_folder_for_each_class(folder):
 
 
 def test_grey_folders_have_one_channel(tmp_path):
-    for part in ("train", "validation"):
-        picture(tmp_path / part / "a" / "0.png", 10, mode="L", size=(4, 4))
+    for name in ("train/a", "train/b", "validation/a", "validation/b"):
+        picture(tmp_path / name / "0.png", 10, mode="L", size=(4, 4))
     assert load_dataset("images", {"source": str(tmp_path)}).model == {
         "image_size": 4,
         "channels": 1,
-        "classes": 1,
+        "classes": 2,
     }
+
+
+@pytest.fixture
+def classes(tmp_path):
+    """Ten images of each of two classes, in a folder whose own path has a hidden part."""
+    root = tmp_path / ".photos"
+    for name in ("cat", "dog"):
+        for number in range(10):
+            picture(root / name / f"{number}.png", number)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "dog/a.gif",
+            r"dog/a\.gif cannot be read as an image: give files of type \.jpeg, .*\.webp",
+        ),
+        ("dog/notes", r"dog/notes cannot be read as an image"),
+        ("emu/a.BMP", r"emu/a\.BMP cannot be read as an image"),
+        ("dog/part/a.png", r"dog/part is out of place: .* one folder for each class"),
+        ("a.png", r"photos/a\.png is out of place: .* one folder for each class"),
+    ],
+)
+def test_no_visible_file_of_a_folder_of_classes_is_left_out_without_a_word(classes, name, message):
+    picture(classes / "made.png", 0)
+    (classes / name).parent.mkdir(parents=True, exist_ok=True)
+    (classes / "made.png").rename(classes / name)
+    with pytest.raises(ValueError, match=message):
+        load_dataset("images", {"source": str(classes)})
+
+
+def test_hidden_files_and_folders_are_no_images_and_no_classes(classes):
+    (classes / "dog" / "._0.png").write_bytes(b"\0\5\x16\7")
+    (classes / ".DS_Store").write_bytes(b"")
+    picture(classes / ".ipynb_checkpoints" / "0.png", 0)
+    picture(classes / "dog" / ".thumbnails" / "0.png", 0)
+    data = load_dataset("images", {"source": str(classes)})
+    assert (data.model["classes"], len(data.train), len(data.validation)) == (2, 18, 2)
+
+
+def test_images_of_every_suffix_and_of_linked_folders_are_read(classes, caplog):
+    for number, suffix in enumerate(sorted(SUFFIXES) * 3):
+        picture(classes.parent / "emu" / f"{number}{suffix.upper()}", 0)
+    (classes / "emu").symlink_to(classes.parent / "emu")
+    data = load_dataset("images", {"source": str(classes)})
+    assert data.model["classes"] == 3 and len(data.train) + len(data.validation) == 32
+    assert data.train[torch.arange(18, 29)]["labels"].unique().tolist() == [2]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("parts", [("",), ("train", "validation")])
+def test_a_class_of_which_nothing_is_held_out_is_told(tmp_path, parts, caplog):
+    for part in parts:
+        for number in range(10):
+            picture(tmp_path / part / "cat" / f"{number}.png", number)
+    for name in ("dog", "emu"):
+        picture(tmp_path / parts[0] / name / "0.png", 0)
+    load_dataset("images", {"source": str(tmp_path)})
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "detonation"]
+    assert told.startswith(f"{tmp_path}: no image of class dog and 1 more is held out, because")
+
+
+def test_one_class_alone_and_a_file_are_refused(classes):
+    for each in (classes / "dog").iterdir():
+        each.unlink()
+    with pytest.raises(
+        ValueError, match=r"photos has images of one class only, cat: put the images of each"
+    ):
+        load_dataset("images", {"source": str(classes)})
+    with pytest.raises(ValueError, match=r"0\.png holds no images in folders of classes"):
+        load_dataset("images", {"source": str(classes / "cat" / "0.png")})
+
+
+def test_an_image_that_is_too_large_for_pillow_is_named(classes, monkeypatch):
+    picture(classes / "dog" / "big.png", 0, size=(60, 60))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(
+        ValueError, match=r"dog/big\.png is no image that pillow can read: .* exceeds limit"
+    ):
+        load_dataset("images", {"source": str(classes), "size": 8})
 
 
 def test_folders_that_do_not_fit_are_refused(folder):
@@ -94,6 +176,7 @@ def test_folders_that_do_not_fit_are_refused(folder):
 
 def test_train_and_validation_must_have_one_shape(tmp_path):
     picture(tmp_path / "train" / "a" / "0.png", 0, size=(4, 4))
+    picture(tmp_path / "train" / "b" / "0.png", 0, size=(4, 4))
     picture(tmp_path / "validation" / "a" / "0.png", 0, size=(5, 5))
     source = {"source": str(tmp_path)}
     with pytest.raises(
@@ -144,6 +227,7 @@ def test_a_named_set_is_scaled_to_the_model_too():
 def test_a_picture_that_is_cut_off_is_named(tmp_path):
     for number in range(10):
         picture(tmp_path / "a" / f"{number}.png", number, size=(50, 50))
+    picture(tmp_path / "b" / "0.png", 0, size=(50, 50))
     whole = (tmp_path / "a" / "0.png").read_bytes()
     (tmp_path / "a" / "0.png").write_bytes(whole[:-40])
     with pytest.raises(ValueError, match=r"a/0\.png is no image that pillow can read"):

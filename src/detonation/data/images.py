@@ -3,6 +3,7 @@ them, and normalised by channel.
 """
 
 import gzip
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ from detonation.data.packages import check_source, locate
 if TYPE_CHECKING:
     import numpy
 
-SUFFIXES = {".png", ".jpg", ".jpeg"}
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
+_log = logging.getLogger("detonation")
 _AT_ONCE = 8
 """Threads decode a batch if it has at least this many pictures. The threads end before the process
 can fork.
@@ -42,9 +44,9 @@ def images(
     """Loads labelled images. Image files are decoded only when a batch needs them.
 
     Args:
-        source: `fashion-mnist` (28x28, grey), a directory with `CLASS/*.png` (or .jpg; every tenth
-            image of a class is held out) or with `train/CLASS` and `validation/CLASS`, a directory
-            of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
+        source: `fashion-mnist` (28x28, grey), a directory with `CLASS/*.png` (or .jpg, .webp;
+            every tenth image of a class is held out) or with `train/CLASS` and `validation/CLASS`,
+            a directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         flip: Mirror a training image left to right with probability 1/2.
         size: Side in pixels of the squares to which images are scaled and cropped. By default the
             size that the model requires, if any; otherwise all images must have equal size.
@@ -326,6 +328,18 @@ def from_folder(path: Path, form: Form) -> Decoded:
             f"{path / 'validation'} has classes that are missing in train: {', '.join(other)}; add"
             " them to train, or remove them"
         )
+    if len(classes) == 1:
+        raise ValueError(
+            f"{path} has images of one class only, {classes[0]}: put the images of each class into"
+            " a folder of their own"
+        )
+    if lacking := sorted({*classes} - {file.parent.name for file in parts[1]}):
+        _log.warning(
+            "%s: no image of class %s is held out, because fewer than ten are there, or none in"
+            " validation",
+            path,
+            readers.first_of(lacking),
+        )
     form = _agreed([*parts[0], *parts[1]], form)
 
     def split(files: Sequence[Path]) -> Split:
@@ -339,13 +353,33 @@ def from_folder(path: Path, form: Form) -> Decoded:
 
 
 def _files(path: Path) -> list[Path]:
-    files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in SUFFIXES)
+    """Returns the images in `path`/CLASS, sorted by class and name.
+
+    Raises `ValueError` if there are none, or if any other visible file or folder is there.
+    """
+    folders = _visible(path)
+    files = [file for folder in folders for file in _visible(folder)]
+    misplaced = [each for each in folders if not each.is_dir()]
+    misplaced += [each for each in files if each.is_dir()]
+    if misplaced:
+        raise ValueError(
+            f"{readers.first_of(misplaced)} is out of place: {path} must hold one folder for each"
+            " class, and these folders only images"
+        )
+    readers.require_suffix(files, SUFFIXES, "an image")
     if not files:
         raise ValueError(
             f"{path} holds no images in folders of classes: put images"
             f" ({', '.join(sorted(SUFFIXES))}) into one folder for each class"
         )
     return files
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Returns the visible entries of `folder`, sorted by name; none if `folder` is a file."""
+    if not folder.is_dir():
+        return []
+    return sorted(each for each in folder.iterdir() if not each.name.startswith("."))
 
 
 def from_hub(
@@ -398,15 +432,17 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
     Args:
         whole: Decode the pixels, not only the header.
     """
+    image = needs("PIL.Image", "data")
     try:
-        with needs("PIL.Image", "data").open(file) as picture:
+        with image.open(file) as picture:
             if not whole:
                 return picture
             if form.size:  # lets pillow decode a JPEG at a lower resolution, which is faster
                 picture.draft(None, (2 * form.size, 2 * form.size))
             picture.load()
             return picture.copy()
-    except (OSError, SyntaxError) as error:  # pillow raises SyntaxError for a damaged PNG
+    # pillow raises SyntaxError for a damaged PNG
+    except (OSError, SyntaxError, image.DecompressionBombError) as error:
         raise ValueError(f"{file} is no image that pillow can read: {error}") from error
 
 

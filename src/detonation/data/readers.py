@@ -6,7 +6,7 @@ import csv
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +79,34 @@ def files_of(path: Path) -> list[Path]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if _is_visible(file, path))
-    other = [file for file in files if file.suffix.lower() not in {*PLAIN, *ROWS}]
-    readable = ", ".join(sorted({*PLAIN, *ROWS} - {""}))
-    if other:
-        more = ""
-        if len(other) > 1:
-            more = f" and {len(other) - 1} more"
-        raise ValueError(f"{other[0]}{more} cannot be read as text: give files of type {readable}")
+    require_suffix(files, {*PLAIN, *ROWS}, "text")
     if not files:
-        raise ValueError(f"{path} holds no file of text ({readable})")
+        raise ValueError(f"{path} holds no file of text ({_listed({*PLAIN, *ROWS})})")
     return files
+
+
+def require_suffix(files: Iterable[Path], suffixes: Iterable[str], kind: str) -> None:
+    """Raises `ValueError` if a file has none of `suffixes`, with which it can be read as `kind`."""
+    other = [file for file in files if file.suffix.lower() not in suffixes]
+    if other:
+        raise ValueError(
+            f"{first_of(other)} cannot be read as {kind}: give files of type {_listed(suffixes)}"
+        )
+
+
+def first_of(items: Sequence[object]) -> str:
+    """Returns the first of `items`, and the number of further items.
+
+    >>> first_of(["a.gif", "b.gif", "c.gif"])
+    'a.gif and 2 more'
+    """
+    if len(items) == 1:
+        return str(items[0])
+    return f"{items[0]} and {len(items) - 1} more"
+
+
+def _listed(suffixes: Iterable[str]) -> str:
+    return ", ".join(sorted(filter(None, suffixes)))
 
 
 def _is_visible(file: Path, folder: Path) -> bool:
