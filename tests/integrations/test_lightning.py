@@ -19,7 +19,12 @@ import detonation as dt
 import worlds
 
 lightning = pytest.importorskip("lightning.pytorch")
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 from detonation.integrations.lightning import ReplicaStrategy  # noqa: E402
@@ -455,6 +460,10 @@ def test_a_module_that_shards_its_parts_optimizes_and_clips_by_hand():
     assert worlds.run_alone(by_hand_inside, 2, 2) == [(2, True)] * 4
 
 
+class OwnAverage(WeightAveraging):
+    """A user's own rule of averaging."""
+
+
 def refused(mesh):
     return {
         "manual clipping": worlds.caught(lambda: fit("demo", 1, module=ManualByParts(clip=0.1))),
@@ -464,6 +473,10 @@ def refused(mesh):
         "fp16": worlds.caught(lambda: fit("demo", 1, plugins=[Scaled()])),
         "average": worlds.caught(
             lambda: fit("demo", 1, callbacks=[StochasticWeightAveraging(1e-2)])
+        ),
+        "EMA": worlds.caught(lambda: fit("demo", 1, callbacks=[EMAWeightAveraging()])),
+        "own average": worlds.caught(
+            lambda: fit("demo", 1, module=Sharded(), callbacks=[OwnAverage()])
         ),
         "by itself": worlds.caught(lambda: fit("demo", 1, module=Clipping())),
         "values by itself": worlds.caught(lambda: fit("demo", 1, module=ClippingValues())),
@@ -481,7 +494,9 @@ def test_what_the_strategy_cannot_do_is_refused_in_one_line():
         "manual clipping": ("ValueError", "ReplicaStrategy(..., clip=0.1)"),
         "value": ("ValueError", 'gradient_clip_algorithm="norm"'),
         "fp16": ("ValueError", 'use "bf16-mixed"'),
-        "average": ("ValueError", "StochasticWeightAveraging cannot write shards"),
+        "average": ("ValueError", "StochasticWeightAveraging cannot average sharded weights"),
+        "EMA": ("ValueError", "EMAWeightAveraging cannot average sharded weights: leave"),
+        "own average": ("ValueError", "OwnAverage cannot average sharded weights: leave"),
         "by itself": ("ValueError", "set Trainer(gradient_clip_val=0.5)"),
         "values by itself": ("ValueError", 'gradient_clip_algorithm="norm"'),
         "twice": ("ValueError", "give the plain optimizer"),

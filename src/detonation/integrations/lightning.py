@@ -28,7 +28,7 @@ from detonation.core.schemes import Scheme
 try:
     from lightning.fabric.utilities.load import _METADATA_FILENAME
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.strategies import ModelParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -153,7 +153,10 @@ class ReplicaStrategy(ModelParallelStrategy):
         }
 
     def setup_environment(self) -> None:
-        """Joins the process group, and creates the mesh with the axes "replicate" and "shard"."""
+        """Joins the process group, and creates the mesh with the axes "replicate" and "shard".
+
+        Refuses callbacks that average weights.
+        """
         self._setup_distributed()
         replicas = self._data_parallel_size
         if replicas == "auto":
@@ -164,6 +167,13 @@ class ReplicaStrategy(ModelParallelStrategy):
         self._device_mesh = init_mesh(replicas, shards, self.root_device.type)
         module = self.lightning_module
         assert module is not None
+        # refuse before Lightning sets up the callbacks, because `WeightAveraging` then copies
+        for callback in module.trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"{type(callback).__name__} cannot average sharded weights: leave this"
+                    " callback out"
+                )
         module._device_mesh = self._device_mesh
         if not is_overridden("configure_model", module):
             module.configure_model = partial(self._shard, module)  # type: ignore[method-assign]
@@ -176,11 +186,6 @@ class ReplicaStrategy(ModelParallelStrategy):
             raise ValueError(
                 'precision="16-mixed" scales the loss of each replica by a factor of its own:'
                 ' use "bf16-mixed"'
-            )
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-            raise ValueError(
-                "StochasticWeightAveraging cannot write shards, so the average would be lost:"
-                " leave this callback out"
             )
         self._clip = self._own_clip or trainer.gradient_clip_val or 0.0
         if self._clip and trainer.gradient_clip_algorithm == "value":
