@@ -12,15 +12,18 @@ from weakref import WeakMethod
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from detonation.cluster.processes.failure import describe, is_network_error
 from detonation.cluster.survive.agreement import (
     Agreement,
     GuestEntry,
     ReplicaLeft,
+    ReplicaLost,
     axis_key,
     ranks_of_replicas,
 )
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.turns import due_before, leaving_before
+from detonation.core.base_error import DetonationError
 from detonation.core.link import ElasticCommunicator, HandOver, PeerLost
 
 _TEXT_POLL_S = 0.01
@@ -230,6 +233,16 @@ class AxisEnd(ElasticCommunicator):
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.axis.start("all_to_all", mine, self)
+
+    def explain(self, error: BaseException) -> None:
+        membership = self.axis.host.membership
+        # only collectives between the shards of a replica end with errors of the network library
+        has_shards = membership.shards > 1
+        if has_shards and is_network_error(error) and not isinstance(error, DetonationError):
+            raise ReplicaLost(
+                f"replica {membership.replica} is lost, because a collective between its shards"
+                f" failed: {describe(error)}"
+            ) from error
 
     def texts(self) -> StoreTexts:
         self.channels += 1

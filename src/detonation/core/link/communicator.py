@@ -142,6 +142,11 @@ class AxisRules:
         """
         return None
 
+    def explain(self, error: BaseException) -> None:
+        """Raises an error that names the cause of `error`, with which a step ended, if this axis
+        knows the cause.
+        """
+
     def recycle(self, received: Tensor) -> None:
         """Takes back `received`, a buffer that a collective returned, for reuse. The caller must no
         longer read this buffer.

@@ -247,7 +247,7 @@ class Replicated(OptimizerWrapper):
         return self._consensus, first, last
 
     def _explain(self, error: BaseException, halfway: int | None) -> None:
-        """Records that a step ended with `error`.
+        """Records that a step ended with `error`, or raises an error that names the cause.
 
         If only this replica fails, after it sent its messages and before its weights moved, the
         other replicas are one step ahead. The next step of this replica then raises `HalfStep`. A
@@ -260,6 +260,8 @@ class Replicated(OptimizerWrapper):
                 f"step {halfway} of this replica sent its messages and then failed with {error!r}"
             )
         PROGRESS.explain(error)
+        for axis in self._communicators:
+            axis.explain(error)
 
     @contextmanager
     def overlap(self, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
