@@ -113,8 +113,8 @@ class Stream:
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
-        # True if a copy of the state has arrived over the present connection, or over the connection
-        # that brought the end of training
+        # True if a copy of the state has arrived over the present connection, or over the
+        # connection that brought the end of training
         self.current = False
         self.failures = 0  # number of failed attempts since the last copy of the state
         self.lost = False  # True if no more data can arrive, because this stream does not reconnect

@@ -250,8 +250,8 @@ class Replicate(TrainerCallback):
         self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds the sent bytes to the logs. Replaces the gradient norm of this replica by the norm of
-        the gradients on which replicas agree, or removes it if that norm is not measured.
+        """Adds the sent bytes to the logs. Replaces the gradient norm of this replica by the norm
+        of the gradients on which replicas agree, or removes it if that norm is not measured.
         """
         if not self.optimizer:
             return
