@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from commands import Command, write_recipe
 from detonation.log import continuity
 from detonation.log.continuity import log_files
 from detonation.log.records import STEP, whole_records
+from detonation.train.loop import checkpoints
 from detonation.train.output import directory
 from detonation.train.run import run_directory
 from detonation.train.run.log_check import checked_log
@@ -50,6 +52,25 @@ def test_a_replay_ends_with_the_weights_of_the_run(run):
         "replayed": 2,
         "fingerprint": summary["fingerprint"],
     }
+
+
+def test_a_checkpoint_that_the_run_removes_when_it_was_found_is_looked_for_again(
+    run, tmp_path, monkeypatch
+):
+    """A run that trains keeps only the newest ones."""
+    folder, _, out, summary = run
+    copied, load = shutil.copytree(out, tmp_path / "run"), checkpoints.load_found
+
+    def late(found, *given):
+        if found.manifest.step == 4:
+            shutil.rmtree(found.path, ignore_errors=True)
+        return load(found, *given)
+
+    enter = partial(monkeypatch.setattr, checkpoints, "load_found", late)
+    done = Command(folder, "follow", copied, "--json", enter=enter)
+    assert done.wait() == 0, done.stderr
+    found = {"step": 6, "replayed": 4, "fingerprint": summary["fingerprint"]}
+    assert last_line(done.stdout) == found
 
 
 def test_verify_reads_logs_too(run, tmp_path):
