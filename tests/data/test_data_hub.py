@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+import own
 from detonation.data import load_dataset
 
 
@@ -14,6 +15,12 @@ class Rows:
     def __init__(self, **columns):
         self.columns = columns
         self.column_names = list(columns)
+        self.features = dict.fromkeys(columns)
+
+    def named(self, column, *names):
+        """Says which classes the numbers in a column mean."""
+        self.features[column] = SimpleNamespace(names=list(names))
+        return self
 
     def __getitem__(self, name):
         return self.columns[name]
@@ -53,6 +60,23 @@ def test_images(hub):
     assert hub.calls == [("mnist", None, "train"), ("mnist", None, "test")]
     assert data.model == {"image_size": 4, "channels": 1, "classes": 3}
     assert data.train[torch.tensor([1])]["labels"].tolist() == [2]
+    assert data.exported["labels"] == ["0", "1", "2"]
+
+
+def test_the_names_of_classes_are_those_that_the_hub_gives_their_numbers(hub, tmp_path):
+    names = ["sad", "glad", "mad", "never seen"]
+    for split in ("train", "test"):
+        pictures = [Image.new("L", (4, 4), value) for value in (0, 100, 200)]
+        hub.answers[split] = Rows(img=pictures, label=[0, 2, 1]).named("label", *names)
+    assert load_dataset("images", {"source": "hf:faces"}).exported["labels"] == names[:3]
+    texts = [f"text {i}" for i in range(60)]
+    numbers = [i % 12 for i in range(60)]
+    names = [f"mood {i}" for i in reversed(range(12))]
+    hub.answers["train"] = Rows(text=texts, label=numbers).named("label", *names)
+    words = str(own.tokenizer(tmp_path))
+    data = load_dataset("text", {"source": "hf:moods", "label": "label", "tokenizer": words})
+    drawn = data.train[torch.tensor([10])]["labels"].item()  # row 11, as row 9 is held out
+    assert data.exported["labels"][drawn] == "mood 0"
 
 
 def test_translation(hub):

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 import own
+from detonation.cli.command import run_command
 from detonation.models import build_model
 from detonation.train.loop.checks import load_data
 
@@ -67,3 +69,60 @@ def test_a_tokenizer_that_pads_with_another_id_than_the_model_is_one_line(tiny, 
         tiny(**tables)
     assert "\n" not in str(raised.value)
     assert tiny("model.pad_token_id=1", **tables).model.arguments["pad_token_id"] == 1
+
+
+def exported(train, folder, tables, *sets):
+    """Trains a step on one replica, and exports the model; returns its directory."""
+    more = ("train.steps=1", "schedule.warmup=0", "mesh.replicas=1", "train.batch_size=2")
+    train("run", *more, *sets, tables=tables)
+    assert run_command(["export", str(folder / "run"), "--out", str(folder / "model")]) == 0
+    return folder / "model"
+
+
+def names_of(folder):
+    """The names of the classes in the configuration of an exported model."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.label2id == {name: number for number, name in config.id2label.items()}
+    return [config.id2label[number] for number in range(config.num_labels)]
+
+
+def test_an_exported_text_classifier_names_the_classes_of_the_data(train, tmp_path):
+    other = {0: "yes", 1: "no"}  # the base numbers the same names otherwise
+    model = decoder(tmp_path, id2label=other, label2id={name: i for i, name in other.items()})
+    tables = {"model": {"name": model, "pretrained": True}, "data": texts(tmp_path)}
+    folder = exported(train, tmp_path, tables, "train.log_updates=true")
+    assert names_of(folder) == ["no", "yes"]
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    made = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    texts_ = ["the cat", "the cat sat on the mat"]
+    with torch.no_grad():
+        together = made(**words(texts_, padding=True, return_tensors="pt")).logits
+        alone = [made(**words(text, return_tensors="pt")).logits for text in texts_]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+    replayed = str(tmp_path / "replayed")
+    assert run_command(["follow", str(tmp_path / "run"), "--out", replayed]) == 0
+    assert run_command(["export", replayed, "--out", str(tmp_path / "again")]) == 0
+    assert names_of(tmp_path / "again") == ["no", "yes"]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_an_exported_image_classifier_takes_pictures_as_training_did(train, tiny, tmp_path, mode):
+    torch.manual_seed(0)
+    for number in range(40):
+        folder = tmp_path / "photos" / ("owl", "cat")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(20 + number, (12, 12, len(mode)), dtype=torch.uint8).numpy()
+        Image.fromarray(pixels.squeeze()).convert(mode).save(folder / f"{number:02}.png")
+    model = {"name": f"hf:{own.model(tmp_path / 'vit', 'images')}"}
+    tables = {"model": model, "data": {"task": "images", "source": str(tmp_path / "photos")}}
+    folder = exported(train, tmp_path, tables)
+    assert names_of(folder) == ["cat", "owl"]
+    made = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    held_out = load_data(tiny(**tables).data).validation
+    files = [tmp_path / "photos" / "cat" / "19.png", tmp_path / "photos" / "cat" / "39.png"]
+    given = processor([Image.open(file) for file in files], return_tensors="pt")
+    batch = held_out[torch.tensor([0, 1])]
+    assert torch.allclose(given["pixel_values"], batch["pixel_values"], atol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(made(**given).logits, made(**batch).logits, atol=1e-5)

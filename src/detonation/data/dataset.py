@@ -67,6 +67,8 @@ class Data:
         name: Short label for figures.
         source: Source in the recipe.
         model: Arguments that a model must match, such as `{"vocab": 256}`.
+        exported: What an exported model says about the data: `labels`, the names of the classes in
+            the order of their numbers, and `preprocessor`, which becomes preprocessor_config.json.
 
     Raises:
         ValueError: The examples lack a method.
@@ -78,6 +80,7 @@ class Data:
     train: Examples | Streamed
     validation: Examples
     model: Mapping[str, int] = field(default_factory=dict)
+    exported: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         methods: Sequence[str] = _OF_EXAMPLES

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     import numpy
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
+FASHION = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 _log = logging.getLogger("detonation")
 _AT_ONCE = 8
 """Threads decode a batch if it has at least this many pictures. The threads end before the process
@@ -77,10 +81,11 @@ def images(
     mean, std = statistics(decoded.train)
     train = Images(decoded.train, mean, std, flip)
     validation = Images(decoded.validation, mean, std, flip=False)
-    sizes = {"channels": depth, "classes": decoded.classes}
+    sizes = {"channels": depth, "classes": len(decoded.classes)}
     if height == width:
         sizes = {"image_size": height, **sizes}
-    return Data(name, source, "images", train, validation, sizes)
+    exported = {"labels": decoded.classes, "preprocessor": preprocessor(train)}
+    return Data(name, source, "images", train, validation, sizes, exported)
 
 
 @final
@@ -117,6 +122,28 @@ class Images:
             chosen = torch.rand(len(values), generator=generator) < 0.5
             values = torch.where(chosen.view(-1, 1, 1, 1), values.flip(3), values)
         return {**batch, "pixel_values": values}
+
+
+def preprocessor(images: Images) -> dict[str, Any]:
+    """Returns the steps from a picture to `pixel_values`, as an image processor of transformers
+    reads them.
+    """
+    height, width, depth = images.split.images.shape[1:]
+    scaled = height == width
+    return {
+        "image_processor_type": "CLIPImageProcessor",  # which can crop, unlike that of ViT
+        "do_convert_rgb": depth == 3,
+        "do_resize": scaled,
+        "size": {"shortest_edge": height},
+        "resample": 3,  # bicubic
+        "do_center_crop": scaled,
+        "crop_size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": (images.mean.double() / 255).tolist(),
+        "image_std": (images.std.double() / 255).tolist(),
+    }
 
 
 def _over_pixels(images: Any) -> Tensor:
@@ -265,11 +292,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The training and validation splits, with images of equal shape, and the number of classes."""
+    """The training and validation splits, with images of equal shape, and the names of the
+    classes.
+    """
 
     train: Split
     validation: Split
-    classes: int
+    classes: Sequence[str]
 
     def __post_init__(self) -> None:
         train = self.train.images.shape[1:]
@@ -294,7 +323,7 @@ def fashion_mnist(directory: Path) -> Decoded:
         images = idx(f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)
         return Split(images, idx(f"{part}-labels-idx1-ubyte.gz", 8).astype("int64"))
 
-    return Decoded(split("train"), split("t10k"), classes=10)
+    return Decoded(split("train"), split("t10k"), FASHION)
 
 
 def from_folder(path: Path, form: Form) -> Decoded:
@@ -349,7 +378,7 @@ def from_folder(path: Path, form: Form) -> Decoded:
         images = Pictures(opened, len(files), form, lambda number: str(files[number]))
         return Split(images, _labels(classes.index(file.parent.name) for file in files))
 
-    return Decoded(split(parts[0]), split(parts[1]), len(classes))
+    return Decoded(split(parts[0]), split(parts[1]), classes)
 
 
 def _files(path: Path) -> list[Path]:
@@ -392,9 +421,13 @@ def from_hub(
 ) -> Decoded:
     """Loads images from the hub. See `images` for the arguments."""
 
+    names: list[str] = []
+
     def loaded(part: str) -> Split:
         found = readers.hub_rows(source, part)
-        labels = _labels(map(int, readers.column_of(found, label_column, ["label", "labels"])))
+        column_of_labels = readers.column_name(found, label_column, ["label", "labels"])
+        names[:] = names or readers.class_names(found, column_of_labels)
+        labels = _labels(map(int, found[column_of_labels]))
         pictures = readers.column_of(found, column, ["image", "img"])
         if not len(labels):
             raise ValueError(f"{source} {part} holds no images")
@@ -409,8 +442,9 @@ def from_hub(
 
     train = loaded(split or "train")
     validation = loaded(validation_split or "test")
-    highest = max(train.labels.max(), validation.labels.max())
-    return Decoded(train, validation, classes=int(highest) + 1)
+    count = int(max(train.labels.max(), validation.labels.max())) + 1
+    numbers = map(str, range(len(names), count))
+    return Decoded(train, validation, [*names, *numbers][:count])
 
 
 def _labels(numbers: Any) -> Any:

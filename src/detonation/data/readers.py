@@ -225,12 +225,26 @@ def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
     """Returns the values of a column of a hub data set. If `name` is None, returns the first column
     of `usual` that exists.
     """
+    return rows[column_name(rows, name, usual)]
+
+
+def class_names(rows: Any, column: str) -> list[str]:
+    """Returns the names of the classes that the numbers in a column of a hub data set mean; [] if
+    the data set does not say so.
+    """
+    return list(getattr(rows.features[column], "names", ()))
+
+
+def column_name(rows: Any, name: str | None, usual: Sequence[str]) -> str:
+    """Returns `name` or, if it is None, the first column of `usual` that exists. Raises
+    `ValueError` if there is no such column.
+    """
     wanted = usual
     if name is not None:
         wanted = [name]
     for candidate in wanted:
         if candidate in rows.column_names:
-            return rows[candidate]
+            return candidate
     raise ValueError(f"no column {' or '.join(wanted)}: name one of {', '.join(rows.column_names)}")
 
 

@@ -46,6 +46,7 @@ def save_async(session: Session, checkpoints: Checkpoints, before: Counts) -> No
         "config": to_table(session.config),
         "setting": dict(outermost.arguments),
         "data": mark_of_data(session.data, _MARKED),
+        "exported": dict(session.data.exported),
     }
     # True if each rank reads exactly one part of the stream
     divided = session.world_size == session.world.parts

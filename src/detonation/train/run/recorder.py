@@ -265,7 +265,7 @@ class Recording:
             self._session.model,
             self._session.optimizer,
             config.train.publish,
-            about={"config": to_table(config)},
+            about={"config": to_table(config), "exported": dict(self._session.data.exported)},
             run=self._run,
         )
         self._tapes.append(self._feed)

@@ -2,8 +2,9 @@
 dict.
 """
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         for_transformers = False
     else:
         require_trust(trust_code, config, str(saved.path), "export", "model")
-        numel, for_transformers = _write_model(config, source, out)
+        exported = manifest.given.get("exported", {})
+        numel, for_transformers = _write_model(config, source, out, exported)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
         # give the usual permissions to files that only their owner could read
@@ -87,8 +89,10 @@ def _config(manifest: Manifest) -> Config | None:
     return None
 
 
-def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]:
-    """Writes the model and the tokenizer of a recipe.
+def _write_model(
+    config: Config, source: Elastic, out: Path, exported: Mapping[str, Any]
+) -> tuple[int, bool]:
+    """Writes the model and the tokenizer of a recipe, and what the data say in `exported`.
 
     Returns the number of parameters, and True if the model is from transformers.
     """
@@ -116,7 +120,12 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
         restore_generation(name.removeprefix(HUB_PREFIX), pretrained, model)
     elif name in MODELS:
         restore_generation(None, False, model)
+    if names := exported.get("labels"):
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: number for number, name in enumerate(names)}
     model.save_pretrained(out)
+    if steps := exported.get("preprocessor"):
+        (out / "preprocessor_config.json").write_text(json.dumps(steps, indent=2))
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
     return numel, True

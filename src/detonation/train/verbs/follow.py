@@ -99,7 +99,7 @@ def follow_run(request: Following) -> Table:
         )
     config = from_table(about["config"])
     require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
-    arguments = [to_plain(request), to_table(config)]
+    arguments = [to_plain(request), to_table(config), about.get("exported", {})]
     found: Sequence[Table] = run_local(_follow_on_rank, 1, arguments)
     return found[0]
 
@@ -149,7 +149,7 @@ def _wait_after(error: OSError, awaited: Awaited, address: str) -> None:
         raise error from None
 
 
-def _follow_on_rank(asked: Table, settings: Table) -> Table:
+def _follow_on_rank(asked: Table, settings: Table, exported: Table) -> Table:
     """Follows a live run, in a process of its own. The arguments are plain values, because a rank
     with a GPU is a new process instead of a fork.
     """
@@ -170,7 +170,7 @@ def _follow_on_rank(asked: Table, settings: Table) -> Table:
 
         def save() -> Path:
             optimizer = follower.join(LoopbackCommunicator())
-            return saved_run(out, model, optimizer, config, request.keep or 3)
+            return saved_run(out, model, optimizer, config, exported, request.keep or 3)
 
         while not follower.ended and follower.step != request.to:
             follower.update(request.to, wait_s=1.0)

@@ -2,7 +2,7 @@
 replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,20 @@ from detonation.train.recipe.tables import from_table, to_table
 from detonation.whole_files import parse_toml, read_text
 
 
-def saved_run(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
+def saved_run(
+    out: Path,
+    model: nn.Module,
+    optimizer: Any,
+    config: Config,
+    exported: Mapping[str, Any],
+    keep: int = 3,
+) -> Path:
     """Saves a checkpoint of `model` and `optimizer` in the run directory `out`. The checkpoint has
-    one replica and empty memories of unsent values.
+    one replica and empty memories of unsent values. `exported` is that of the data.
     """
     ((_, scheme),) = optimizer.levels
-    extra = {"config": to_table(config), "setting": dict(scheme.arguments)}
+    about = {"config": to_table(config), "exported": dict(exported)}
+    extra = {**about, "setting": dict(scheme.arguments)}
     return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, as_json(extra), keep)
 
 
@@ -117,4 +125,4 @@ def _agreed(session: Session, out: Path) -> Path:
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)
     optimizer.run.load(replayed.run.known, replayed.run.completed)
-    return saved_run(out, session.model, optimizer, session.config)
+    return saved_run(out, session.model, optimizer, session.config, session.data.exported)
