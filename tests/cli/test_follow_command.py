@@ -148,10 +148,12 @@ def test_a_rank_with_a_gpu_gets_plain_values_since_it_is_no_fork(tmp_path, monke
     recipe = write_recipe(tmp_path / "tiny.toml")
     settings = to_table(read_layers(recipe, (), mesh={}).config())
     sent = []
-    monkeypatch.setattr(follow_verb, "_about", lambda address: {"config": settings})
+    about = {"config": settings, "exported": {"labels": ["no", "yes"]}}
+    monkeypatch.setattr(follow_verb, "_about", lambda address: about)
     monkeypatch.setattr(follow_verb, "run_local", lambda *given: sent.append(given[2]) or [{}])
     follow_verb.follow_run(follow_verb.Following("127.0.0.1:1", tmp_path / "standby", keep=2))
-    ((asked, config),) = json.loads(json.dumps(sent))
+    ((asked, config, exported),) = json.loads(json.dumps(sent))
+    assert exported == about["exported"]
     assert from_plain(follow_verb.Following, asked).out == tmp_path / "standby"
     assert from_table(config) == from_table(settings)
 

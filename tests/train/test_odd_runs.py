@@ -8,12 +8,18 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from detonation import whole_files
 from detonation.checkpoint.files import disk
 from detonation.cluster.processes.failure import WorldError
+from detonation.data import Data
 from detonation.train.loop import checks
-from detonation.train.loop.checkpoints import _examples_of_step, _require_same_optimizer
+from detonation.train.loop.checkpoints import (
+    _examples_of_step,
+    _other_data,
+    _require_same_optimizer,
+)
 from detonation.train.output import metrics
 from detonation.train.output.directory import RunDirectory, Unwritable, check_free
 
@@ -208,6 +214,38 @@ def test_what_changed_since_the_checkpoint_is_told_in_a_line(train, tmp_path, ca
         )
         said = capfd.readouterr().out
         assert "\nthe data have changed since the checkpoint: " in said and told in said
+
+
+class Numbers:
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, indices):
+        return {"x": self.values[indices]}
+
+
+def numbers(count, changed=()):
+    values = torch.arange(count)
+    values[list(changed)] *= -1
+    return Data("own", "own", "images", Numbers(values), Numbers(values))
+
+
+@pytest.mark.parametrize("changed", [range(100, 200), range(700, 720), range(5, 1000, 10)])
+def test_data_of_which_a_part_has_changed_are_told_from_those_of_the_checkpoint(changed):
+    saved = numbers(1000).mark
+    assert _other_data(saved, numbers(1000)) == []
+    (line,) = _other_data(saved, numbers(1000, changed))
+    assert "1000 training examples as before, but with other contents" in line
+
+
+@pytest.mark.parametrize("saved", [1000, [1000, "hash of 3 examples"]])
+def test_a_checkpoint_of_a_build_that_hashed_fewer_examples_tells_of_another_count(saved):
+    assert _other_data(saved, numbers(1000)) == _other_data(None, numbers(10)) == []
+    (line,) = _other_data(saved, numbers(999))
+    assert "999 training examples, was 1000" in line
 
 
 @pytest.mark.parametrize(("ratio", "refused"), [(1.0, False), (30.0, True)])

@@ -15,7 +15,6 @@ from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
 from detonation.core.link import PeerLost
 from detonation.data import Data, Streamed
-from detonation.train.loop.checks import mark_of_data
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted
 from detonation.train.output.directory import Unwritable, remedy_of
@@ -26,9 +25,6 @@ _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
 """Settings that `compare_settings` does not report: another line reports the change, or only a new
 run reads the setting.
 """
-
-_MARKED = 3
-"""Number of training examples whose hash a checkpoint contains."""
 
 # Without a handler, warnings of this logger would be printed twice: by Python and by the run.
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
@@ -45,7 +41,7 @@ def save_async(session: Session, checkpoints: Checkpoints, before: Counts) -> No
     extra: Table = {
         "config": to_table(session.config),
         "setting": dict(outermost.arguments),
-        "data": mark_of_data(session.data, _MARKED),
+        "data": session.data.mark,
         "exported": dict(session.data.exported),
     }
     # True if each rank reads exactly one part of the stream
@@ -208,15 +204,17 @@ def _other_data(saved: object, data: Data) -> list[str]:
     """Returns a line if the training data differ from the data of the checkpoint; otherwise returns
     no line.
     """
-    now = mark_of_data(data, _MARKED)
-    if saved is None or saved == now:
-        return []
-    was = saved
+    now = data.mark
+    was = [saved]
     if isinstance(saved, list) and saved:
-        was = saved[0]
-    if was != now[0]:
-        counts = f"{now[0]} training examples, was {was}"
-    else:
+        was = saved
+    if len(was) != len(now):  # an older version hashed 3 examples, or none: compare the counts
+        was = was[:1]
+        now = now[:1]
+    if saved is None or was == now:
+        return []
+    counts = f"{now[0]} training examples, was {was[0]}"
+    if was[0] == now[0]:
         counts = f"{now[0]} training examples as before, but with other contents"
     return [
         f"the data have changed since the checkpoint: {counts}; from now on the order of examples"

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from detonation.checkpoint.files.reader import Box
 from detonation.choices import find_function, plain_types
 from detonation.cluster.mesh import layers_of
-from detonation.core.flat.tensors import digest
 from detonation.core.optimizer import check_order, setup_checks
 from detonation.core.schemes import Scheme, known_schemes, require_below_dense, scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
@@ -330,26 +329,9 @@ def load_data(chosen: Choice) -> Data:
     return _load_data(chosen.name, json.dumps(chosen.arguments, sort_keys=True))
 
 
-_MARKED = 64
-"""Largest number of training examples that are hashed to compare the data of two machines."""
-
-
 @functools.cache
 def _load_data(task: str, arguments: str) -> Data:
     return load_dataset(task, json.loads(arguments))
-
-
-def mark_of_data(data: Data, most: int = _MARKED) -> list[object]:
-    """Returns the number of training examples, and a hash of at most `most` examples. For a stream,
-    number and hash are those of the held-out examples.
-    """
-    examples = data.train
-    if isinstance(examples, Streamed):
-        examples = data.validation
-    count = len(examples)
-    positions = torch.arange(most) * count // (most - 1)
-    chosen = examples[positions.clamp(max=count - 1)]
-    return [count, digest(chosen[key] for key in sorted(chosen))[:16]]
 
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
