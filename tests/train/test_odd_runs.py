@@ -227,24 +227,25 @@ class Numbers:
         return {"x": self.values[indices]}
 
 
-def numbers(count, changed=()):
+def marked(count, changed=()):
+    """The mark of `count` numbers, of which some are changed."""
     values = torch.arange(count)
     values[list(changed)] *= -1
-    return Data("own", "own", "images", Numbers(values), Numbers(values))
+    return checks.mark_of_data(Data("own", "own", "images", Numbers(values), Numbers(values)))
 
 
 @pytest.mark.parametrize("changed", [range(100, 200), range(700, 720), range(5, 1000, 10)])
 def test_data_of_which_a_part_has_changed_are_told_from_those_of_the_checkpoint(changed):
-    saved = numbers(1000).mark
-    assert _other_data(saved, numbers(1000)) == []
-    (line,) = _other_data(saved, numbers(1000, changed))
+    saved = marked(1000)
+    assert _other_data(saved, marked(1000)) == []
+    (line,) = _other_data(saved, marked(1000, changed))
     assert "1000 training examples as before, but with other contents" in line
 
 
 @pytest.mark.parametrize("saved", [1000, [1000, "hash of 3 examples"]])
 def test_a_checkpoint_of_a_build_that_hashed_fewer_examples_tells_of_another_count(saved):
-    assert _other_data(saved, numbers(1000)) == _other_data(None, numbers(10)) == []
-    (line,) = _other_data(saved, numbers(999))
+    assert _other_data(saved, marked(1000)) == _other_data(None, marked(10)) == []
+    (line,) = _other_data(saved, marked(999))
     assert "999 training examples, was 1000" in line
 
 

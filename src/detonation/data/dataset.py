@@ -6,13 +6,11 @@ read the data before this position.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-
-from detonation.core.flat.tensors import digest
 
 DataKind = Literal["text", "images", "translation", "labels"]
 
@@ -91,22 +89,7 @@ class Data:
         _require_methods("training", self.train, methods)
         _require_methods("validation", self.validation, _OF_EXAMPLES)
 
-    @cached_property
-    def mark(self) -> list[object]:
-        """The number of training examples, the hash of some of them, and how many are hashed. For a
-        stream, all three are those of the held-out examples.
-        """
-        examples = self.train
-        if isinstance(examples, Streamed):
-            examples = self.validation
-        count = len(examples)
-        positions = torch.arange(_MARKED) * count // (_MARKED - 1)
-        chosen = examples[positions.clamp(max=count - 1)]
-        return [count, digest(chosen[key] for key in sorted(chosen))[:16], _MARKED]
 
-
-_MARKED = 64
-"""Number of hashed examples, with which the data of machines and checkpoints are compared."""
 _OF_EXAMPLES = ("__len__", "__getitem__")
 _OF_STREAM = ("draw", "position", "go_to")
 

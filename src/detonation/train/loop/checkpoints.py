@@ -14,7 +14,7 @@ from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
 from detonation.core.link import PeerLost
-from detonation.data import Data, Streamed
+from detonation.data import Streamed
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted
 from detonation.train.output.directory import Unwritable, remedy_of
@@ -41,7 +41,7 @@ def save_async(session: Session, checkpoints: Checkpoints, before: Counts) -> No
     extra: Table = {
         "config": to_table(session.config),
         "setting": dict(outermost.arguments),
-        "data": session.data.mark,
+        "data": session.data_mark,
         "exported": dict(session.data.exported),
     }
     # True if each rank reads exactly one part of the stream
@@ -108,7 +108,7 @@ def resume(
         saved = {}
     changed = compare_settings(found.path, saved, session.config, "checkpoint")
     changed += _other_batch(saved, as_json(to_table(session.config)))
-    changed += _other_data(extra.get("data"), session.data)
+    changed += _other_data(extra.get("data"), session.data_mark)
     loaded = load_found(found, session.model, session.optimizer)
     positions = extra.get("positions")
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):
@@ -200,11 +200,10 @@ def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
             raise ValueError(f"{path} was written with {text}: resume with the same {key}")
 
 
-def _other_data(saved: object, data: Data) -> list[str]:
+def _other_data(saved: object, now: list[object]) -> list[str]:
     """Returns a line if the training data differ from the data of the checkpoint; otherwise returns
     no line.
     """
-    now = data.mark
     was = [saved]
     if isinstance(saved, list) and saved:
         was = saved

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from detonation.checkpoint.files.reader import Box
 from detonation.choices import find_function, plain_types
 from detonation.cluster.mesh import layers_of
+from detonation.core.flat.tensors import digest
 from detonation.core.optimizer import check_order, setup_checks
 from detonation.core.schemes import Scheme, known_schemes, require_below_dense, scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
@@ -329,9 +330,26 @@ def load_data(chosen: Choice) -> Data:
     return _load_data(chosen.name, json.dumps(chosen.arguments, sort_keys=True))
 
 
+_MARKED = 64
+"""Number of hashed examples, with which the data of machines and checkpoints are compared."""
+
+
 @functools.cache
 def _load_data(task: str, arguments: str) -> Data:
     return load_dataset(task, json.loads(arguments))
+
+
+def mark_of_data(data: Data) -> list[object]:
+    """Returns the number of training examples, a hash of some of them, and how many are hashed. For
+    a stream, all three are those of the held-out examples.
+    """
+    examples = data.train
+    if isinstance(examples, Streamed):
+        examples = data.validation
+    count = len(examples)
+    positions = torch.arange(_MARKED) * count // (_MARKED - 1)
+    chosen = examples[positions.clamp(max=count - 1)]
+    return [count, digest(chosen[key] for key in sorted(chosen))[:16], _MARKED]
 
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:

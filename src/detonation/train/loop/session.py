@@ -5,6 +5,7 @@ All ranks build these parts in the same order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from detonation.core.optimizer import Replicated, replicate
 from detonation.data import Data
 from detonation.link_speed import LinkSpeed
 from detonation.models import build_model
-from detonation.train.loop.checks import _with_layers, load_data, scheme_of
+from detonation.train.loop.checks import _with_layers, load_data, mark_of_data, scheme_of
 from detonation.train.loop.world import ElasticRanks, Ranks, Waits, World, require_same_settings
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Config
@@ -47,6 +48,11 @@ class Session:
     @property
     def world_size(self) -> int:
         return self.world.size
+
+    @cached_property
+    def data_mark(self) -> list[object]:
+        """See `mark_of_data`. Hashing decodes some examples, so it is done once."""
+        return mark_of_data(self.data)
 
 
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:

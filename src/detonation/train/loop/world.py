@@ -20,7 +20,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
 from detonation.core.link import Communicator, TextExchange
 from detonation.core.replicator import CommStream
-from detonation.train.loop.checks import load_data
+from detonation.train.loop.checks import load_data, mark_of_data
 from detonation.train.recipe.schema import Config, TrainConfig
 from detonation.train.recipe.tables import settings_of, to_table
 
@@ -332,7 +332,7 @@ def _alike(config: Config) -> dict[str, Any]:
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
     alike = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
     if ":" not in config.data.name:  # data of a user's function may differ between ranks
-        alike[_DATA] = load_data(config.data).mark
+        alike[_DATA] = mark_of_data(load_data(config.data))
     return alike
 
 

@@ -2,7 +2,6 @@
 dict.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from detonation.checkpoint.verify import EXPORTED, newest_model
 from detonation.data.tokens import tokenizer_of
 from detonation.models import MODELS, build_model
 from detonation.models.pretrained import HUB_PREFIX, restore_generation
+from detonation.train.output.directory import write_json
 from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import from_table
@@ -125,7 +125,7 @@ def _write_model(
         model.config.label2id = {name: number for number, name in enumerate(names)}
     model.save_pretrained(out)
     if steps := exported.get("preprocessor"):
-        (out / "preprocessor_config.json").write_text(json.dumps(steps, indent=2))
+        write_json(out / "preprocessor_config.json", steps)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
     return numel, True
