@@ -229,7 +229,10 @@ def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(
 def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):
     folder, _, out, _ = run
     for flags, said in (
-        (["--to", 1], "begins after 2 steps, but replay would begin after step 0"),
+        (
+            ["--to", 1],
+            f"step 1 is too old: the log in {out / 'updates'} begins after 2 steps; give --to 2 or a later step",
+        ),
         (["--to", 9], "ends after step 6, before step 9"),
         (["--out", out], "is not empty"),
     ):

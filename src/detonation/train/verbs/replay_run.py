@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from detonation.checkpoint.async_save import save_checkpoint
+from detonation.checkpoint.files.retention import saved_checkpoints, step_of
 from detonation.checkpoint.newest import Loaded
 from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import local_device
@@ -78,6 +79,7 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     if found is None and config.train.init_from:
         load_weights(Path(config.train.init_from), session.model)
     begun = session.optimizer.step_count
+    _require_log(Path(run), begun, to)
     steps = replay(Path(run) / directory.UPDATES, session.optimizer, to)
     fingerprint, _ = session.world.fingerprint(session.model)
     saved = {}
@@ -93,6 +95,20 @@ def _newest(session: Session, checkpoints: Path, most: int | None) -> Loaded | N
     except ValueError:
         # a run that still trains may have removed the checkpoint after this process found it
         return resume(session, checkpoints, may_start=True, most=most)[0]
+
+
+def _require_log(run: Path, begun: int, to: int | None) -> None:
+    """Raises `ValueError` if step `to` is too old: the log no longer has the steps after `begun`,
+    but it has those after a later checkpoint.
+    """
+    first = min(directory.log_starts(run), default=0)
+    steps = map(step_of, saved_checkpoints(run / directory.CHECKPOINTS))
+    oldest = min((step for step in steps if step >= first), default=None)
+    if to is not None and begun < first and oldest is not None:
+        raise ValueError(
+            f"step {to} is too old: the log in {run / directory.UPDATES} begins after {first}"
+            f" steps; give --to {oldest} or a later step"
+        )
 
 
 def _config_of(run: Path) -> Config:
