@@ -308,7 +308,7 @@ def test_what_is_where_is_told_and_files_that_were_brought_there_load(tmp_path):
         )
         assert re.search(
             rf"manifest.json cannot be read \(No such file or directory\) {host} \(ranks 2-3\): "
-            "copy the files of all replicas from another node",
+            "copy the files of all replicas there from another node",
             empty,
         )
         assert re.search(other, wide)

@@ -88,7 +88,7 @@ def test_beyond_the_law_the_evidence_says_so():
     assert [each.beyond for each in (inside, larger, wider)] == [False, True, True]
     assert "its cost follows the law of rounds" in inside.evidence
     assert inside.evidence.endswith("up to 8 replicas")
-    assert larger.evidence.endswith("up to 8 replicas: this run is larger")
+    assert larger.evidence.endswith("up to 8 replicas: this run exceeds that")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def _disagreement(views: Sequence[View]) -> str:
     if all(view.fault for view in views):
         return first.fault
     if faulty := [rank for rank, view in enumerate(views) if view.fault]:
-        remedy = "copy the files of all replicas from another node"
+        remedy = "copy the files of all replicas there from another node"
         return f"{views[faulty[0]].fault} {_where(faulty, views)}: {remedy}"
     if other := [rank for rank, view in enumerate(views) if view.digest != first.digest]:
         return f"{MANIFEST_NAME} {_where(other, views)} is not that of rank 0 on {first.host}"

@@ -62,7 +62,8 @@ def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
 def _of_bytes() -> Any:
     """Returns a tokenizer whose ids are the bytes of UTF-8."""
     parts = needs("tokenizers", "models")
-    # In GPT-2's alphabet a printable byte stands for itself. The n-th other byte is chr(256 + n).
+    # In GPT-2's alphabet a printable byte stands for itself. Other byte number n, counted from 0,
+    # is chr(256 + n).
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

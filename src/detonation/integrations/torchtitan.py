@@ -69,7 +69,7 @@ def with_replicas(
     Raises:
         ValueError: A component of `config` is not torchtitan's own. In `Trainer`, for unsupported
             settings: one replica, several optimizers, pipeline, tensor, context or expert
-            parallelism, another `spmd_backend`. When a checkpoint lacks the state of the replicas.
+            parallelism, another `spmd_backend`. If a loaded checkpoint lacks the replicas' state.
 
     Example, your own function for `--module` and `--config`::
 

@@ -262,8 +262,9 @@ class StepRecorder(StepObserver, ABC):
         self._moved = False
 
     def moved(self, optimizer: Replicated) -> None:
-        """Marks the current weights as recorded, before the hooks after the base optimizer's step
-        run. So if these hooks write weights, the new weights are found and recorded.
+        """Marks the current weights as recorded, after the base optimizer's step and before the
+        hooks that follow it. So if these hooks write weights, the new weights are found and
+        recorded.
         """
         if self.records and self._watched is not None and hooks_after(optimizer.base):
             self._take_stamps(optimizer)

@@ -236,7 +236,7 @@ class Estimate:
             far = f"; this run has {', '.join(self.far)}, and its cost follows the law of rounds"
             far += f", which was fitted for {fitted}"
             if self.beyond:
-                far += ": this run is larger"
+                far += ": this run exceeds that"
         rates = ""
         if self.reduced:
             rates = (

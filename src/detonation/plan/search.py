@@ -313,8 +313,8 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
     if seconds is None:
         return f"{best}: {waits}; its loss is not measured here"
     text = (
-        f"{best} reaches the loss of full() with {goal.baseline} at step {goal.steps:,} within"
-        f" {duration(seconds)}"
+        f"{best} reaches the loss that full() with {goal.baseline} has at step {goal.steps:,}"
+        f" within {duration(seconds)}"
     )
     full = next((each for each in ranked if each.is_full and each.optimizer == goal.baseline), None)
     if full is None or full is best:
@@ -349,7 +349,8 @@ def _second_machine(
         if ahead < -0.001:
             text += f"; by then the loss of one machine is {-ahead:.1%} lower"
         return False, text
-    lead = f"{alone_s / seconds:.2g} times as long; in the same time its loss is {ahead:.1%} higher"
+    lead = f"{alone_s / seconds:.2g} times as long; after {duration(seconds)} its loss is"
+    lead += f" {ahead:.1%} higher"
     return True, f"{network.replicas:,} machines pay: {known} within {duration(alone_s)}, {lead}"
 
 

@@ -2,9 +2,9 @@
 equal counts of replicas and shards.
 
 Replicas that are separate worlds get their numbers from users. A user may give one number to two
-replicas, or different counts to replicas. A rank that waits in the store where the replicas meet
-repeatedly writes a claim of its number to this store, each time with a higher count. So a claim
-that changes belongs to a live process, and keys of earlier starts do not matter.
+replicas, or different counts to replicas. A rank that waits for the other replicas writes a claim
+of its number, again and again, to the store where they meet, each time with a higher count. So a
+claim that changes belongs to a live process, and keys of earlier starts do not matter.
 """
 
 import json

@@ -122,8 +122,8 @@ def die_with_agent(env: Mapping[str, str]) -> None:
     """Applies `die_with_parent` to a rank of torchrun: otherwise the rank would go on after the
     agent of torchrun was killed.
 
-    Does nothing under srun. Linux ends a process also when only the thread that started it ends.
-    Only torchrun certainly starts ranks from its main thread.
+    Does nothing under srun. After `die_with_parent`, Linux ends the rank also when only the thread
+    that started it ends. Only torchrun certainly starts ranks from its main thread.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         die_with_parent(os.getppid())

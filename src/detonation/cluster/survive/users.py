@@ -367,7 +367,7 @@ class AxisUser(AxisEnd):
 
         left: replicas that have left before this step.
         """
-        # hold one lock: this rank must not report after the members change and before the step
+        # hold one lock: between the change of members and the begin of the step, report nothing
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(left)

@@ -114,8 +114,8 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     finite = values.isfinite()
     nothing = values.new_zeros(())
     # One collective, so that counts and sums cover the same replicas even if a replica is lost.
-    # The collective runs for all values: under `intra_node` the ranks of a node have different
-    # values, but take part in each other's collectives.
+    # The collective runs whatever the values are: under `intra_node` the ranks of a node have
+    # different values, but take part in each other's collectives.
     parts = finite.to(values.dtype), values.where(finite, nothing), values.where(~finite, nothing)
     counts, sums, others = link.all_reduce(torch.stack(parts).flatten(), apart=True)().view(3, -1)
     return torch.where(counts > 0, sums / counts, others).view(buffer.shape)

@@ -29,7 +29,7 @@ class Clip:
 
     The shards of a replica gather the norms of their gradients. This takes one collective for each
     mesh axis over which parameters are sharded. For each tensor, a rank sends 4 bytes. Each rank
-    adds the received norms itself, so the sum does not depend on the order in which a network adds.
+    adds the received squares itself, so the sum does not depend on the order of a network.
     SignSGD without momentum uses only the signs of gradients, and clipping changes no sign. So no
     norm is computed for this optimizer.
 

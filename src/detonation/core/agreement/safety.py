@@ -24,11 +24,11 @@ class Safety:
             must be equal on all replicas; 0 for never.
         on_desync: If these tensors differ: "stop", or "repair" them with the majority's value.
         equal: How equal replicas must be. "bits" raises an error at the first step if replicas
-            round differently. "close" lets replicas differ by rounding: each step makes a
-            thousandth of the agreed state equal, and comparisons measure distances. "auto" chooses
-            after a self-test at the first step: "bits" if all processes round alike, directly or
-            after each operation of the optimizer is rounded separately; else "close", with a
-            warning.
+            round differently, even with each operation of the optimizer rounded separately.
+            "close" lets replicas differ by rounding: each step makes a thousandth of the agreed
+            state equal, and comparisons measure distances. "auto" chooses after a self-test at the
+            first step: "bits" if all processes round alike, directly or after each operation of
+            the optimizer is rounded separately; else "close", with a warning.
 
     Raises:
         TypeError: verify_every is not an int.

@@ -180,8 +180,9 @@ def load_value(
 
 @triton.jit
 def negative_of(values, scale, negative_zeros):
-    """True for a value that is sent as negative. A value counts as zero if it is below the rounding
-    error of values of size `scale`. Zeros are sent as negative if `negative_zeros` is set.
+    """True for a value that is sent as negative. A value counts as zero if its magnitude is at most
+    the rounding error of values of size `scale`. Zeros are sent as negative if `negative_zeros` is
+    set.
     """
     zero = scale * 3.814697265625e-06  # this factor is 2**-18
     return tl.where(negative_zeros != 0, values <= zero, values < -zero)

@@ -141,7 +141,8 @@ class TrainConfig:
         log_updates: Keep the agreed messages of each step since the last two checkpoints, for
             --resume and `follow DIR`.
         publish: "HOST:PORT" at which `detonation follow` reads the weights during training; shard s
-            uses PORT + s. Needs DETONATION_TOKEN in the environment. "" publishes nothing.
+            uses PORT + s. Needs DETONATION_TOKEN or DETONATION_TOKEN_FILE in the environment.
+            "" publishes nothing.
 
     Raises:
         ValueError: A value is out of range.

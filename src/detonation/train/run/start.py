@@ -120,8 +120,8 @@ def _length(request: Request, place: LaunchPosition | None) -> tuple[str, ...]:
     """Returns assignments, as for `--set`, that fix the length of a run whose recipe has epochs.
 
     The first start of a run computes its number of steps from the epochs. A resumed run keeps this
-    number, even if the number of ranks changes. If the command sets steps, the epochs are set to 0,
-    so that a later resume uses the steps of the command.
+    number, even if the number of ranks changes. If steps are set, too, the epochs are set to 0, so
+    that a later resume uses these steps.
     """
     train = request.layers(place).config().train
     if train.steps and train.epochs:
