@@ -9,6 +9,7 @@ counts apart. A launch is one call, because nothing is launched.
 """
 
 import argparse
+import gc
 import os
 import sys
 from collections import Counter
@@ -78,11 +79,14 @@ def calls_of(
         for _ in range(STEPS):
             optimizer.step()
         before = sys.getprofile()
+        gc.collect()
+        gc.disable()  # a collection would count the finalizers of other code
         sys.setprofile(recorder(calls))
         try:
             optimizer.step()
         finally:
             sys.setprofile(before)
+            gc.enable()
     return calls
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from detonation.cli.command import run_command
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes import waiting
 from detonation.feed import publisher, stream
-from detonation.train.recipe.resolve import from_plain, read_layers
+from detonation.train.recipe.resolve import from_plain, read_layers, to_plain
 from detonation.train.recipe.tables import from_table, to_table
 from detonation.train.verbs import follow as follow_verb
 
@@ -156,6 +157,39 @@ def test_a_rank_with_a_gpu_gets_plain_values_since_it_is_no_fork(tmp_path, monke
     assert exported == about["exported"]
     assert from_plain(follow_verb.Following, asked).out == tmp_path / "standby"
     assert from_table(config) == from_table(settings)
+
+
+class LosesItsFeed(SimpleNamespace):
+    """A follower that reaches step 5 and step 7, and then loses its feed."""
+
+    step, joins, ended, trouble, fingerprint = 3, 1, False, "", "f" * 64
+
+    def update(self, to, wait_s):
+        if self.step == 7:
+            raise dt.errors.LostFeed("training has ended before its final weights arrived")
+        self.step += 2
+
+    def join(self, axis):
+        return None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_the_last_weights_of_a_lost_feed_are_saved(tmp_path, monkeypatch):
+    settings = to_table(read_layers(write_recipe(tmp_path / "tiny.toml"), (), mesh={}).config())
+    saved = []
+    follower = LosesItsFeed()
+    monkeypatch.setattr(follow_verb, "local_device", lambda: "cpu")
+    monkeypatch.setattr(follow_verb, "follow", lambda *_: follower)
+    monkeypatch.setattr(follow_verb, "saved_run", lambda *_: saved.append(follower.step))
+    asked = to_plain(follow_verb.Following("127.0.0.1:1", tmp_path / "standby", every=100))
+    with pytest.raises(dt.errors.LostFeed):
+        follow_verb._follow_on_rank(asked, settings, {})
+    assert saved == [5, 7]
 
 
 def test_the_library_has_a_function_replay_and_the_command_a_verb_follow(capsys):

@@ -206,3 +206,34 @@ def test_who_closes_a_feed_waits_as_long_as_told_for_all_followers_together(wait
     feed.close(ended=False, wait_s=wait_s)
     assert clock() - began == wait_s
     assert [each["ended"] for each in told] == [False] * 3
+
+
+def test_last_copies_have_more_time_than_queued_steps(monkeypatch):
+    """A copy of the state may be large, and the link slow; but an ended run does not wait without end."""
+    clock = Clock()
+    monkeypatch.setattr(publisher, "time", SimpleNamespace(monotonic=clock))
+
+    class Slow:
+        alive = True
+
+        def __init__(self):
+            self.thread = self
+            self.begun = 0
+
+        def begin(self, *_):
+            self.begun += 1
+
+        def finish(self, about):
+            assert self.begun == about["ended"] == 1
+
+        def join(self, timeout):
+            clock.sleep(timeout)
+
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    advance(model, optimizer, 0, [0])
+    feed._coming = [Slow()]
+    began = clock()
+    feed.close(wait_s=1.0)
+    assert clock() - began == publisher.LAST_COPY_S

@@ -1,6 +1,7 @@
 """Classifiers of people's own data: which id is padding, and what an export says about classes and images."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import own
 from detonation.cli.command import run_command
 from detonation.models import build_model
 from detonation.train.loop.checks import load_data
+from detonation.train.verbs.export import _name_classes
 
 END = 280
 
@@ -41,7 +43,7 @@ def decoder(folder, **settings):
 
 @pytest.mark.parametrize(
     ("of_tokenizer", "of_model", "one"),
-    [(1, None, 1), (1, 1, 1), (None, END, END), (None, None, 0)],
+    [(1, None, END), (1, 1, 1), (None, 2, 2), (None, None, END), (1, END, END), (1, -1, END)],
 )
 def test_a_decoder_reads_a_text_alike_in_a_batch_and_alone(
     tiny, tmp_path, of_tokenizer, of_model, one
@@ -56,19 +58,6 @@ def test_a_decoder_reads_a_text_alike_in_a_batch_and_alone(
         alone = [made(**held_out[torch.tensor([i])]).logits for i in range(4)]
     assert together.isfinite().all() and len({*together[:, 0].tolist()}) == 4
     assert torch.allclose(together, torch.cat(alone), atol=1e-5)
-
-
-def test_a_tokenizer_that_pads_with_another_id_than_the_model_is_one_line(tiny, tmp_path):
-    tables = {
-        "model": {"name": decoder(tmp_path, pad_token_id=END), "pretrained": True},
-        "data": texts(tmp_path),
-    }
-    with pytest.raises(
-        ValueError, match=r"hf:.* pads with id 280, but data.tokenizer pads with id 1: set"
-    ) as raised:
-        tiny(**tables)
-    assert "\n" not in str(raised.value)
-    assert tiny("model.pad_token_id=1", **tables).model.arguments["pad_token_id"] == 1
 
 
 def exported(train, folder, tables, *sets):
@@ -103,6 +92,14 @@ def test_an_exported_text_classifier_names_the_classes_of_the_data(train, tmp_pa
     assert run_command(["follow", str(tmp_path / "run"), "--out", replayed]) == 0
     assert run_command(["export", replayed, "--out", str(tmp_path / "again")]) == 0
     assert names_of(tmp_path / "again") == ["no", "yes"]
+
+
+def test_a_model_without_such_a_configuration_is_exported_as_it_is():
+    other = SimpleNamespace(num_labels=3, id2label={0: "a"})
+    for config in (None, {"layers": 2}, other):
+        _name_classes(SimpleNamespace(config=config), ["no", "yes"])
+    _name_classes(SimpleNamespace(), ["no", "yes"])
+    assert other.id2label == {0: "a"}
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])

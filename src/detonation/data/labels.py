@@ -65,15 +65,13 @@ def labelled(
 
 @final
 class LabelledTexts:
-    """Texts as token ids, each with the index of its label in `names`. `pad` is the id of padding;
-    None if the tokenizer has none.
-    """
+    """Texts as token ids, each with the index of its label in `names`."""
 
     def __init__(
         self, pairs: Sequence[LabelledText], names: Sequence[str], tokenizer: Any, context: int
     ) -> None:
         self.names = list(names)
-        self.pad: int | None = tokenizer.pad_token_id
+        self._pad = tokenizer.pad_token_id or 0  # the mask says which ids are padding
         made = {}
         if pairs:
             made = tokenizer([text for text, _ in pairs], truncation=True, max_length=context)
@@ -86,7 +84,7 @@ class LabelledTexts:
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
         texts = [self._ids[i] for i in indices.tolist()]
-        ids = pad_sequence(texts, batch_first=True, padding_value=self.pad or 0).long()
+        ids = pad_sequence(texts, batch_first=True, padding_value=self._pad).long()
         real = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).long()
         return {"input_ids": ids, "attention_mask": real, "labels": self._labels[indices]}
 

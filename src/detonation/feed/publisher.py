@@ -38,6 +38,8 @@ from detonation.feed.weights.folders import Folder
 from detonation.feed.weights.weight_feed import WeightFeed
 from detonation.log.records import MESSAGE, LogRecord, StepRecorder
 
+LAST_COPY_S = 300.0
+"""Longest time in seconds for which a feed that ends sends last copies of the state."""
 FAILED_S = 60.0
 """Seconds after a failed copy of the state before the feed tries again."""
 REST = 100.0
@@ -275,13 +277,15 @@ class Feed(StepRecorder):
         """Stops listening. Sends the queued steps to the followers for at most `wait_s` seconds in
         total.
 
-        If training has `ended`, followers that wait for a copy of the state get a last copy.
-        Otherwise followers wait until training starts again.
+        If training has `ended`, followers that wait for a copy of the state get a last copy, for
+        at most `LAST_COPY_S` seconds. Otherwise followers wait until training starts again.
         """
         self._listener.close()
         self.take_last_writes()
         self.flush()
         if ended and self._optimizer is not None:
+            if self.is_asked:
+                wait_s = max(wait_s, LAST_COPY_S)
             try:
                 self._let_in(self._optimizer, ended)
             except Exception:  # followers without a copy raise `LostFeed`

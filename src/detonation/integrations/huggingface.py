@@ -168,9 +168,9 @@ class Replicate(TrainerCallback):
     or without PEFT. `max_grad_norm` clips the gradients on which replicas agree, as in hybrid
     sharding. Each checkpoint holds the state of the replicas, and
     `train(resume_from_checkpoint=...)` continues bit for bit. The logs contain the `bytes_sent` of
-    this rank so far, and the `grad_norm` of the gradients on which replicas agree (none under
-    `SignSGD`, which needs no norm). The last step completes open rounds, so that all replicas
-    evaluate and save the same model.
+    this rank so far, and the `grad_norm` of the gradients on which replicas agree (none if nothing
+    is clipped). The last step completes open rounds, so that all replicas evaluate and save the
+    same model.
 
     Attributes:
         optimizer: Replicated optimizer, for its `stats`; None until training begins.
@@ -216,8 +216,7 @@ class Replicate(TrainerCallback):
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:
             self._sent_before = 0
-            # without a largest norm, only measure the norm of the agreed gradients
-            own = {"clip": args.max_grad_norm or math.inf, **self._settings}
+            own = {"clip": args.max_grad_norm or None, **self._settings}
             self.optimizer = _replicate_inside(
                 trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own
             )

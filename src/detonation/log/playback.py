@@ -55,6 +55,7 @@ class Playback(Player):
         if to is not None:
             self._to = to
         self._calls: float = math.inf
+        self._is_cut = False  # True if the replay ends before the end of the log
         files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
         usable = [begun for begun, _ in files if begun <= first]
         if not usable:
@@ -70,6 +71,7 @@ class Playback(Player):
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
         self._completed = optimizer.run.completed
+        self._at = first, self._completed or 0  # the point after the last step or call
         # messages that are in flight after `to` steps are recorded up to `delay` steps later
         last = max(self._to + self._delay, first)
         oldest = self._oldest_file(files[: len(usable)])
@@ -91,23 +93,35 @@ class Playback(Player):
             if self._optimizer.step_count < self._to:
                 raise
             return None
-        if end is None or _point_after(end) > (self._to, self._calls):
+        stop = self._to, self._calls
+        if end is None or _point_after(end) > stop:
             return None
+        if end.kind == WRITTEN:
+            # another shard may lack the weights that were written after the last common point
+            if self._is_cut and self._at >= stop:
+                return None
+            return end
+        self._at = _point_after(end)
         return end
 
-    def last_point(self) -> tuple[int, int]:
-        """Returns the last step of the log, and the number of `synchronize` calls since this step.
+    def last_point(self) -> tuple[float, float]:
+        """Returns the last step of the log, and the number of `synchronize` calls since this step;
+        at most the step at which the replay ends, with infinitely many calls.
 
         Raises `DamagedLog` if the last file is damaged.
         """
         begun, path = self.files[-1]
-        ends = (record for record in whole_records(path) if record.kind != MESSAGE)
-        return max(map(_point_after, ends), default=(begun, 0))
+        ends = (record for record in whole_records(path) if record.kind in (STEP, SYNCHRONIZE))
+        last: tuple[float, float] = max(map(_point_after, ends), default=(begun, 0))
+        return min(last, (self._to, math.inf))
 
-    def stop_at(self, step: int, calls: int) -> None:
-        """Makes the replay end after step `step` and `calls` calls of `synchronize` since it."""
+    def cut(self, step: float, calls: float) -> None:
+        """Makes the replay end after step `step` and `calls` calls of `synchronize` since it,
+        before any weights that were written then.
+        """
         self._to = step
         self._calls = calls
+        self._is_cut = True
 
     def reach(self) -> tuple[int, str]:
         """Finds the last step up to which the log reproduces, bit for bit, all state on which

@@ -47,10 +47,10 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     In a world of several replicas, all ranks call `replay` after `load_checkpoint`. All ranks
     repeat steps up to the last end of a round that every rank can reproduce bit for bit, and a
     warning says why they stop there. After the replay, all memories of unsent values are empty.
-    With a `LoopbackCommunicator`, one process per shard represents all replicas. Without `to`,
-    these processes must call `replay` together. If the weights of replicas were only close to each
-    other, this process gets the weights of replica 0. If this process rounds differently from
-    training, a warning says so, and the weights only come close to those of training.
+    With a `LoopbackCommunicator`, one process per shard represents all replicas. These processes
+    must call `replay` together. If the weights of replicas were only close to each other, this
+    process gets the weights of replica 0. If this process rounds differently from training, a
+    warning says so, and the weights only come close to those of training.
 
     Args:
         directory: Directory of the `UpdateLog`.
@@ -94,7 +94,7 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     if not all(isinstance(axis, LoopbackCommunicator) for axis, _ in optimizer.levels):
         return replay_together(Path(directory), optimizer, to)[0]
     try:
-        _repeat(Path(directory), optimizer, to)
+        _repeat(_playback(Path(directory), optimizer, to), optimizer)
     finally:
         optimizer.record(None)
     if to is not None and optimizer.step_count < to:
@@ -130,7 +130,7 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
     if why and texts.rank == 0 and (first or segments(directory, "")):
         _log.warning("the log in %s is replayed up to step %d: %s", directory, goal, why)
     if alone and goal > first:
-        _repeat(directory, alone, goal)
+        _repeat(Playback(directory, alone, alone.step_count, goal), alone)
         show_agreed(alone)
         optimizer.forget_levels()
         _hand_over(alone, optimizer)
@@ -179,14 +179,36 @@ def show_agreed(optimizer: Replicated) -> None:
             copy(locals_of(replicator.parameters), replicator.shared_weights())
 
 
-def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
-    """Repeats the steps of a log up to step `to`."""
-    reader = Playback(directory, optimizer, optimizer.step_count, to)
-    if to is None and optimizer.coordinates.shards > 1:
+def _playback(directory: Path, optimizer: Replicated, to: int | None) -> Playback:
+    """Returns the log of this shard, up to step `to`. If the logs of the shards end at different
+    points, all are read up to the first of these points. Collective between the shards.
+
+    Raises `ValueError` on all shards if the log of one of them cannot be read.
+    """
+    if optimizer.coordinates.shards == 1:
+        return Playback(directory, optimizer, optimizer.step_count, to)
+    found: Playback | None = None
+    point: Sequence[float] = ()
+    why = ""
+    try:
+        found = Playback(directory, optimizer, optimizer.step_count, to)
+        point = found.last_point()
+    except (OSError, ValueError) as error:
+        why = str(error)
+    texts = texts_between(optimizer.model, optimizer)
+    told = [json.loads(text) for text in texts.gather(json.dumps([point, why]))]
+    if why := why or next((text for _, text in told if text), ""):
+        raise DamagedLog(why)
+    points = [tuple(point) for point, _ in told]
+    assert found is not None
+    if min(points) < max(points):
         # a killed run may have written one step more to the log of one shard
-        texts = texts_between(optimizer.model, optimizer)
-        told = texts.gather(json.dumps(reader.last_point()))
-        reader.stop_at(*min(map(json.loads, told)))
+        found.cut(*min(points))
+    return found
+
+
+def _repeat(reader: Playback, optimizer: Replicated) -> None:
+    """Repeats the steps of a log."""
     optimizer.record(reader)
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)

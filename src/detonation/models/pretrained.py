@@ -69,9 +69,10 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         config = _configured(name, settings, given)
         _require_vocab(name, config, vocab, pretrained)
         model = _built(name, config, task, pretrained, dtype, classes)
-        if task == "labels":
-            model.register_forward_pre_hook(_own_padding, with_kwargs=True)
         made: Any = model
+        if task == "labels":
+            made.own_padding = _padding_of(made.config.get_text_config())
+            made.register_forward_pre_hook(_fill_padding, with_kwargs=True)
         head = made.get_output_embeddings() or getattr(model, "classifier", None)
         # causal models already compute their logits in fp32
         if task != "text" and isinstance(head, nn.Module):
@@ -81,17 +82,31 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
     return build
 
 
-def _own_padding(
+def _padding_of(config: Any) -> int:
+    """Returns the id of padding of a text model. If the model has none, this is its end of text,
+    else 0, and `config` gets this id: a decoder classifies the last token with another id.
+    """
+    pad = getattr(config, "pad_token_id", None)
+    if pad is None or pad < 0:
+        end = getattr(config, "eos_token_id", None)
+        if isinstance(end, list):
+            end = end[0]
+        pad = end or 0
+        config.pad_token_id = pad
+    return int(pad)
+
+
+def _fill_padding(
     model: Any, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fills the padding of texts with the model's own id of padding. The tokenizer may have no such
-    id, and a decoder classifies the last token that differs from its own id.
+    """Fills the padding of texts with the model's own id, because the tokenizer may have another
+    id, or none.
     """
-    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if pad is None or not {"input_ids", "attention_mask"} <= named.keys():
+    if not {"input_ids", "attention_mask"} <= named.keys():
         return inputs, named
     padding = named["attention_mask"] == 0
-    return inputs, {**named, "input_ids": named["input_ids"].masked_fill(padding, pad)}
+    filled = named["input_ids"].masked_fill(padding, model.own_padding)
+    return inputs, {**named, "input_ids": filled}
 
 
 def restore_generation(name: str | None, pretrained: bool, model: Any) -> None:

@@ -270,11 +270,11 @@ class Replicated(OptimizerWrapper):
 
         Use it for the last backward before each step, on all replicas or on none. The weights equal
         the weights of a step without `overlap`, bit for bit unless an all-reduce adds more than two
-        messages. The number of bytes is equal, apart from rounding and padding of each bucket. Only the
-        innermost level sends gradients early, and not in the first step. `OverlapError` is raised
-        if a gradient changes before `step()` (by clipping or unscaling), after a second backward,
-        or if `step()` is missing. `may_send` is called before the first message. If it returns
-        False, no gradient is sent before `step()`, and the caller may omit the step.
+        messages. The number of bytes is equal, apart from rounding and padding of each bucket. Only
+        the innermost level sends gradients early, and not in the first step. `OverlapError` is
+        raised if a gradient changes before `step()` (by clipping or unscaling), after a second
+        backward, or if `step()` is missing. `may_send` is called before the first message. If it
+        returns False, no gradient is sent before `step()`, and the caller may omit the step.
         """
         # levels are not built here, because FSDP2 may show whole parameters instead of shards
         if self._consensus is not None:

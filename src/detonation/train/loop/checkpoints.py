@@ -121,6 +121,17 @@ def resume(
     return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}", *changed]
 
 
+def resume_beside(session: Session, directory: Path, most: int | None) -> Loaded | None:
+    """Loads the newest checkpoint up to step `most` of a run that may still train; None if there is
+    no checkpoint. Collective.
+    """
+    try:
+        return resume(session, directory, may_start=True, most=most)[0]
+    except ValueError:
+        # the run may have removed the checkpoint after this process found it
+        return resume(session, directory, may_start=True, most=most)[0]
+
+
 def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:
     """Returns at most one line, which lists the settings that differ from the settings saved in
     `path`.

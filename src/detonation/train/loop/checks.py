@@ -23,10 +23,8 @@ from detonation.core.flat.tensors import digest
 from detonation.core.optimizer import check_order, setup_checks
 from detonation.core.schemes import Scheme, known_schemes, require_below_dense, scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
-from detonation.data.labels import LabelledTexts
 from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
-from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import (
     Choice,
@@ -59,7 +57,6 @@ def check_config(config: Config) -> Config:
     loaded = _checked_data(config)
     model = Choice(config.model.name, _agreeing(config.model, loaded))
     built = _checked_model(model, loaded)
-    model = _with_padding(model, built, loaded)
     _with_layers(built, config.train)
     _require_one_batch(config, loaded)
     if config.train.bleu_sentences:
@@ -102,27 +99,6 @@ def _checked_model(model: Choice, loaded: Data) -> nn.Module:
             f"model {model.name} cannot take the batches of the data {loaded.name}: {error}"
         ) from error
     return built
-
-
-def _with_padding(model: Choice, built: Any, loaded: Data) -> Choice:
-    """Returns a text classifier of transformers with an id of padding: its own, else that of the
-    tokenizer, else 0. A decoder classifies the last token that is no padding.
-
-    Raises `ValueError` if the model and the tokenizer have different ids.
-    """
-    texts = loaded.validation
-    if not isinstance(texts, LabelledTexts) or not model.name.startswith(HUB_PREFIX):
-        return model
-    pad = texts.pad or 0
-    own = getattr(built.config.get_text_config(), "pad_token_id", pad)
-    if own is None:
-        return Choice(model.name, {**model.arguments, "pad_token_id": pad})
-    if texts.pad not in (None, own):
-        raise ValueError(
-            f"{model.name} pads with id {own}, but data.tokenizer pads with id {pad}: set"
-            f" data.tokenizer to that of the model, or model.pad_token_id to {pad}"
-        )
-    return model
 
 
 def _require_one_batch(config: Config, loaded: Data) -> None:

@@ -120,15 +120,29 @@ def _write_model(
         restore_generation(name.removeprefix(HUB_PREFIX), pretrained, model)
     elif name in MODELS:
         restore_generation(None, False, model)
-    if names := exported.get("labels"):
-        model.config.id2label = dict(enumerate(names))
-        model.config.label2id = {name: number for number, name in enumerate(names)}
+    _name_classes(model, exported.get("labels", []))
     model.save_pretrained(out)
     if steps := exported.get("preprocessor"):
         write_json(out / "preprocessor_config.json", steps)
     if tokenizer is not None:
+        _pad_as(model, tokenizer)
         tokenizer.save_pretrained(out)
     return numel, True
+
+
+def _name_classes(model: Any, names: Sequence[str]) -> None:
+    """Writes the names of the classes into the configuration of a classifier of transformers."""
+    config: Any = getattr(model, "config", None)
+    if names and hasattr(config, "id2label") and len(names) == config.num_labels:
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
+
+
+def _pad_as(model: Any, tokenizer: Any) -> None:
+    """Makes the tokenizer of a text classifier pad with the model's own id, as training did."""
+    own = getattr(model, "own_padding", tokenizer.pad_token_id)
+    if own != tokenizer.pad_token_id and (token := tokenizer.convert_ids_to_tokens(own)):
+        tokenizer.pad_token = token
 
 
 def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path) -> int:

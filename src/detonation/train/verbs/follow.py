@@ -17,7 +17,7 @@ from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.waiting import Awaited
 from detonation.feed.follower import follow
 from detonation.feed.stream import read_about
-from detonation.feed.token import Refused, read_token
+from detonation.feed.token import LostFeed, Refused, read_token
 from detonation.models import build_model
 from detonation.train.output import directory
 from detonation.train.output.screen import Screen
@@ -173,7 +173,12 @@ def _follow_on_rank(asked: Table, settings: Table, exported: Table) -> Table:
             return saved_run(out, model, optimizer, config, exported, request.keep or 3)
 
         while not follower.ended and follower.step != request.to:
-            follower.update(request.to, wait_s=1.0)
+            try:
+                follower.update(request.to, wait_s=1.0)
+            except LostFeed:
+                if follower.step > saved:
+                    save()
+                raise
             if follower.joins > joins:
                 joins = follower.joins
                 screen.line(f"connected again, at step {follower.step}: {follower.trouble}")

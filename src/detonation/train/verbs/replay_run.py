@@ -11,13 +11,12 @@ from torch import nn
 
 from detonation.checkpoint.async_save import save_checkpoint
 from detonation.checkpoint.files.retention import saved_checkpoints, step_of
-from detonation.checkpoint.newest import Loaded
 from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.log.repeat import replay
-from detonation.train.loop.checkpoints import as_json, resume
+from detonation.train.loop.checkpoints import as_json, resume_beside
 from detonation.train.loop.checks import check_config
 from detonation.train.loop.session import Session, replicated_run, start_session
 from detonation.train.output import directory, metrics
@@ -75,7 +74,7 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     config = check_config(_config_of(Path(run)))
     axis = LoopbackCommunicator(config.mesh.replicas)
     session = start_session(_alone(config), local_device(), axis)
-    found = _newest(session, Path(run) / directory.CHECKPOINTS, to)
+    found = resume_beside(session, Path(run) / directory.CHECKPOINTS, to)
     if found is None and config.train.init_from:
         load_weights(Path(config.train.init_from), session.model)
     begun = session.optimizer.step_count
@@ -86,15 +85,6 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     if out is not None:
         saved = {"checkpoint": str(_agreed(session, Path(out)))}
     return {"step": steps, "replayed": steps - begun, "fingerprint": fingerprint, **saved}
-
-
-def _newest(session: Session, checkpoints: Path, most: int | None) -> Loaded | None:
-    """Loads the newest checkpoint up to step `most`; None if there is no checkpoint. Collective."""
-    try:
-        return resume(session, checkpoints, may_start=True, most=most)[0]
-    except ValueError:
-        # a run that still trains may have removed the checkpoint after this process found it
-        return resume(session, checkpoints, may_start=True, most=most)[0]
 
 
 def _require_log(run: Path, begun: int, to: int | None) -> None:
