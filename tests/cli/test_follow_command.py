@@ -160,14 +160,19 @@ def test_a_rank_with_a_gpu_gets_plain_values_since_it_is_no_fork(tmp_path, monke
 
 
 class LosesItsFeed(SimpleNamespace):
-    """A follower that reaches step 5 and step 7, and then loses its feed."""
+    """A follower that reaches step 5 and step 7, waits twice for its feed, and then loses it."""
 
     step, joins, ended, trouble, fingerprint = 3, 1, False, "", "f" * 64
+    current, waits = True, 0
 
     def update(self, to, wait_s):
-        if self.step == 7:
+        if self.step < 7:
+            self.step += 2
+        elif self.waits < 2:
+            self.waits += 1
+            self.current, self.trouble = False, "10.0.0.1:7000: Connection refused"
+        else:
             raise dt.errors.LostFeed("training has ended before its final weights arrived")
-        self.step += 2
 
     def join(self, axis):
         return None
@@ -179,7 +184,9 @@ class LosesItsFeed(SimpleNamespace):
         return None
 
 
-def test_the_last_weights_of_a_lost_feed_are_saved(tmp_path, monkeypatch):
+def test_a_feed_that_is_gone_is_told_once_and_its_last_weights_are_saved(
+    tmp_path, monkeypatch, capsys
+):
     settings = to_table(read_layers(write_recipe(tmp_path / "tiny.toml"), (), mesh={}).config())
     saved = []
     follower = LosesItsFeed()
@@ -190,6 +197,8 @@ def test_the_last_weights_of_a_lost_feed_are_saved(tmp_path, monkeypatch):
     with pytest.raises(dt.errors.LostFeed):
         follow_verb._follow_on_rank(asked, settings, {})
     assert saved == [5, 7]
+    line = "waits for the feed after step 7: 10.0.0.1:7000: Connection refused"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_the_library_has_a_function_replay_and_the_command_a_verb_follow(capsys):

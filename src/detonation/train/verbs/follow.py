@@ -15,7 +15,7 @@ from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.waiting import Awaited
-from detonation.feed.follower import follow
+from detonation.feed.follower import Follower, follow
 from detonation.feed.stream import read_about
 from detonation.feed.token import LostFeed, Refused, read_token
 from detonation.models import build_model
@@ -149,6 +149,25 @@ def _wait_after(error: OSError, awaited: Awaited, address: str) -> None:
         raise error from None
 
 
+class _Connection:
+    """Prints each loss of the connection to a feed, and each new connection."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._is_current = True
+        self._joins = 1
+
+    def tell(self, follower: Follower) -> None:
+        if self._is_current and not follower.current:
+            lost = f"waits for the feed after step {follower.step}: {follower.trouble}"
+            self._screen.line(lost)
+        self._is_current = follower.current
+        if follower.joins > self._joins:
+            self._joins = follower.joins
+            again = f"connected again, at step {follower.step}: {follower.trouble}"
+            self._screen.line(again)
+
+
 def _follow_on_rank(asked: Table, settings: Table, exported: Table) -> Table:
     """Follows a live run, in a process of its own. The arguments are plain values, because a rank
     with a GPU is a new process instead of a fork.
@@ -161,7 +180,7 @@ def _follow_on_rank(asked: Table, settings: Table, exported: Table) -> Table:
     every = request.every or 100
     screen = Screen(False, request.to_stderr)
     saved = -1
-    joins = 1
+    connection = _Connection(screen)
     path = Path()
     with contextlib.closing(directory.RunDirectory(out)), follow(model, request.source) as follower:
         directory.write_text(out / directory.CONFIG, tomli_w.dumps(settings))
@@ -179,9 +198,7 @@ def _follow_on_rank(asked: Table, settings: Table, exported: Table) -> Table:
                 if follower.step > saved:
                     save()
                 raise
-            if follower.joins > joins:
-                joins = follower.joins
-                screen.line(f"connected again, at step {follower.step}: {follower.trouble}")
+            connection.tell(follower)
             if follower.step // every != saved // every:
                 path = save()
                 saved = follower.step
