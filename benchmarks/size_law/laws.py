@@ -188,7 +188,7 @@ def _measured() -> Iterator[str]:
             where = f"| `{row.scheme}`{kept} | {row.parameters:,} | {row.replicas} |"
             law = _law(row.parameters, row.replicas)
             exponent = _exponent(cost, row.parameters, row.replicas)
-            yield f"{where} {_ranged(cost, ends)} | {law} | {exponent:.2f} |"
+            yield f"{where} {ranged(cost, ends)} | {law} | {exponent:.2f} |"
 
 
 def _planned() -> Iterator[str]:
@@ -200,7 +200,7 @@ def _planned() -> Iterator[str]:
         for replicas in (2, 8, 64):
             found = estimate(scheme, "AdamW", Goal(replicas, parameters, 3000))
             assert found is not None
-            cells.append(f"{_law(parameters, replicas)}; {_ranged(found.cost, found.interval)}")
+            cells.append(f"{_law(parameters, replicas)}; {ranged(found.cost, found.interval)}")
         yield f"| {' | '.join(cells)} |"
 
 
@@ -208,7 +208,8 @@ def _law(parameters: float, replicas: int) -> str:
     return f"{100 * rounds_law.cost_of_rounds(parameters, replicas):+.1f} %"
 
 
-def _ranged(cost: float, ends: tuple[float, float]) -> str:
+def ranged(cost: float, ends: tuple[float, float]) -> str:
+    """A cost with its interval, in percent."""
     low, high = (100 * end for end in ends)
     return f"{100 * cost:+.1f} % [{low:+.1f}, {high:+.1f}]"
 

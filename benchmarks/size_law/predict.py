@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.compare.tuning import Rows
 from benchmarks.size_law.fit import DRAWS, Law, Point, draws, fit, held_out, interval, spread
 from benchmarks.size_law.grid import DILOCO, FULL, FULL_MUON, Scheme, judging
-from benchmarks.size_law.laws import points, reference
+from benchmarks.size_law.laws import points, ranged, reference
 from benchmarks.size_law.sizes import PREDICTED, TOKENS, Size
 from benchmarks.size_law.table import EVERY
 from benchmarks.size_law.text import SHA256
@@ -101,21 +101,17 @@ def table(path: Path) -> str:
     lines = [
         f"predicted on {facts['date']}:",
         "",
-        "| size | scheme | replicas | to | cost, % | cost of one run, % | law |",
+        "| size | scheme | replicas | to | cost | cost of one run, % | law |",
         "|---|---|---|---|---|---|---|",
     ]
     for size in facts["sizes"]:
         _, schemes = read(path, size) or ({}, [])
         for each in schemes:
             if each.cost is not None:
-                cells = [size, each.scheme, str(each.replicas), each.to, _ranged(each), _run(each)]
-                lines.append(f"| {' | '.join([*cells, each.law])} |")
+                cost = ranged(each.cost, (each.low, each.high))
+                cells = [size, each.scheme, str(each.replicas), each.to, cost, _run(each), each.law]
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _ranged(expected: Expected) -> str:
-    cost = 100 * (expected.cost or 0.0)
-    return f"{cost:+.1f} [{100 * expected.low:+.1f}, {100 * expected.high:+.1f}]"
 
 
 def _run(expected: Expected) -> str:
