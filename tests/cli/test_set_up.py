@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ import pytest
 from commands import Command, free_port, write_recipe
 from detonation.cluster.init import join_world
 from detonation.cluster.processes import rendezvous, waiting
-from detonation.cluster.survive import port
+from detonation.cluster.survive import partition, port
+from detonation.train.loop import session
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
 TEXT = Path(__file__).parents[2] / "docs" / "training.md"
@@ -119,6 +121,34 @@ def test_numbers_that_do_not_fit_end_both_at_once(tmp_path, start, fault):
     for command in commands:
         (line,) = command.errors.splitlines()
         assert said in line and "\nstep " not in command.stdout
+
+
+def test_a_refused_start_ends_a_rank_whose_main_thread_is_busy(tmp_path, start, monkeypatch):
+    """It ends by the same code and line as a rank that is not busy, for example importing."""
+    is_busy = tmp_path / "is-busy"
+
+    def stay_busy(*given):
+        is_busy.touch()
+        time.sleep(100)
+
+    def compare_then(*given):
+        while not is_busy.exists():
+            time.sleep(0.01)
+        compare(*given)
+
+    compare = session.require_same_settings
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    start("meet", "meet", address)
+    way = ("train", recipe, "--elastic", "--meet", address, "--replicas", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "LEAVE_S", 0.5)
+        patch.setattr(session, "replicated_run", stay_busy)
+        busy = start("busy", *way, "--replica", 0)
+    monkeypatch.setattr(session, "require_same_settings", compare_then)
+    faulty = start("faulty", *way, "--replica", 1, "--data", TEXT, out="other")
+    assert [busy.wait(), faulty.wait()] == [2, 2], (busy.stderr, faulty.stderr)
+    said = faulty.errors.removeprefix("error: ")
+    assert busy.errors == f"error: replica 1 did not start: {said}"
 
 
 def test_a_replica_that_starts_while_its_run_trains_is_told_of_join(tmp_path, start, monkeypatch):

@@ -53,6 +53,7 @@ _heartbeat: Heartbeat | None = None
 _lost = False
 _watch: Watch | None = None
 _interface = ""
+_report_end: Callable[[Exception], object] | None = None
 
 
 def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
@@ -110,9 +111,30 @@ def own_heartbeat() -> Heartbeat | None:
     return _heartbeat
 
 
-def end_alone(reason: str) -> NoReturn:
-    _log.error("%s", reason)
-    end_now(1)
+def report_end_to(report: Callable[[Exception], object]) -> None:
+    """From now on, `end_for` reports errors of this process to `report` instead of the log."""
+    global _report_end
+    _report_end = report
+
+
+def end_for(error: Exception) -> NoReturn:
+    """Reports `error` and ends this process, from any thread. For processes whose main thread is
+    busy and cannot raise the error.
+
+    The exit code is 2 if the error is bad input (a `ValueError`), otherwise 1.
+    """
+    if _report_end is None:
+        _log.error("%s", error)
+    else:
+        _report_end(error)
+    code = 1
+    if isinstance(error, ValueError):
+        code = 2
+    end_now(code)
+
+
+def _end_alone(reason: str) -> NoReturn:
+    end_for(RuntimeError(reason))
 
 
 def _init_group(store: Store, rank: int, world_size: int, device: torch.device) -> None:
@@ -183,7 +205,7 @@ def join_world(asked: str | None = None) -> torch.device:
     return device
 
 
-def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
+def watch_waiting(end: Callable[[str], NoReturn] = _end_alone) -> None:
     """Starts a `waiting.Watch` of the default process group, unless this group is watched already.
     If this rank waits for ranks that have left the run, the watch calls `end` with the reason.
 

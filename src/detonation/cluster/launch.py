@@ -20,7 +20,14 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from detonation.cluster.exits import RankExits, failure_file
-from detonation.cluster.init import LaunchPosition, gpus_for, init_rank, leave, own_heartbeat
+from detonation.cluster.init import (
+    LaunchPosition,
+    gpus_for,
+    init_rank,
+    leave,
+    own_heartbeat,
+    report_end_to,
+)
 from detonation.cluster.processes.descriptors import allow_open_files
 from detonation.cluster.processes.failure import (
     Failure,
@@ -204,6 +211,7 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
         if enter is not None:
             enter(rank)
         position = LaunchPosition(rank, world_size, rank, world_size)
+        report_end_to(lambda error: _tell(folder, failure_from_exception(rank, error)))
         if mine.where is None:
             heartbeat = init_rank(position, partial(_end_lost, rank, folder), folder)
         else:

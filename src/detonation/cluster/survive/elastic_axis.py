@@ -18,7 +18,7 @@ from torch.distributed import DistError, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
+from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_for, init_replica
 from detonation.cluster.interface import listener_at, listening_address
 from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.position import host_and_port, joined_address, require_known_host
@@ -217,7 +217,7 @@ def elastic(
     min_replicas: int = 1,
     silence_s: float = 15.0,
     timeout_s: float = GROUP_TIMEOUT_S,
-    end: Callable[[str], object] | None = None,
+    end: Callable[[Exception], object] | None = None,
     link: str = "",
 ) -> SurvivingCommunicator:
     """Creates an axis between replicas for `replicate`. Training on this axis continues after
@@ -243,8 +243,8 @@ def elastic(
         silence_s: A rank without a heartbeat for this many seconds is lost; above 1. The loss of a
             killed rank is noticed at once, because its connections close.
         timeout_s: Seconds for which a collective waits for a rank that is alive.
-        end: Called in another thread with the reason, if this replica was removed while its main
-            thread waits elsewhere. By default logs the reason, and ends the process with code 1.
+        end: Called in another thread with the error, if the main thread of a replica that cannot
+            continue has not raised it for 5 s. By default logs the error, and ends the process.
         link: Emulated speed of the links between replicas on one machine, such as "100mbit,5ms".
 
     Raises:
@@ -296,7 +296,7 @@ def elastic(
         shards,
         silence_s,
         min_replicas,
-        end or end_alone,
+        end or end_for,
         look=look,
     )
     try:
@@ -421,7 +421,7 @@ class Guest:
             shards,
             silence_s,
             min_replicas,
-            end_alone,
+            end_for,
             is_guest=True,
         )
         self._link = _node_link(speed, self.membership, mesh)

@@ -84,8 +84,8 @@ class Membership:
         store: The store that all ranks reach. It must outlive each rank.
         silence_s: A rank counts as lost after this many seconds without a heartbeat. All ranks end
             if fewer than `min_replicas` replicas remain.
-        end: Called in another thread if this replica cannot continue and its main thread did not
-            end.
+        end: Called in another thread with the error, if this replica cannot continue and its main
+            thread did not raise the error within `LEAVE_S`.
         is_guest: This replica is no member yet: it only sends heartbeats, until `join`.
         confirm_s: After a loss, a rank that sends neither a report nor a heartbeat for this many
             seconds counts as lost, too. None means `CONFIRM_S`, or `silence_s` if that is less.
@@ -101,7 +101,7 @@ class Membership:
         shards: int,
         silence_s: float,
         min_replicas: int,
-        end: Callable[[str], object],
+        end: Callable[[Exception], object],
         confirm_s: float | None = None,
         is_guest: bool = False,
         look: Callable[[], object] = lambda: None,
@@ -533,7 +533,7 @@ class Membership:
         if self.replica not in agreement.members:
             self._left_out_at = self._left_out_at or time.monotonic()
             if time.monotonic() - self._left_out_at > LEAVE_S:
-                self.end(agreement.leaves_out(self.replica))
+                self.end(ReplicaLost(agreement.leaves_out(self.replica)))
 
     def _notice(self) -> None:
         with self.changed:

@@ -128,7 +128,7 @@ class PartitionWatch:
             self._noted = now
         elif now - self._noted > LEAVE_S:
             self._stopped.set()
-            membership.end(str(membership.failure))
+            membership.end(membership.failure)
 
     def _watch_wait(self, now: float) -> None:
         membership = self._membership
