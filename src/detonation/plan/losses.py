@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
@@ -167,7 +167,7 @@ class Goal:
     recipe: str = TEXT
     optimizer: str | None = None
 
-    @property
+    @cached_property
     def baseline(self) -> str:
         """The optimizer of the baseline. This is `optimizer` if full synchronisation was measured
         with `optimizer`, and otherwise AdamW.
