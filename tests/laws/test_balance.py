@@ -90,18 +90,51 @@ def test_law_6_equal_replicas_train_as_without_it(name, clock):
 @pytest.mark.parametrize("name", ROUNDS)
 def test_law_2_slow_replicas_sit_steps_out_and_all_agree(name, clock):
     scheme, slowness = ROUNDS[name], [1.0, 2.0, 5.0]
-    every = scheme.round.every
-    runs = simulate_replicas(lambda c: trained(c, scheme, clock, slowness, 6 * every), 3)
+    every, delay = scheme.round.every, scheme.round.delay
+    runs = simulate_replicas(lambda c: trained(c, scheme, clock, slowness, 6 * every - delay), 3)
     assert len({weights for weights, _, _ in runs}) == 1
     for replica, (_, worked, state) in enumerate(runs):
         count = max(1, int(every * 1.05 / slowness[replica]))
-        assert len(worked) == every + 5 * count  # all of the first round, in which nobody knows
-        assert worked[-1] == 6 * every - 1
+        # all of the first round, in which nobody knows
+        assert len(worked) == every - delay + 5 * count
+        assert worked[-1] == 6 * every - delay - 1
         assert state["0.local_steps"].tolist() == [
             max(1, int(every * 1.05 / each)) for each in slowness
         ]
         agreed = [key for key in state if key.startswith("0.anchor")]
         assert agreed and all(torch.equal(state[key], runs[0][2][key]) for key in agreed)
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_with_a_delay_the_steps_of_a_slow_replica_are_not_those_that_are_overwritten(delay, clock):
+    """Replica 1 takes one step in a round, and alone trains the weight."""
+    scheme = dt.schemes.streaming_diloco(
+        every=5, fragments=1, delay=delay, outer_lr=1.0, outer_momentum=0.0, precision="fp32"
+    )
+
+    def act(communicator):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(base, model, communicator, scheme, balance=True)
+        replica = communicator.replica
+        for step in range(15):
+            if step == 5 - delay:  # the end of the first round, in which replicas are equal
+                optimizer.synchronize()
+                before = model.weight.detach().clone()
+            if not optimizer.idle:
+                [model.bias, model.weight][replica].square().sum().backward()
+                clock.times[replica] += [1.0, 20.0][replica]
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return optimizer.stats.local_steps, (model.weight / before).mean().item()
+
+    # replica 1 moves the weight by a fifth, as one of 6 local steps; in the second round `delay`
+    # steps of replica 0 are overwritten
+    after_two_rounds = (1 - 0.2 / 6) * (1 - 0.2 / (6 - delay))
+    for counts, kept in simulate_replicas(act, 2):
+        assert counts == [5, 1] and kept == pytest.approx(after_two_rounds)
 
 
 def test_the_mean_is_weighted_by_local_steps(clock):

@@ -66,7 +66,8 @@ class LocalSteps:
     the local steps of every replica.
 
     A replica with fewer than `every` local steps skips evenly spread steps. All replicas run the
-    last step.
+    last step of a round, after which they send their messages. With a `delay` these rounds end
+    `delay` steps earlier: an update that is applied later overwrites the steps after its message.
 
     counts: Local steps of each replica per round, `[replicas]` int64 from 1 to every.
 
@@ -76,13 +77,15 @@ class LocalSteps:
     ([4, 2, 1], [1, 2, 1, 3])
     """
 
-    def __init__(self, every: int, replicas: int) -> None:
+    def __init__(self, every: int, replicas: int, delay: int = 0) -> None:
         self.every = every
+        self.delay = delay
         self.counts = torch.full((replicas,), every, dtype=torch.int64, device="cpu")
 
-    def restart(self, every: int) -> None:
+    def restart(self, every: int, delay: int) -> None:
         """Sets the local steps of each replica per round to `every`, until `agree` changes them."""
         self.every = every
+        self.delay = delay
         self.counts.fill_(every)
 
     def taken(self, step: int) -> Tensor:
@@ -90,8 +93,12 @@ class LocalSteps:
 
         Shapes: -> `[replicas]` bool.
         """
-        at = step % self.every
+        at = (step + self.delay) % self.every
         return (at + 1) * self.counts // self.every > at * self.counts // self.every
+
+    def ends(self, step: int) -> bool:
+        """True if `step` is the last step of a round."""
+        return (step + 1 + self.delay) % self.every == 0
 
     def agree(self, durations: Sequence[int]) -> None:
         """Sets the local steps of each replica to the number of its steps that fit into this time:

@@ -120,7 +120,8 @@ def build_levels(
     device = _device_of(parameters)
     local_steps = None
     if settings.balance:
-        local_steps = LocalSteps(levels[0][1].round.every, levels[0][0].size())
+        rounds = levels[0][1].round
+        local_steps = LocalSteps(rounds.every, levels[0][0].size(), rounds.delay)
     stops = settings.safety.non_finite == "stop"
     runtime = Runtime(device, settings.seed, settings.kernels, local_steps, stops)
     consensus = StopConsensus(parameters, runtime, settings.safety, base.optimizer)

@@ -66,7 +66,7 @@ def reconfigured(
     for before, after in zip(old, made, strict=True):
         _require_room(before, after)
     if local_steps := made[0].channel.runtime.local_steps if made else None:
-        local_steps.restart(scheme.round.every)
+        local_steps.restart(scheme.round.every, scheme.round.delay)
     for before, after in zip(old, made, strict=True):
         _hand_over(before, after)
     return made

@@ -72,13 +72,14 @@ class ParameterReplicator(Replicator):
         )
         self._local_steps = channel.runtime.local_steps
         self._rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
-        # local steps of each replica since the last message
+        # local steps of each replica since the last message, without those that are overwritten
         self._taken = torch.zeros(
             channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu"
         )
 
     def after(self, step: int) -> None:
-        if self._local_steps:
+        # the update in flight overwrites this step, unless `keep` keeps a part of it
+        if self._local_steps and (self._keep or not self._steps_left):
             self._taken += self._local_steps.taken(step)
         if self._steps_left:
             self._steps_left -= 1
