@@ -105,6 +105,33 @@ def test_a_compiled_and_a_checkpointed_model_train_as_the_model_itself():
         assert found == dict.fromkeys(NAMES, (True, True))
 
 
+def whole_step(mesh, compiled):
+    """The weights after two steps of signs, of which forward, backward and step are one function."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    scheme = dt.demo(topk=2, chunk=8, precision="sign", error_feedback=False)
+    base = dt.SignSGD(model.parameters(), lr=1e-3)
+    optimizer = dt.replicate(base, model, mesh["replicate"], scheme)
+
+    def step(rows):
+        with optimizer.overlap():
+            model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if compiled:
+        step = torch.compile(step, backend="eager")
+    with warnings.catch_warnings(action="ignore"):  # of torch about itself
+        for number in range(2):
+            noise = torch.Generator().manual_seed(100 * number + mesh.get_rank())
+            step(torch.randn(4, 8, generator=noise))
+    return digest(model.parameters())
+
+
+def test_a_compiled_training_step_sends_in_backward_what_the_same_step_sends():
+    assert worlds.run(whole_step, 2, 1, True) == worlds.run(whole_step, 2, 1, False)
+
+
 def in_mixed_precision(mesh, names):
     """bf16 in forward and backward, gradients reduced in fp32, weights and updates in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

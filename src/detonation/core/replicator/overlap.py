@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from detonation.core import runtime
 from detonation.core.base_error import DetonationError
@@ -183,6 +184,7 @@ class Overlap:
             self._stream.join()
         self._channel.abandon(self._transfer)
 
+    @_disable_dynamo  # compiled code would free tensors whose addresses it passes to kernels
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # no rank used the parameter; its zero gradient was removed
