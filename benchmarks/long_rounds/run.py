@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def judge(session: Any, most: int = MOST) -> Row:
     return {**held_out, "num_parameters": count, "replicas_equal": equal}
 
 
+@cache  # a table asks for each several times
 def settings(cell: Cell, done: int) -> Config:
     """The configuration of a run's next step. `later:STEP:scheme.KEY=VALUE` counts from that step on."""
     sets = [each for each in cell.sets if not each.startswith("later:")]

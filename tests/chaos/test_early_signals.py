@@ -56,6 +56,7 @@ def has_children(command):
     return command.runs("sleep")
 
 
+@pytest.mark.long_cases("train tiny.toml --out OUT (alone)-begun-2", "meet-prints-2")
 @pytest.mark.parametrize(
     ("name", "moment", "number"),
     [
@@ -76,6 +77,7 @@ def test_a_command_ends_at_once(started, name, moment, number):
     assert (outcome.how, outcome.problem) == ("at once", "")
 
 
+@pytest.mark.long_cases("--join-15", "--meet-2", "follow HOST:PORT-15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", ["--join", "--meet", "follow HOST:PORT"])
 def test_it_ends_at_once_while_it_waits_for_somebody_who_never_answers(started, name, number):

@@ -23,6 +23,8 @@ from covering import some
 from limits import LIMIT_S
 
 CPU = torch.device("cpu")
+SLOW = ("world", "law")
+"""Parts that only `make test-all` runs: one starts ranks that import all they need, one trains."""
 
 
 def job_in(folder, part="part"):
@@ -32,8 +34,8 @@ def job_in(folder, part="part"):
 @pytest.mark.parametrize(
     "part",
     [
-        *(part for part in check.EVERY if part not in ("first", "right", "occupancy", "world")),
-        pytest.param("world", marks=pytest.mark.long),  # ranks that import all they need
+        *(part for part in check.EVERY if part not in ("first", "right", "occupancy", *SLOW)),
+        *(pytest.param(part, marks=pytest.mark.long) for part in SLOW),
     ],
 )
 def test_a_part_measures_and_nothing_in_it_fails(part, tmp_path):

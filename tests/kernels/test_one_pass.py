@@ -44,6 +44,7 @@ def steps(model, optimizer, count):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, in the interpreter
+@pytest.mark.long_cases("owner")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_one_pass_makes_the_bits_of_two(name):
     found = []

@@ -81,6 +81,7 @@ def run_of(exchange, step, rows):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, in the interpreter
+@pytest.mark.long_cases("at once")
 @pytest.mark.parametrize("early", [False, True], ids=["at once", "early"])
 def test_what_a_step_prepares_changes_no_bit_whatever_changes_between_steps(early):
     kept, forgotten = (trained(early, forgets) for forgets in (False, True))

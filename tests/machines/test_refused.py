@@ -69,6 +69,7 @@ def both(tmp_path):
         yield bring
 
 
+@pytest.mark.long_cases("elastic, by torchrun-the first", "torchrun-the first")
 @pytest.mark.parametrize("faulty", [0, 1], ids=["the first", "the second"])
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_a_recipe_that_one_machine_lacks(both, start, faulty):
@@ -80,6 +81,7 @@ def test_a_recipe_that_one_machine_lacks(both, start, faulty):
     assert said[1 - faulty].count(f"\nerror: {start.who[faulty]} did not start: {reason}") == 1
 
 
+@pytest.mark.long_cases("elastic, by torchrun")
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_a_recipe_that_differs_on_one_machine(both, start):
     said = both(start, [{}, {"seed": 7}])

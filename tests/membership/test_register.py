@@ -40,6 +40,7 @@ def test_every_order_with_a_fault_explains_itself(name):
     assert searched(PROGRAMS[name], faults=1, again=1, most=60_000) > 1000
 
 
+@pytest.mark.long_cases("2", "3", "4")
 @pytest.mark.parametrize("seed", range(5))
 def test_long_orders_with_faults_end_and_explain_themselves(seed):
     for program in (*PROGRAMS.values(), LONGER):

@@ -85,6 +85,7 @@ def apart(_, base):
     return found
 
 
+@pytest.mark.long_cases("SignSGD", "AdamW")
 @pytest.mark.parametrize("base", BASES)
 def test_tensor_parallelism_changes_no_weight(base):
     for distances in worlds.run_alone(apart, 2, 2, base):
