@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 TEXT = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "sat", "on", "the", "log"]
 
 
-def tokenizer(folder):
-    """A tokenizer of words and bytes, with an end of text; returns its directory."""
+def tokenizer(folder, side="right"):
+    """A tokenizer of words and bytes, with an end of text, that pads at this side; returns its directory."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġ{word}" for word in dict.fromkeys(TEXT)]
     vocab = {token: number for number, token in enumerate(["<end>", "<pad>", *alphabet, *words])}
@@ -26,7 +26,7 @@ def tokenizer(folder):
         decoders.ByteLevel(),
     )
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<end>", pad_token="<pad>"
+        tokenizer_object=made, eos_token="<end>", pad_token="<pad>", padding_side=side
     )
     fast.save_pretrained(folder)
     return folder

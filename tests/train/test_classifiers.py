@@ -17,9 +17,9 @@ from detonation.train.verbs.export import _name_classes
 END = 280
 
 
-def texts(folder, padded=True):
+def texts(folder, padded=True, side="right"):
     """The table [data] of texts of two classes and unlike lengths. padded: the tokenizer has an id of padding, 1."""
-    words = own.tokenizer(folder / "words")
+    words = own.tokenizer(folder / "words", side)
     if not padded:
         table = json.loads((words / "tokenizer_config.json").read_text())
         del table["pad_token"]
@@ -78,7 +78,8 @@ def names_of(folder):
 def test_an_exported_text_classifier_names_the_classes_of_the_data(train, tmp_path):
     other = {0: "yes", 1: "no"}  # the base numbers the same names otherwise
     model = decoder(tmp_path, id2label=other, label2id={name: i for i, name in other.items()})
-    tables = {"model": {"name": model, "pretrained": True}, "data": texts(tmp_path)}
+    data = texts(tmp_path, side="left")  # training pads at the right
+    tables = {"model": {"name": model, "pretrained": True}, "data": data}
     folder = exported(train, tmp_path, tables, "train.log_updates=true")
     assert names_of(folder) == ["no", "yes"]
     words = transformers.AutoTokenizer.from_pretrained(folder)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_model
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import detonation as dt
 import own
@@ -72,11 +72,13 @@ def test_it_generates_as_its_base_does_with_other_weights(train, tmp_path, monke
         data = {"task": task, "source": str(tmp_path / "pairs.jsonl"), **lengths}
     tables = {
         "model": {"name": f"hf:{tmp_path / 'base'}", "pretrained": kind != "random"},
-        "data": {**data, "tokenizer": str(own.tokenizer(tmp_path / "words"))},
+        "data": {**data, "tokenizer": str(own.tokenizer(tmp_path / "words", side="left"))},
     }
     train("run", "train.steps=1", "schedule.warmup=0", "mesh.replicas=1", tables=tables)
     out = tmp_path / "model"
     assert run_command(["export", str(tmp_path / "run"), "--out", str(out)]) == 0
+    side = {"translation": "right"}.get(task, "left")  # as training padded; it pads no plain text
+    assert AutoTokenizer.from_pretrained(out).padding_side == side
     load = own.CLASSES[task].from_pretrained
     base, exported = load(tmp_path / "base"), load(out)
     assert exported.config.use_cache == base.config.use_cache

@@ -126,6 +126,9 @@ def _write_model(
         write_json(out / "preprocessor_config.json", steps)
     if tokenizer is not None:
         _pad_as(model, tokenizer)
+        # training pads at the right; plain text stays as it is, because training never pads it
+        if config.data.name == "translation" or exported.get("labels"):
+            tokenizer.padding_side = "right"
         tokenizer.save_pretrained(out)
     return numel, True
 
