@@ -39,8 +39,9 @@ def configuration(kind, vocab=400):
             vocab_size=vocab, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
             bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
-    if kind == "translation":
-        return transformers.BartConfig(
+    if kind in ("translation", "sines"):
+        made = {"sines": transformers.MarianConfig}.get(kind, transformers.BartConfig)
+        return made(
             vocab_size=vocab, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
             decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
             pad_token_id=1, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0, forced_eos_token_id=None,
@@ -54,6 +55,7 @@ def configuration(kind, vocab=400):
 CLASSES = {
     "text": transformers.LlamaForCausalLM,
     "translation": transformers.BartForConditionalGeneration,
+    "sines": transformers.MarianMTModel,  # its class freezes its positions, which are sines
     "images": transformers.ViTForImageClassification,
 }
 

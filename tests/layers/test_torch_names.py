@@ -25,6 +25,7 @@ OF_OTHERS = {
     "_get_output_dir": "transformers",
     "_trial": "transformers",
     "_model_mapping": "transformers",
+    "_keys_to_ignore_on_save": "transformers",
     "_METADATA_FILENAME": "lightning",
     "_device_mesh": "lightning",
     "_load_config": "torchtitan",

@@ -84,6 +84,14 @@ def test_an_image_classifier_takes_the_sizes_of_the_data_and_a_new_head(tmp_path
     assert grey(torch.zeros(1, 1, 12, 12)).logits.shape == (1, 2)
 
 
+def test_what_the_class_of_a_model_freezes_stays_frozen_with_its_own_weights(tmp_path):
+    name = f"hf:{own.model(tmp_path, 'sines')}"
+    for pretrained in (False, True):
+        made = build_model(name, {"task": "translation", "pretrained": pretrained})
+        frozen = [key for key, each in made.named_parameters() if not each.requires_grad]
+        assert frozen == [f"model.{part}coder.embed_positions.weight" for part in ("en", "de")]
+
+
 def test_where_the_sizes_alone_are_wanted_no_weights_are_read(tmp_path):
     own.model(tmp_path, "text", weights=False)
     with torch.device("meta"):

@@ -10,9 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import detonation as dt
 import own
 from detonation import data
+from detonation.checkpoint.verify import load_weights
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
+from detonation.models import build_model
 from detonation.train.loop.checks import load_data
+from detonation.train.verbs.export import _save
 
 
 def measured(folder, config):
@@ -89,6 +92,39 @@ def test_it_generates_as_its_base_does_with_other_weights(train, tmp_path, monke
     base.load_state_dict(exported.state_dict())
     ids = torch.tensor([[10, 11, 12, 13]])
     assert torch.equal(base.generate(ids), exported.generate(ids))
+
+
+@pytest.mark.parametrize("kind", ["text", "tied", "experts", "sines"])
+def test_an_exported_model_has_every_weight(tmp_path, kind):
+    sizes = {"layers": 1, "hidden_size": 16, "heads": 2, "feed_forward": 16, "experts": 2}
+    if kind == "experts":
+        model = build_model("olmoe", sizes)
+    else:
+        config = own.configuration({"tied": "text"}.get(kind, kind))
+        config.tie_word_embeddings = kind != "text"
+        model = own.CLASSES[{"tied": "text"}.get(kind, kind)](config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)  # as a training changes even weights that a class computes
+    _save(model, tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for one, other in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one, other)
+    if kind != "experts":  # its file has other names
+        load_weights(tmp_path, loaded)
+
+
+def test_a_weight_that_transformers_does_not_write_is_named(tmp_path, monkeypatch):
+    model = own.CLASSES["text"](own.configuration("text"))
+    torch.nn.init.constant_(model.model.norm.weight, 2)
+    state = {key: value for key, value in model.state_dict().items() if key != "model.norm.weight"}
+    save = type(model).save_pretrained
+    monkeypatch.setattr(
+        type(model), "save_pretrained", lambda self, out: save(self, out, state_dict=state)
+    )
+    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight, .*: remove .*") as raised:
+        _save(model, tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(

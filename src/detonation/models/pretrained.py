@@ -177,7 +177,19 @@ def _built(
             f"{HUB_PREFIX}{name} has no weights that fit {first_names(keys, 1)}: leave out the"
             " settings that change shapes of weights, or leave out pretrained"
         )
+    _freeze_as_built(model)
     return model
+
+
+def _freeze_as_built(model: nn.Module) -> None:
+    """Freezes the parameters that the class of the model itself freezes, such as positions that are
+    sines: `from_pretrained` makes them trainable, but `save_pretrained` need not write them.
+    """
+    with torch.device("meta"):
+        built = type(model)(copy.deepcopy(model.config))
+    frozen = {name for name, each in built.named_parameters() if not each.requires_grad}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
 
 
 def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) -> None:

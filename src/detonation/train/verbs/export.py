@@ -13,8 +13,10 @@ from safetensors.torch import save_file, save_model
 from detonation.checkpoint.elastic import Elastic
 from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, ShardReader
+from detonation.checkpoint.files.shard_file import TensorFile
 from detonation.checkpoint.snapshot import weights
 from detonation.checkpoint.verify import EXPORTED, newest_model
+from detonation.choices import first_names, needs
 from detonation.data.tokens import tokenizer_of
 from detonation.models import MODELS, build_model
 from detonation.models.pretrained import HUB_PREFIX, restore_generation
@@ -43,7 +45,8 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
 
     Raises:
         ValueError: No checkpoint is complete, its replicas never exchanged, `out` is not empty, the
-            code is not trusted, or the model or its tokenizer cannot be built here.
+            code is not trusted, the model or its tokenizer cannot be built here, or transformers
+            does not write all weights.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another --out")
@@ -121,7 +124,7 @@ def _write_model(
     elif name in MODELS:
         restore_generation(None, False, model)
     _name_classes(model, exported.get("labels", []))
-    model.save_pretrained(out)
+    _save(model, out)
     if steps := exported.get("preprocessor"):
         write_json(out / "preprocessor_config.json", steps)
     if tokenizer is not None:
@@ -131,6 +134,38 @@ def _write_model(
             tokenizer.padding_side = "right"
         tokenizer.save_pretrained(out)
     return numel, True
+
+
+def _save(model: Any, out: Path) -> None:
+    """Writes a model, also the weights that its class omits because it can compute them: a training
+    may have changed them.
+    """
+    if not isinstance(model, needs("transformers", "models").PreTrainedModel):
+        model.save_pretrained(out)  # perhaps a part of its weights, as of an adapter
+        return
+    model._keys_to_ignore_on_save = set()
+    model.save_pretrained(out)
+    _require_saved(model, out)
+
+
+def _require_saved(model: Any, out: Path) -> None:
+    """Raises `ValueError` if `from_pretrained` does not give each weight of `model`."""
+    written = {name for file in out.glob("*.safetensors") for name in TensorFile(file).entries}
+    others = {name: each for name, each in weights(model).items() if name not in written}
+    if not others:
+        return
+    # a tied weight is written under its other name, and weights of experts are written in parts
+    loaded = weights(type(model).from_pretrained(out, dtype=model.dtype))
+    lost = [
+        name
+        for name, each in others.items()
+        if name not in loaded or not torch.equal(each.to(loaded[name].dtype), loaded[name])
+    ]
+    if lost:
+        raise ValueError(
+            f"{out} lacks {first_names(lost)}, which {type(model).__name__} does not write: remove"
+            f" {out}, and use the checkpoint itself"
+        )
 
 
 def _name_classes(model: Any, names: Sequence[str]) -> None:
