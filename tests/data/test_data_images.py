@@ -216,6 +216,20 @@ def test_images_of_any_size_are_scaled_and_cut_to_squares(tmp_path):
     assert data.validation.split.labels.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_a_transparent_picture_lies_on_white(folder, mode):
+    for number, path in enumerate(sorted(folder.rglob("*.png"))):
+        alpha = 128 * (number % 2)
+        if mode == "P":
+            Image.new(mode, (6, 4), 0).save(path, transparency=bytes([alpha]))
+        else:
+            picture(path, (*[0] * (len(mode) - 1), alpha), mode=mode)
+    data = load_dataset("images", {"source": str(folder)})
+    pixels = data.train.split.images[range(6)]
+    assert {*pixels.ravel().tolist()} == {127, 255}
+    assert pixels.shape[-1] == (1 if mode == "LA" else 3)
+
+
 def test_a_named_set_is_scaled_to_the_model_too():
     data = load_dataset("images", {"source": "fashion-mnist", "size": 14, "channels": 3})
     assert data.model == {"image_size": 14, "channels": 3, "classes": 10}

@@ -109,8 +109,9 @@ def test_an_exported_image_classifier_takes_pictures_as_training_did(train, tiny
     for number in range(40):
         folder = tmp_path / "photos" / ("owl", "cat")[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        pixels = torch.randint(20 + number, (12, 12, len(mode)), dtype=torch.uint8).numpy()
-        Image.fromarray(pixels.squeeze()).convert(mode).save(folder / f"{number:02}.png")
+        own_mode = "RGBA" if mode == "RGB" and number > 20 else mode  # some are transparent
+        pixels = torch.randint(20 + number, (12, 12, len(own_mode)), dtype=torch.uint8).numpy()
+        Image.fromarray(pixels.squeeze()).save(folder / f"{number:02}.png")
     model = {"name": f"hf:{own.model(tmp_path / 'vit', 'images')}"}
     tables = {"model": model, "data": {"task": "images", "source": str(tmp_path / "photos")}}
     folder = exported(train, tmp_path, tables)

@@ -258,7 +258,7 @@ class Pictures:
         mode = "RGB"
         if channels == 1:
             mode = "L"
-        picture = picture.convert(mode)
+        picture = _on_white(picture).convert(mode)
         if self._form.size and picture.size != (width, height):
             bicubic = needs("PIL.Image", "data").Resampling.BICUBIC
             picture = ops.fit(picture, (width, height), bicubic)
@@ -449,6 +449,17 @@ def from_hub(
 
 def _labels(numbers: Any) -> Any:
     return needs("numpy", "data").fromiter(numbers, dtype="int64")
+
+
+def _on_white(picture: Any) -> Any:
+    """Returns the picture on a white background if it has transparent pixels, as image processors
+    of transformers do.
+    """
+    if not picture.has_transparency_data:
+        return picture
+    image = needs("PIL.Image", "data")
+    white = image.new("RGBA", picture.size, "white")
+    return image.alpha_composite(white, picture.convert("RGBA"))
 
 
 def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
