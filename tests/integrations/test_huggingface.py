@@ -43,6 +43,7 @@ from detonation.integrations.huggingface import (
     Replicas,
     Replicate,
     check_setup,
+    check_smoothing,
     prepare,
     replicated,
 )
@@ -786,12 +787,32 @@ def test_a_wrapped_model_is_refused(wrapper):
     check_setup(State(), torch.nn.Linear(1, 1))
 
 
+class MarianMTModel(torch.nn.Linear):
+    """A model whose labels are not shifted, by its name."""
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": MarianMTModel(1, 1)},
+        {"label_smoother": None},
+        {"compute_loss_func": lambda *_, **__: None},
+    ],
+)
+def test_labels_are_smoothed_where_the_trainer_need_not_shift_them(changed):
+    trainer = {"model": llama(), "label_smoother": object(), "compute_loss_func": None}
+    trainer["args"] = SimpleNamespace(label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor is 0\.1, must be 0 for Llama"):
+        check_smoothing(SimpleNamespace(**trainer))
+    check_smoothing(SimpleNamespace(**trainer | changed))
+
+
 def refusals(mesh, folder):
-    """Where the real libraries meet the checks: when a Trainer is made, and before a model is prepared."""
+    """Where the real libraries meet the checks: when a Trainer is made or trains, and before a model is prepared."""
 
     def trainer(**changed):
         begin()
-        Trainer(
+        return Trainer(
             llama(),
             arguments(folder, **changed),
             train_dataset=Sequences(),
@@ -807,6 +828,7 @@ def refusals(mesh, folder):
         worlds.caught(lambda: trainer(parallelism_config=ParallelismConfig(2, 2))),
         worlds.caught(lambda: trainer(parallelism_config=None)),
         worlds.caught(lambda: trainer(fsdp=False)),
+        worlds.caught(lambda: trainer(label_smoothing_factor=0.1).train()),
         worlds.caught(loop),
     ]
 
@@ -816,6 +838,7 @@ def test_the_libraries_meet_the_checks(tmp_path):
         "(hybrid sharding)",
         "parallelism_config is missing",
         "without FSDP2",
+        "label_smoothing_factor is 0.1, must be 0 for LlamaForCausalLM: FSDP2 renames this class",
         "parallelism_config is missing",
     ]
     for found in worlds.run(refusals, 2, 2, tmp_path):

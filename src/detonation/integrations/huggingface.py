@@ -181,7 +181,8 @@ class Replicate(TrainerCallback):
 
     Raises:
         ValueError: In `Trainer(...)`, if its arguments do not shard inside the replicas by FSDP2
-            (`fsdp=True, parallelism_config=Replicas(...)`), or scale gradients (fp16).
+            (`fsdp=True, parallelism_config=Replicas(...)`), or scale gradients (fp16). In `train`,
+            if `label_smoothing_factor` is set for a causal language model.
 
     Example:
         >>> import detonation as dt
@@ -211,6 +212,7 @@ class Replicate(TrainerCallback):
         trainer, checkpoint = _training()
         # check again, because a callback that `add_callback` adds gets no call of `on_init_end`
         check_setup(trainer.accelerator.state, trainer.model)
+        check_smoothing(trainer)
         # an earlier call of `train` has already replicated the optimizer
         if isinstance(trainer.optimizer.optimizer, _ReplicatedStep):
             self.optimizer = trainer.optimizer.optimizer.replicated
@@ -336,6 +338,29 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
         raise ValueError(
             "fp16 scales the loss on each replica separately, and replicas would skip different"
             " steps: use bf16"
+        )
+
+
+def check_smoothing(trainer: Any) -> None:
+    """Raises `ValueError` if the Trainer would smooth unshifted labels of a causal language model.
+
+    The Trainer shifts the labels if the class of the model has the name of a causal language model.
+    FSDP2 renames this class, so without this check the model would learn to copy its input. FSDP2
+    does not rename the class inside an adapter of PEFT.
+    """
+    # import here, because loops with Accelerate alone do not need these slow modules
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if trainer.label_smoother is None or trainer.compute_loss_func is not None:
+        return
+    # torch.compile wraps the model in a class with another name
+    model = getattr(trainer.model, "_orig_mod", trainer.model)
+    name = model._get_name().removeprefix("FSDP")
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ValueError(
+            f"label_smoothing_factor is {trainer.args.label_smoothing_factor}, must be 0 for"
+            f" {name}: FSDP2 renames this class, so the Trainer would not shift the labels; smooth"
+            " them in a compute_loss_func instead"
         )
 
 
