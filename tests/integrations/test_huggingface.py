@@ -787,6 +787,25 @@ def test_a_wrapped_model_is_refused(wrapper):
     check_setup(State(), torch.nn.Linear(1, 1))
 
 
+MODEL = torch.nn.Linear(1, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters())
+
+
+@pytest.mark.parametrize(
+    ("objects", "kind", "message"),
+    [
+        ((OPTIMIZER, MODEL), TypeError, "prepare got SGD and Linear, must get a model and an"),
+        ((MODEL, None), TypeError, "prepare got Linear and NoneType, must get a model and an"),
+        ((MODEL, OPTIMIZER, OPTIMIZER), ValueError, "the optimizer SGD, which would not be"),
+        ((MODEL, OPTIMIZER, MODEL), ValueError, "the model Linear, but each call takes one model"),
+    ],
+)
+def test_an_object_that_would_not_be_replicated_is_refused(objects, kind, message):
+    with pytest.raises(kind, match=message) as found:
+        prepare(None, *objects, scheme="loco")
+    assert "\n" not in str(found.value)
+
+
 class MarianMTModel(torch.nn.Linear):
     """A model whose labels are not shifted, by its name."""
 

@@ -122,15 +122,17 @@ def prepare(
         Results of `accelerator.prepare`: the model, the optimizer and the others.
 
     Raises:
-        ValueError: The accelerator does not shard inside the replicas by FSDP2, or scales gradients
-            (fp16); in `clip_grad_norm_`, if the norm is not `clip`; in `load_state`, if the state
-            of the replicas is missing.
+        TypeError: The first two objects are not a model and an optimizer.
+        ValueError: The others contain another model or optimizer. The accelerator does not shard
+            inside the replicas by FSDP2, or scales gradients (fp16). In `clip_grad_norm_`, if the
+            norm is not `clip`. In `load_state`, if the state of the replicas is missing.
 
     Example; `examples/huggingface_accelerate.py` is the complete file::
 
         accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=Replicas(2, 8))
         model, optimizer, loader = prepare(accelerator, model, optimizer, loader, scheme=dt.loco())
     """
+    _check_objects(model, optimizer, others)
     check_setup(accelerator.state, model)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *others)
     sharded, wrapper = prepared[:2]
@@ -339,6 +341,29 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
             "fp16 scales the loss on each replica separately, and replicas would skip different"
             " steps: use bf16"
         )
+
+
+def _check_objects(model: Any, optimizer: Any, others: tuple[Any, ...]) -> None:
+    """Refuses objects that `prepare` would not replicate."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise TypeError(
+            f"prepare got {kinds}, must get a model and an optimizer: pass"
+            " prepare(accelerator, model, optimizer, ..., scheme=...)"
+        )
+    for other in others:
+        name = type(other).__name__
+        if isinstance(other, Optimizer):
+            raise ValueError(
+                f"others contains the optimizer {name}, which would not be replicated: put all"
+                " parameters of the model in groups of one optimizer, or call prepare again for"
+                " another model"
+            )
+        if isinstance(other, nn.Module):
+            raise ValueError(
+                f"others contains the model {name}, but each call takes one model: call prepare"
+                " again for this model and its optimizer"
+            )
 
 
 def check_smoothing(trainer: Any) -> None:
