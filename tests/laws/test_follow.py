@@ -531,6 +531,44 @@ def test_who_follows_from_before_the_first_step_can_join_before_it():
     feed.close()
 
 
+def joined_in_flight(communicator):
+    """Of each step: whether a follower that joins alone has the weights on which the replicas agreed,
+    and why it cannot join two replicas; "" if it can. And whether it has the last weights.
+    """
+    scheme = REGISTERED["streaming"]
+    model, optimizer = started(communicator, scheme)
+    if communicator.replica:
+        return advance(model, optimizer, 1, range(STEPS))
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    found = []
+    with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as follower:
+        while not feed.followers:
+            follower.update(wait_s=0.01)
+        for step in range(STEPS):
+            advance(model, optimizer, 0, [step])
+            follower.update(to=step + 1)
+            refused = ""
+            try:
+                follower.join(LoopbackCommunicator(2))
+            except ValueError as error:
+                refused = str(error)
+            newcomer = follower.join(LoopbackCommunicator())
+            found.append((agreed_weights(newcomer) == agreed_weights(optimizer), refused))
+        found.append(held(follower.model) == agreed_weights(optimizer))
+    feed.close()
+    return found
+
+
+def test_a_message_in_flight_prevents_joining_others_but_not_going_on_alone():
+    *found, last = simulate_replicas(joined_in_flight, 2)[0]
+    assert all(equal for equal, _ in found) and last
+    refused = [bool(text) for _, text in found]
+    assert any(refused) and not all(refused)
+    for step, (_, text) in enumerate(found, 1):
+        assert not text or text.startswith(f"a message is in flight after step {step}, so ")
+
+
 class Heard(StepObserver):
     """Keeps all messages, by step."""
 

@@ -213,13 +213,15 @@ class Follower(AbstractContextManager["Follower"]):
         The new replica's memory of unsent values is empty, because the existing replicas keep their
         own unsent values. `join` compares the replicas before it returns. So the existing replicas
         must call `Replicated.resume_at` at this step, and other new replicas must call `join`. Do
-        not call `update` after `join`, unless you use the optimizer only to save its state. See
-        `replicate` for the arguments.
+        not call `update` after `join`, unless you use the optimizer only to save its state. If a
+        message is in flight, a single new replica continues without the update of this message.
+        See `replicate` for the arguments.
 
         Raises:
             LostFeed: No state was received yet.
             ValueError: Training has several shards, but the model is whole: make it with
-                `detonation.shard` first, unless `axis` has one replica.
+                `detonation.shard` first, unless `axis` has one replica. A message is in flight, and
+                `axis` has several replicas.
             Mismatch: The replicas differ.
         """
         if self.step < 0:

@@ -17,6 +17,7 @@ from detonation.core.flat.tensors import local
 from detonation.core.link import Axis, ElasticCommunicator
 from detonation.core.optim import SignSGD
 from detonation.core.optimizer import Replicated, local_parameters, replicate
+from detonation.core.replicator import Replicator
 from detonation.core.schemes import Scheme, scheme
 from detonation.feed import shared_state
 from detonation.feed.pace import NO_LIMIT, Point
@@ -85,6 +86,13 @@ class ShardFollower:
         """True if no round can be open and no message of an earlier step is missing."""
         opens = self.optimizer is not None and self.optimizer.levels[0][1].round.stays_open
         return self.moment is not None and (not opens or self.moment[2] > 0)
+
+    @property
+    def in_flight(self) -> bool:
+        """True if training has sent a message that has not arrived here yet."""
+        return self.optimizer is not None and any(
+            replicator.in_flight for replicator in self.optimizer.build()
+        )
 
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
         """Loads each copy of the state in `events`, and repeats each step in `events`.
@@ -265,6 +273,11 @@ def joined_optimizer(
             f"training has {len(shards)} shards, this model is whole: make it with detonation.shard"
             " first"
         )
+    if axis.size() > 1 and any(shard.in_flight for shard in shards):
+        raise ValueError(
+            f"a message is in flight after step {before.step_count}, so this process cannot join"
+            f" {axis.size()} replicas: join after a later step, or call synchronize() in training"
+        )
     parameters = local_parameters(model)
     optimized = {name for group in saved.groups for name in group["parameters"]}
     for name, parameter in parameters.items():
@@ -310,19 +323,45 @@ def _hand_over(
     shards: Sequence[ShardFollower], optimizer: Replicated, parameters: dict[str, Tensor]
 ) -> None:
     """Loads the state that all replicas share into the replicators of `optimizer`."""
-    found = [shard.optimizer.local_state() for shard in shards if shard.optimizer is not None]
-    for level, replicator in enumerate(optimizer.build()):
-        state: dict[str, Tensor] = {}
-        for key, tensor in replicator.local_state().named().items():
-            full = f"{level}.{key}"
-            name = key.partition(".")[2]
-            if not shared_state.is_shared(full) or full not in found[0]:
-                state[key] = tensor.clone()  # private state keeps its initial value
-            elif name in parameters:
-                state[key] = _whole([each[full] for each in found], _boxes(shards, name), tensor)
-            else:
-                state[key] = found[0][full]
-        replicator.local_state().load(state)
+    before = [shard.optimizer.build() for shard in shards if shard.optimizer is not None]
+    for mine, *theirs in zip(optimizer.build(), *before, strict=True):
+        if any(each.in_flight for each in theirs):
+            _hand_over_agreed(shards, theirs, mine)
+        else:
+            _hand_over_shared(shards, theirs, mine, parameters)
+
+
+def _hand_over_shared(
+    shards: Sequence[ShardFollower],
+    theirs: Sequence[Replicator],
+    mine: Replicator,
+    parameters: dict[str, Tensor],
+) -> None:
+    found = [each.local_state().named() for each in theirs]
+    state: dict[str, Tensor] = {}
+    for key, tensor in mine.local_state().named().items():
+        name = key.partition(".")[2]
+        if not shared_state.is_shared(f"0.{key}") or key not in found[0]:
+            state[key] = tensor.clone()  # private state keeps its initial value
+        elif name in parameters:
+            state[key] = _whole([each[key] for each in found], _boxes(shards, name), tensor)
+        else:
+            state[key] = found[0][key]
+    mine.local_state().load(state)
+
+
+def _hand_over_agreed(
+    shards: Sequence[ShardFollower], theirs: Sequence[Replicator], mine: Replicator
+) -> None:
+    """Loads the state on which the replicas have agreed, without the message in flight: its update
+    is not known here yet.
+    """
+    found = [each.replicated() for each in theirs]
+    agreed = {}
+    for key, tensor in mine.replicated().items():
+        boxes = _boxes(shards, key.partition(" (")[0])
+        agreed[key] = _whole([each[key] for each in found], boxes, tensor)
+    mine.repair(agreed)
 
 
 def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:

@@ -45,6 +45,11 @@ class Replicator(ABC):
         self.link = channel.link
         self.counts = channel.counts
 
+    @property
+    def in_flight(self) -> bool:
+        """True if this replica has sent a message whose update has not arrived yet."""
+        return False
+
     def before(self, step: int) -> None:
         """Runs before the step of the base optimizer."""
         return

@@ -77,6 +77,10 @@ class ParameterReplicator(Replicator):
             channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu"
         )
 
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._in_flight)
+
     def after(self, step: int) -> None:
         # the update in flight overwrites this step, unless `keep` keeps a part of it
         if self._local_steps and (self._keep or not self._steps_left):
