@@ -24,6 +24,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes import waiting
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.survive import membership as memberships
+from detonation.cluster.survive import partition
 from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
@@ -40,13 +41,14 @@ from detonation.cluster.survive.agreement import (
 )
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.partition import PartitionWatch
 from detonation.cluster.survive.port import Port, Presence, refuses
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.log.records import whole_records
-from limits import LIMIT_S, Clock, until
+from limits import LIMIT_S, until
 from steps import Died, Mortal, Passing, replicas, step_on, together, unsent
 from zoo import KINDS, TALKING, Plain, batch, built
 
@@ -785,23 +787,48 @@ def stopped(store):
     return membership
 
 
-def test_a_replica_that_the_others_left_out_ends_by_itself_after_a_while(monkeypatch):
-    """Its main thread, where it looks, hears of that before; one that waits elsewhere does not."""
-    store, clock, ends = HashStore(), Clock(), []
-    membership = stopped(store)
-    membership.end = ends.append
-    monkeypatch.setattr(memberships, "time", SimpleNamespace(monotonic=clock))
-    membership.called = True
-    membership._watch_record()  # nobody has agreed yet
+def left_out(membership):
+    """Writes that the others go on without this membership's replica 0."""
     record = agreement_record([1], 1, {1: vars(RankReport(0, [], {}, 3))}, -1, False)
     membership.store.set("1/record", json.dumps(record))
-    looks = 0
-    while not ends:
+
+
+@pytest.mark.parametrize("hears", [True, False], ids=["its loop hears of it", "it waits elsewhere"])
+def test_a_replica_that_the_others_left_out_ends_once_unless_its_loop_hears_of_it(
+    monkeypatch, caplog, hears
+):
+    """An `end` that raises is logged, and changes nothing."""
+    monkeypatch.setattr(partition, "LEAVE_S", 0.0)
+    membership, ends = stopped(HashStore()), []
+
+    def end(error):
+        ends.append(error)
+        raise ValueError("a fault of end")
+
+    membership.end = end
+    membership.called = True
+    membership._watch_record()  # nobody has agreed yet
+    assert membership.failure is None
+    left_out(membership)
+    membership.told = hears
+    watch = PartitionWatch(membership)
+    for _ in range(3):
         membership._watch_record()
-        clock.sleep(memberships.LEAVE_S / 4)
-        looks += 1
-    assert looks == 6  # the first look, four quarters, and one beyond them
-    assert len(ends) == 1 and "replica 0" in str(ends[0])
+    if not hears:
+        watch._thread.join(LIMIT_S)
+    watch.stop()
+    assert len(ends) == (not hears) and ("a fault of end" in caplog.text) != hears
+    assert str(membership.failure).startswith("replica 0 did not answer")
+
+
+def test_a_loop_that_raises_the_error_of_a_recovery_has_heard_of_it():
+    membership = Membership(HashStore(), 0, 1, 0, 1, 30.0, 1, print)
+    axis = SurvivingCommunicator(membership, 30.0)
+    axis.error = dt.errors.ReplicaLost("left out")
+    with axis._changed, pytest.raises(dt.errors.ReplicaLost, match="left out"):
+        axis.settle()
+    assert membership.told
+    axis.close()
 
 
 @pytest.mark.parametrize(

@@ -243,8 +243,8 @@ def elastic(
         silence_s: A rank without a heartbeat for this many seconds is lost; above 1. The loss of a
             killed rank is noticed at once, because its connections close.
         timeout_s: Seconds for which a collective waits for a rank that is alive.
-        end: Called in another thread with the error, if the main thread of a replica that cannot
-            continue has not raised it for 5 s. By default logs the error, and ends the process.
+        end: Called once, in another thread, with the error, if the main thread of a replica that
+            cannot continue has not raised it for 5 s. By default logs the error, ends the process.
         link: Emulated speed of the links between replicas on one machine, such as "100mbit,5ms".
 
     Raises:

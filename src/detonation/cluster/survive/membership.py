@@ -40,7 +40,7 @@ from detonation.cluster.survive.agreement import (
     parse_agreement,
     ranks_of_replicas,
 )
-from detonation.cluster.survive.partition import LEAVE_S, PartitionWatch, store_lost
+from detonation.cluster.survive.partition import PartitionWatch, store_lost
 from detonation.cluster.survive.port import Port, Ways, refuses
 from detonation.core.runtime import PROGRESS
 
@@ -77,15 +77,15 @@ class Membership:
     to leave, and not all other ranks know this yet. waits_in: the number of the exchange for which
     the main thread waits; 0 for none. started: the last exchange that this rank has started. apart,
     late: replicas that this rank will report as unreachable or late; see `PartitionWatch`. failure:
-    the error because of which this rank cannot continue. told: True if the main thread knows this
-    error. start: the set-up of this rank.
+    the error because of which this rank cannot continue. told: True if the main thread has raised
+    its error: nobody ends the process then. start: the set-up of this rank.
 
     Args:
         store: The store that all ranks reach. It must outlive each rank.
         silence_s: A rank counts as lost after this many seconds without a heartbeat. All ranks end
             if fewer than `min_replicas` replicas remain.
-        end: Called in another thread with the error, if this replica cannot continue and its main
-            thread did not raise the error within `LEAVE_S`.
+        end: Called once, in another thread, with the error, if this replica cannot continue and its
+            main thread did not raise the error within `LEAVE_S`.
         is_guest: This replica is no member yet: it only sends heartbeats, until `join`.
         confirm_s: After a loss, a rank that sends neither a report nor a heartbeat for this many
             seconds counts as lost, too. None means `CONFIRM_S`, or `silence_s` if that is less.
@@ -137,7 +137,6 @@ class Membership:
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
         self.start = Preparation(self.store, replica, self.rank)
         self._stopped = threading.Event()
-        self._left_out_at = 0.0
         self._awake = time.monotonic()
         self._seen = dict.fromkeys(self._ranks(), (b"", self._awake))
         self._port = Port(store)
@@ -521,19 +520,15 @@ class Membership:
                 self.ports[rank] = name
 
     def _watch_record(self) -> None:
-        """Ends this process if its replica is not a member any more, and its main thread has not
-        noticed this within `LEAVE_S`.
-        """
+        """Makes this rank fail if its replica is not a member any more."""
         # read `self.epoch` only once, because another thread may change it between two uses
         epoch = self.epoch + 1
         key = f"{epoch}/record"
-        if not self.called or not self._beats.check([key]):
+        if self.failure is not None or not self.called or not self._beats.check([key]):
             return
         agreement = parse_agreement(epoch, self._beats.get(key))
         if self.replica not in agreement.members:
-            self._left_out_at = self._left_out_at or time.monotonic()
-            if time.monotonic() - self._left_out_at > LEAVE_S:
-                self.end(ReplicaLost(agreement.leaves_out(self.replica)))
+            self.fail(ReplicaLost(agreement.leaves_out(self.replica)))
 
     def _notice(self) -> None:
         with self.changed:

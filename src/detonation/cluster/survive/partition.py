@@ -128,7 +128,13 @@ class PartitionWatch:
             self._noted = now
         elif now - self._noted > LEAVE_S:
             self._stopped.set()
-            membership.end(membership.failure)
+            self._end(membership.failure)
+
+    def _end(self, failure: Exception) -> None:
+        try:
+            self._membership.end(failure)
+        except Exception:  # `end` is the user's function
+            _log.exception("the function end, called because of %r, raised an error", failure)
 
     def _watch_wait(self, now: float) -> None:
         membership = self._membership

@@ -325,6 +325,7 @@ class SurvivingCommunicator(AxisEnd):
         self._changed.wait_for(lambda: not self._is_busy() or self.error or membership.failure)
         membership.require_store()
         if self.error:
+            membership.told = True
             raise self.error
 
     def _is_busy(self) -> bool:
