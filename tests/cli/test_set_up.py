@@ -2,6 +2,7 @@
 never survived."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -123,32 +124,52 @@ def test_numbers_that_do_not_fit_end_both_at_once(tmp_path, start, fault):
         assert said in line and "\nstep " not in command.stdout
 
 
-def test_a_refused_start_ends_a_rank_whose_main_thread_is_busy(tmp_path, start, monkeypatch):
-    """It ends by the same code and line as a rank that is not busy, for example importing."""
-    is_busy = tmp_path / "is-busy"
+@pytest.mark.parametrize("shards", [1, 2], ids=["by itself", "of a launcher"])
+def test_a_refused_start_ends_a_rank_whose_main_thread_is_busy(
+    tmp_path, start, monkeypatch, shards
+):
+    """It ends by the same code and line as a rank that is not busy, for example importing. Of the ranks
+    that a launcher has started on a machine, one says so.
+    """
 
     def stay_busy(*given):
-        is_busy.touch()
+        (tmp_path / f"{os.getpid()}.busy").touch()
         time.sleep(100)
 
     def compare_then(*given):
-        while not is_busy.exists():
+        while len(list(tmp_path.glob("*.busy"))) < shards:
             time.sleep(0.01)
         compare(*given)
 
     compare = session.require_same_settings
     recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
     start("meet", "meet", address)
-    way = ("train", recipe, "--elastic", "--meet", address, "--replicas", 2)
+    way = ("train", recipe, "--elastic", "--meet", address, "--replicas", 2, "--shards", shards)
+    place = [{}]
+    if shards > 1:
+        place = ranks_of_launcher(shards)
     with monkeypatch.context() as patch:
         patch.setattr(partition, "LEAVE_S", 0.5)
         patch.setattr(session, "replicated_run", stay_busy)
-        busy = start("busy", *way, "--replica", 0)
+        busy = [
+            start(f"busy{rank}", *way, "--replica", 0, "--json", **each)
+            for rank, each in enumerate(place)
+        ]
     monkeypatch.setattr(session, "require_same_settings", compare_then)
     faulty = start("faulty", *way, "--replica", 1, "--data", TEXT, out="other")
-    assert [busy.wait(), faulty.wait()] == [2, 2], (busy.stderr, faulty.stderr)
-    said = faulty.errors.removeprefix("error: ")
-    assert busy.errors == f"error: replica 1 did not start: {said}"
+    codes = [each.wait() for each in (*busy, faulty)]
+    assert codes == [2] * len(codes), [each.stderr for each in (*busy, faulty)]
+    said = "replica 1 did not start: " + faulty.errors.removeprefix("error: ")
+    assert "".join(each.errors for each in busy) == f"error: {said}"
+    (line,) = [line for each in busy for line in each.stdout.splitlines() if line]
+    assert json.loads(line) == {"error": said.strip(), "code": 2}
+
+
+def ranks_of_launcher(count):
+    """The environment of each rank of a launcher like srun, on one machine."""
+    world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [{**world, **meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
 
 
 def test_a_replica_that_starts_while_its_run_trains_is_told_of_join(tmp_path, start, monkeypatch):

@@ -314,7 +314,7 @@ def run_under_launcher(
         check: raises `ValueError` for errors that this rank finds alone. It is called before this
             rank waits for other ranks, which may never start.
         fail: shows an error and returns the exit code. It is called for an error of `check`, and if
-            the main thread waits for a lost rank.
+            the main thread waits for a lost rank or cannot raise an error (see `end_for`).
         interface: the network interface of this rank's sockets.
 
     Raises:
@@ -324,9 +324,7 @@ def run_under_launcher(
 
     def end(reason: Reason) -> NoReturn:
         code = fail(_lost(position, reason))
-        heartbeat = own_heartbeat()
-        if heartbeat is not None:
-            heartbeat.close()
+        _close_board()
         end_now(code)
 
     die_with_agent(os.environ)
@@ -334,19 +332,37 @@ def run_under_launcher(
     with stoppable() as stop:
         with stop.at_once():
             _require_start(position, fail, check, interface)
+        report_end_to(partial(_report_end, position, fail))
         try:
             with stop.at_once():  # a signal ends the wait for ranks that may never connect
                 init_rank(position, end)
             result = function()
             leave()
         except Exception as error:
-            heartbeat = own_heartbeat()
-            failure = failure_from_exception(position.rank, error)
-            world_error = _reported(heartbeat, failure, position)
-            if heartbeat is not None:
-                heartbeat.close()
+            world_error = _posted(position, error)
+            _close_board()
             raise world_error from error
     return result
+
+
+def _report_end(
+    position: LaunchPosition, fail: Callable[[Exception], int], error: Exception
+) -> None:
+    """Shows `error` of this rank, which ends, in the same way as an error of the main thread."""
+    fail(_posted(position, error))
+    _close_board()
+
+
+def _close_board() -> None:
+    heartbeat = own_heartbeat()
+    if heartbeat is not None:
+        heartbeat.close()
+
+
+def _posted(position: LaunchPosition, error: Exception) -> WorldError:
+    """Tells the other ranks why this rank ends. Returns the error to raise; see `_reported`."""
+    failure = failure_from_exception(position.rank, error)
+    return _reported(own_heartbeat(), failure, position)
 
 
 def _require_start(
