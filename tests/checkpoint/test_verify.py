@@ -74,7 +74,7 @@ LEVELS = {
     "replicas equal in 8 tensors a shard": (dt.full(), dt.diloco(every=3)),
     "not compared, because replicas of these levels agree within a tier of the network only": (
         dt.schemes.local_sgd(every=2),
-        dt.diloco(every=3),
+        dt.diloco(every=6),
     ),
     "replicas train alone": (dt.none(), dt.none()),
 }

@@ -142,6 +142,14 @@ def test_the_levels_make_the_world():
         mesh(0, 0, replicas=4)
 
 
+def test_rounds_that_end_between_the_rounds_inside_are_refused_before_the_training():
+    inner = {"axis": "rack", "replicas": 2, "name": "local_sgd", "every": 2}
+    outer = {"axis": "site", "replicas": 3, "name": "diloco", "every": 7}
+    with pytest.raises(ValueError, match="diloco with every=7 sends weights while replicas inside"):
+        check_config(said(scheme=[inner, outer]))
+    check_config(said("scheme.site.every=8", scheme=[inner, outer]))
+
+
 LEVELS = [
     {"axis": "rack", "replicas": 2, "name": "full"},
     {"axis": "site", "replicas": 2, "name": "diloco", "every": 3},

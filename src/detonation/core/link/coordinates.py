@@ -60,6 +60,11 @@ def coordinates_of(
     return Coordinates(replica, replicas, shard, shards)
 
 
+def key_of_axis(axis: Axis) -> object:
+    """A key that is equal for equal axes."""
+    return _axis(axis)[0]
+
+
 def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
     """Returns a key that is equal for equal axes, this rank's position on the axis, and the size of
     the axis."""

@@ -7,7 +7,7 @@ checkpoint, plan and train import it directly.
 
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.gathered import local_parameters, reshard
-from detonation.core.optimizer.replicate import check_order, replicate
+from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import check_arguments, checked_levels
 from detonation.core.optimizer.state import (

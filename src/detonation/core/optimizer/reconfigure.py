@@ -19,13 +19,14 @@ from detonation.core.link import (
     Level,
     Link,
     RenumberedCommunicator,
+    key_of_axis,
     links_of_shards,
     mismatch_on_all,
 )
 from detonation.core.optim import BaseStep
 from detonation.core.optimizer.build import Route, replicator_of
 from detonation.core.replicator import Channel, GradientReplicator, Replicator
-from detonation.core.schemes import ParameterScheme, Scheme, require_below_dense
+from detonation.core.schemes import ParameterScheme, Scheme, check_order, require_below_dense
 
 
 def reconfigured(
@@ -103,6 +104,14 @@ def agree_on_parameters(
     for replicator in replicators:
         replicator.make_portable(step)
     consensus.conclude(step)
+
+
+def require_order(levels: Sequence[Level], level: int, scheme: Scheme) -> None:
+    """Raises `ValueError` if `scheme` cannot replace the scheme of one level, because of the other
+    levels."""
+    placed = [(key_of_axis(axis), each) for axis, each in levels]
+    placed[level] = (placed[level][0], scheme)
+    check_order(placed)
 
 
 def with_scheme(

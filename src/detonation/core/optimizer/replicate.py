@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from detonation.choices import checks_keywords
 from detonation.core.agreement import Safety
-from detonation.core.link import Axis, rules_of
+from detonation.core.link import Axis, key_of_axis, rules_of
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import (
@@ -20,7 +20,7 @@ from detonation.core.optimizer.setup_checks import (
     checked_levels,
     warn_of_losses,
 )
-from detonation.core.schemes import ParameterScheme, Scheme
+from detonation.core.schemes import Scheme, check_order
 
 
 @checks_keywords("argument of replicate")
@@ -111,7 +111,7 @@ def replicate(
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}, must be above 0, or None for no clipping")
     checked = checked_levels(levels)
-    check_order([scheme for _, scheme in checked])
+    check_order([(key_of_axis(axis), scheme) for axis, scheme in checked])
     if balance:
         check_balance([scheme for _, scheme in checked], intra_node)
     for axis, _ in checked:
@@ -139,21 +139,3 @@ def _given_levels(
     if not levels:
         raise ValueError("levels is empty: pass an axis and a scheme, levels=[(axis, scheme), ...]")
     return levels
-
-
-def check_order(schemes: Sequence[Scheme]) -> None:
-    """Raises `ValueError` if `schemes` cannot be levels in this order, from the innermost to the
-    outermost."""
-    signals = [scheme.signal for scheme in schemes]
-    if "parameters" in signals and "gradients" in signals[signals.index("parameters") :]:
-        raise ValueError(
-            "levels are in the wrong order: put levels that exchange gradients before levels"
-            " that exchange parameters"
-        )
-    for scheme in [scheme for scheme in schemes if isinstance(scheme, ParameterScheme)][:-1]:
-        if not scheme.averages:
-            raise ValueError(
-                f"{scheme.name} is an inner level of rounds, and its anchor would undo the updates"
-                " of the outer level: for the inner level, use a scheme that averages at once and"
-                " in fp32, such as local_sgd()"
-            )

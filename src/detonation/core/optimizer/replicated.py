@@ -335,11 +335,12 @@ class Replicated(OptimizerWrapper):
 
         Unsent values (memories), anchors and momenta are kept. Open rounds are completed first. All
         ranks call `reconfigure` between the same two steps; the replicas then compare their
-        settings as at the first step. Another scheme, or settings that would lose state, raise
-        `ValueError`; settings that send more than full synchronisation raise `LargerThanDense`. The
-        old settings then remain.
+        settings as at the first step. Another scheme, settings that would lose state, and rounds
+        that do not fit those of other levels raise `ValueError`; settings that send more than full
+        synchronisation raise `LargerThanDense`. The old settings then remain.
         """
         self.set_up()
+        changes.require_order(self.levels, level, scheme)
         self.synchronize()
         self.levels, by_level = changes.with_scheme(
             self.levels, self._by_level, level, scheme, self.base_step, self._consensus

@@ -21,6 +21,7 @@ from detonation.core.schemes.gradients import (
     random_sign,
     striding,
 )
+from detonation.core.schemes.order import check_order
 from detonation.core.schemes.parameters import (
     diloco,
     local_sgd,

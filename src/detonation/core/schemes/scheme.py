@@ -273,6 +273,12 @@ class ParameterScheme(Scheme):
             and not self.round.delay
         )
 
+    @property
+    def equalizes(self) -> bool:
+        """True if `averages` holds and each message makes the parameters of its fragment equal on
+        all replicas."""
+        return self.averages and self.codec.selection.period == 1 and not self.keep
+
     def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
         return layout.fragments(self.fragments, self.unit, sizes)
 

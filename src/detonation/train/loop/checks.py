@@ -20,8 +20,8 @@ from detonation.checkpoint.files.reader import Box
 from detonation.choices import find_function, plain_types
 from detonation.cluster.mesh import layers_of
 from detonation.core.flat.tensors import digest
-from detonation.core.optimizer import check_order, setup_checks
-from detonation.core.schemes import Scheme, known_schemes, require_below_dense, scheme
+from detonation.core.optimizer import setup_checks
+from detonation.core.schemes import Scheme, check_order, known_schemes, require_below_dense, scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
@@ -274,7 +274,7 @@ def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[
         function = find_function("scheme", level.scheme.name, known_schemes())
         check_types(key, function, level.scheme.arguments)
     chosen = [scheme_of(level) for level in levels]
-    check_order(chosen)
+    check_order([(level.axis, each) for level, each in zip(levels, chosen, strict=True)])
     if balance:
         setup_checks.check_balance(chosen, None)
     whole = [Choice(each.name, dict(each.arguments)) for each in chosen]
