@@ -151,10 +151,13 @@ def _save(model: Any, out: Path) -> None:
 def _require_saved(model: Any, out: Path) -> None:
     """Raises `ValueError` if `from_pretrained` does not give each weight of `model`."""
     written = {name for file in out.glob("*.safetensors") for name in TensorFile(file).entries}
-    others = {name: each for name, each in weights(model).items() if name not in written}
+    found = weights(model)
+    # a tied weight is written under its other name
+    memory = {found[name].data_ptr() for name in written & found.keys()}
+    others = {name: each for name, each in found.items() if each.data_ptr() not in memory}
     if not others:
         return
-    # a tied weight is written under its other name, and weights of experts are written in parts
+    # weights of experts are written in parts
     loaded = weights(type(model).from_pretrained(out, dtype=model.dtype))
     lost = [
         name
