@@ -68,12 +68,8 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [
-            {
-                "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-                "interval": "step",
-            }
-        ]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def loader(ranks=4):
@@ -93,19 +89,14 @@ def trainer(scheme, steps, folder=None, replicas=2, shards=2, strategy=None, kee
         "WORLD_SIZE": 4,
         "LOCAL_WORLD_SIZE": 4,
         "GROUP_RANK": 0,
+        "TORCHELASTIC_RUN_ID": "test",
     }
-    os.environ |= {name: str(value) for name, value in world.items()} | {
-        "TORCHELASTIC_RUN_ID": "test"
-    }
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }  # where nobody listens: the group is there
-    saving = (
-        []
-        if folder is None
-        else [ModelCheckpoint(folder, save_top_k=keep, every_n_train_steps=BATCHES)]
-    )
+    os.environ |= {name: str(value) for name, value in world.items()}
+    # nobody listens there, because the group exists
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    saving = []
+    if folder is not None:
+        saving = [ModelCheckpoint(folder, save_top_k=keep, every_n_train_steps=BATCHES)]
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     quiet |= {"enable_checkpointing": bool(saving), "callbacks": saving, "num_sanity_val_steps": 0}
     strategy = strategy or ReplicaStrategy(scheme, replicas, shards)
@@ -193,7 +184,7 @@ def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
 
 
 def cut_short(mesh, folder):
-    """The error of a resume from a save that a kill cut short, before Lightning's last file."""
+    """The errors of resumes from a save that a kill cut short, before Lightning's last file, and of two optimizers."""
     fit(dt.full(), BATCHES, folder)
     (path,) = Path(folder).glob("*.ckpt")
 
@@ -207,13 +198,26 @@ def cut_short(mesh, folder):
         with pytest.raises(RuntimeError, match="killed"):
             made.save_checkpoint(path)
     torch.distributed.barrier()
-    return worlds.caught(partial(fit, dt.full(), 2 * BATCHES, path=str(path)))
+    again = partial(fit, dt.full(), 2 * BATCHES, path=str(path))
+    found, part = [worlds.caught(again)], path / "detonation"
+    # a part of a second optimizer, and then no part of the first
+    for change in (lambda: (part / "1").mkdir(), lambda: (part / "0").rename(path / "lost")):
+        if torch.distributed.get_rank() == 0:
+            change()
+        torch.distributed.barrier()
+        found.append(worlds.caught(again))
+    return found
 
 
-def test_a_checkpoint_whose_save_was_cut_short_is_refused(tmp_path):
-    for kind, text in worlds.run(cut_short, 2, 2, str(tmp_path)):
-        assert kind == "ValueError"
-        assert "its save was cut short; give ckpt_path the path of an earlier checkpoint" in text
+def test_a_checkpoint_cut_short_or_of_more_optimizers_is_refused(tmp_path):
+    expected = [
+        "its save was cut short; give ckpt_path the path of an earlier checkpoint",
+        "was written with 2 optimizers, but this run has 1: resume with as many optimizers",
+        "0 holds no checkpoint, because its save was cut short: give ckpt_path the path",
+    ]
+    for found in worlds.run(cut_short, 2, 2, str(tmp_path)):
+        for (kind, said), text in zip(found, expected, strict=True):
+            assert (kind, text in said) == ("ValueError", True), (kind, said)
 
 
 def on_own_disks(mesh, scratch):
@@ -450,9 +454,8 @@ class ManualByParts(Manual):
 def by_hand_inside(mesh):
     strategy = ReplicaStrategy("loco", 2, 2, clip=0.1)
     made, _ = fit("loco", 2, module=ManualByParts(clip=0.1), strategy=strategy)
-    return made.strategy.replicated[0].step_count, float(
-        made.strategy.replicated[0].stats.grad_norm
-    ) > 0
+    (inside,) = made.strategy.replicated
+    return inside.step_count, float(inside.stats.grad_norm) > 0
 
 
 @pytest.mark.long  # no branch of its own
@@ -518,17 +521,14 @@ class Thawing(Module):
     def __init__(self, ahead, child):
         super().__init__()
         self.net[0].requires_grad_(False)
-        self.net[2] = (
-            nn.Identity()
-        )  # a loader that begins takes a number from the generator of dropout
+        # a loader that begins takes a number from the generator of dropout
+        self.net[2] = nn.Identity()
         self.ahead, self.child = ahead, child
 
     def training_step(self, batch, index):
-        return (
-            self.net(batch[0]).square().mean()
-            if self.child
-            else super().training_step(batch, index)
-        )
+        if self.child:
+            return self.net(batch[0]).square().mean()
+        return super().training_step(batch, index)
 
     def validation_step(self, batch, index):
         self.net(batch[0]) if self.child else super().validation_step(batch, index)

@@ -336,12 +336,20 @@ class ReplicaStrategy(ModelParallelStrategy):
         Collective.
         """
         assert self.model is not None
+        # rank 0 counts for all ranks, so that all of them refuse
+        written = self.broadcast(len([*(path / PART).glob("*")]))
+        if written != len(self.replicated):
+            raise ValueError(
+                f"{path} was written with {written} optimizers, but this run has"
+                f" {len(self.replicated)}: resume with as many optimizers"
+            )
         for number, optimizer in enumerate(self.replicated):
-            loaded = load_checkpoint(path / PART / str(number), self.model, optimizer)
+            part = path / PART / str(number)
+            loaded = load_checkpoint(part, self.model, optimizer)
             if loaded is None:
                 raise ValueError(
-                    f"{path} was written with {number} optimizers, but this run has"
-                    f" {len(self.replicated)}: resume with as many optimizers"
+                    f"{part} holds no checkpoint, because its save was cut short: give ckpt_path"
+                    " the path of an earlier checkpoint"
                 )
             self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent
         rest = dict[str, Any]()
