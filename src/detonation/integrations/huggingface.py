@@ -50,7 +50,9 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
     """A `ParallelismConfig` of Accelerate with which FSDP2 shards only inside each replica.
 
     A scheme connects the replicas. Consecutive ranks are the shards of one replica. Each rank reads
-    different data, as with Accelerate's own `ParallelismConfig`.
+    different data, as with Accelerate's own `ParallelismConfig`. With the `axis` of `elastic` each
+    replica is a separate world, and all replicas read the same data unless you give each replica
+    its own part.
 
     Args:
         dp_replicate_size: Replicas, usually the number of nodes.
