@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import detonation as dt
@@ -16,7 +18,7 @@ from detonation.checkpoint import snapshot
 from detonation.checkpoint.elastic import Elastic, memory_sources
 from detonation.checkpoint.files.reader import Box
 from detonation.checkpoint.verify import verify
-from detonation.core.flat.tensors import local
+from detonation.core.flat.tensors import digest, local
 from detonation.core.link import Coordinates
 from worlds import caught
 from zoo import SCHEMES, Menagerie, Plain, batch, built
@@ -464,3 +466,82 @@ def test_replicas_that_were_close_begin_equal_in_a_world_of_another_shape(now):
     for replica in range(now):
         elastic = Elastic(Close(), Coordinates(replica, now, 0, 1))
         assert elastic.agreed("weight", box, alike=True).tolist() == [1.0] * 3
+
+
+def on_levels(mesh, shape, schemes, shards=1):
+    """A model on racks x nodes x shards, with one scheme in a rack and one between racks."""
+    names = ("rack", "node", "shard")
+    racks = init_device_mesh("cpu", (*shape, shards), mesh_dim_names=names)
+    model = built(Plain)
+    if shards > 1:
+        fully_shard(model, mesh=racks["shard"])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    levels = [(racks["node"], schemes[0]), (racks["rack"], schemes[1])]
+    return model, dt.replicate(sgd, model, levels=levels)
+
+
+TIERS = (dt.full(), dt.demo(topk=4, chunk=16))
+
+
+def saved_on_levels(mesh, folder, shape, schemes):
+    model, optimizer = on_levels(mesh, shape, schemes)
+    advance(model, optimizer, range(3), 32)
+    return dt.save_checkpoint(folder, model, optimizer)
+
+
+def loaded_on_levels(mesh, folder, shapes):
+    """What is said, and whether the weights stay as they were where the load is refused."""
+    found = []
+    for shape in shapes:
+        model, optimizer = on_levels(mesh, shape, TIERS)
+        before = digest(model.parameters())
+        kind, text = caught(dt.load_checkpoint, folder, model, optimizer)
+        found.append((kind, text, before == digest(model.parameters())))
+    return found
+
+
+def test_levels_of_other_sizes_are_refused(tmp_path):
+    """Replicas of a rack would get memories that differ, and drift apart."""
+    path = worlds.run(saved_on_levels, 4, 1, tmp_path, (2, 2), TIERS)[0]
+    said = f"{path} was saved with levels of [2, 2] replicas, innermost first, this run has levels"
+    remedy = "resume with levels of [2, 2] replicas"
+    of_four = worlds.run(loaded_on_levels, 4, 1, tmp_path, [(4, 1), (1, 4), (2, 2)])
+    of_two = worlds.run(loaded_on_levels, 2, 1, tmp_path, [(2, 1), (1, 2)])
+    for found, sizes in ((of_four, ([1, 4], [4, 1])), (of_two, ([1, 2], [2, 1]))):
+        refused = [("ValueError", f"{said} of {now}: {remedy}", True) for now in sizes]
+        assert [rank[:2] for rank in found] == [refused] * len(found)
+    assert [rank[2][0] for rank in of_four] == ["nothing"] * 4
+
+
+def without_sizes(mesh, folder, shape):
+    with patch.object(snapshot, "LEVEL_SIZES", "unknown"):
+        saved_on_levels(mesh, folder, shape, TIERS)
+    model, optimizer = on_levels(mesh, shape, TIERS)
+    return dt.load_checkpoint(folder, model, optimizer).merged
+
+
+def test_levels_saved_without_their_sizes_need_as_many_replicas(tmp_path):
+    said = (
+        "exactly as saved; an older version saved it without the sizes of its levels: not compared"
+    )
+    assert worlds.run(without_sizes, 2, 1, tmp_path, (2, 1)) == [said] * 2
+    refused = worlds.run(loaded_on_levels, 4, 1, tmp_path, [(2, 2)])
+    for ((kind, text, same),) in refused:
+        assert kind == "ValueError" and same
+        assert "by 2 replicas on levels of unknown sizes, not by 4: resume with" in text
+
+
+def on_one_axis(mesh, folder):
+    model = built(Plain)
+    levels = [(mesh["replicate"], scheme) for scheme in (dt.schemes.sparta(1 / 4), dt.diloco(4))]
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, levels=levels)
+    if mesh.size() == 2:
+        advance(model, optimizer, range(3), 32)
+        dt.save_checkpoint(folder, model, optimizer)
+        return ""
+    return dt.load_checkpoint(folder, model, optimizer).merged
+
+
+def test_levels_on_one_axis_are_merged(tmp_path):
+    worlds.run(on_one_axis, 2, 1, tmp_path)
+    assert all("from 2 replicas" in merged for merged in worlds.run(on_one_axis, 3, 1, tmp_path))

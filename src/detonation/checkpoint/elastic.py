@@ -17,16 +17,18 @@ and not sent yet. The saved server residuals are joined by coordinate. Each new 
 values of its rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.reader import Box, CheckpointReader, TensorPart, assemble
+from detonation.checkpoint.snapshot import level_sizes_in
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import RowOwners
-from detonation.core.link import Coordinates
+from detonation.core.link import Coordinates, Level, sizes_of
 from detonation.core.replicator import Channel
 from detonation.core.schemes import rows_of_a_turn
 from detonation.wire.units import ShardUnit, load_shard_state, shard_units
@@ -154,6 +156,55 @@ def memory_sources(replica: int, before: int, now: int) -> range:
     if before <= now:
         return range(replica, min(replica + 1, before))
     return range(-(-replica * before // now), -(-(replica + 1) * before // now))
+
+
+def compare_level_sizes(
+    saved: CheckpointReader,
+    values: Mapping[str, Any],
+    levels: Sequence[Level],
+    own: Coordinates,
+) -> str:
+    """Compares the numbers of replicas of all levels with those in `values`, the plain values of a
+    file of `saved`. Returns a text if an older version did not save them.
+
+    Raises:
+        ValueError: they differ, and some levels are on different axes. The memories of one axis
+            can be merged. Those of several axes cannot, because the replicas of an inner level
+            must stay equal.
+    """
+    if len(levels) == 1:
+        return ""
+    before = saved.manifest.replicas
+    was = level_sizes_in(values)
+    now = sizes_of(levels)
+    if was is None:
+        if before != own.replicas:
+            raise ValueError(
+                f"{saved.path} was saved by {before} replicas on levels of unknown sizes, not by"
+                f" {own.replicas}: resume with the saved sizes"
+            )
+        return "; an older version saved it without the sizes of its levels: not compared"
+    same = was == now and before == own.replicas
+    one_axis = {before, *was} == {before} and {own.replicas, *now} == {own.replicas}
+    if not (same or one_axis):
+        raise ValueError(
+            f"{saved.path} was saved with levels of {was} replicas, innermost first, this run has"
+            f" levels of {now}: resume with levels of {was} replicas"
+        )
+    return ""
+
+
+def merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
+    """Describes how the state of the saved replicas and shards becomes the state of this run."""
+    worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
+    weights = "weights exact where replicas agreed, else their mean"
+    if replicas == own.replicas:
+        return f"{worlds}: {weights}; memory exact, resharded"
+    joiners = " of neighbours"
+    if own.replicas > replicas:
+        joiners = "; joiners start with none"
+    mean = "its mean over the replicas is kept"
+    return f"{worlds}: {weights}; memory merged by mean{joiners}, {mean}"
 
 
 def _merge(tensors: list[Tensor], key: str) -> Tensor:

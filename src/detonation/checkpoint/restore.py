@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.elastic import SHARD, Elastic, merge_shard_state, owned_rows
+from detonation.checkpoint.elastic import (
+    SHARD,
+    Elastic,
+    compare_level_sizes,
+    merge_policy,
+    merge_shard_state,
+    owned_rows,
+)
 from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ReplicaFiles, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
@@ -63,7 +70,7 @@ def restore(
     manifest = saved.manifest
     file = own_file(saved, own)
     moved = file.moved
-    _check(saved, model, optimizer, own)
+    unknown = _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
     source: Elastic | ShardReader = file
     if not same:
@@ -91,7 +98,7 @@ def restore(
     if not same:
         assert isinstance(source, Elastic)
         dropped = "".join(_merge_local_state(source, each) for each in of_shards.values())
-        how = _merge_policy(manifest.replicas, manifest.shards, own) + dropped
+        how = merge_policy(manifest.replicas, manifest.shards, own) + dropped + unknown
         return how, partial(merge_shard_state, saved, model, own)
     for shard, replicators in of_shards.items():
         _load_local_state(saved.file(own.replica, shard), replicators)
@@ -99,7 +106,7 @@ def restore(
     how = "exactly as saved"
     if stays_close:
         how = "exactly as saved, and replicas stay close"
-    return how + _load_generators(file, model), partial(_load_wire, model, wire)
+    return how + unknown + _load_generators(file, model), partial(_load_wire, model, wire)
 
 
 def compare_frozen(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> str:
@@ -247,8 +254,11 @@ def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
 
 def _check(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own: Coordinates
-) -> None:
+) -> str:
+    """Raises `ValueError` if the checkpoint does not fit this run. Returns in words what could not
+    be compared."""
     manifest = saved.manifest
+    file = own_file(saved, own)
     for key, now in run_identity(optimizer).items():
         was = getattr(manifest, key)
         if was != now:
@@ -258,8 +268,7 @@ def _check(
             )
     own_groups = [group["parameters"] for group in groups(model, optimizer)]
     saved_groups = [
-        group.get("parameters") if isinstance(group, dict) else None
-        for group in own_file(saved, own).groups
+        group.get("parameters") if isinstance(group, dict) else None for group in file.groups
     ]
     if own_groups != saved_groups:
         raise ValueError(
@@ -274,6 +283,7 @@ def _check(
         raise ValueError(
             f"{saved.path} was saved by {counts}: {why}; resume with {manifest.replicas} replicas"
         )
+    return compare_level_sizes(saved, file.values, optimizer.levels, own)
 
 
 def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
@@ -583,16 +593,3 @@ def _require_alike(key: str, target: Tensor, dtype: torch.dtype, shape: tuple[in
         raise ValueError(
             f"{key} was saved as {dtype} {shape}, but is {now} here: another model or scheme"
         )
-
-
-def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
-    """Describes how the state of the saved replicas and shards becomes the state of this run."""
-    worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
-    weights = "weights exact where replicas agreed, else their mean"
-    if replicas == own.replicas:
-        return f"{worlds}: {weights}; memory exact, resharded"
-    joiners = " of neighbours"
-    if own.replicas > replicas:
-        joiners = "; joiners start with none"
-    mean = "its mean over the replicas is kept"
-    return f"{worlds}: {weights}; memory merged by mean{joiners}, {mean}"

@@ -21,7 +21,7 @@ from detonation.core.agreement import persistent_buffers, python_number
 from detonation.core.compute.checksum import checksum
 from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import Piece, local
-from detonation.core.link import Coordinates
+from detonation.core.link import Coordinates, sizes_of
 from detonation.core.optimizer import Replicated, local_parameters
 from detonation.core.replicator import Replicator
 from detonation.gates.closeness import Closeness
@@ -147,6 +147,17 @@ RUN = "run"
 COMPLETED = "completed"
 """Key under which a checkpoint says how often rounds were completed since its step."""
 
+LEVEL_SIZES = "level sizes"
+"""Key under which a checkpoint holds the number of replicas of each level, innermost first."""
+
+
+def level_sizes_in(values: Mapping[str, Any]) -> list[int] | None:
+    """The saved number of replicas of each level; None if an older version wrote the checkpoint."""
+    sizes = values.get(LEVEL_SIZES)
+    if isinstance(sizes, list) and all(type(size) is int for size in sizes):
+        return sizes
+    return None
+
 
 def point_in(values: Mapping[str, Any]) -> tuple[str, int | None]:
     """The run's id and its count of completions (see `RunPoint`), from the plain values of a
@@ -220,6 +231,7 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
     values |= {FROZEN + name: mark for name, mark in omitted.items()}
     values |= {PADDING + name: 1 for name in used_rows(model)}
     values[FIRST_OPTIONS] = optimizer.first_options
+    values[LEVEL_SIZES] = sizes_of(optimizer.levels)
     if run := optimizer.run.use():
         values[RUN] = run
     if optimizer.run.completed is not None:

@@ -15,7 +15,14 @@ from detonation.core.link.communicator import (
     require_device,
     rules_of,
 )
-from detonation.core.link.coordinates import Coordinates, Level, alike, coordinates_of, key_of_axis
+from detonation.core.link.coordinates import (
+    Coordinates,
+    Level,
+    alike,
+    coordinates_of,
+    key_of_axis,
+    sizes_of,
+)
 from detonation.core.link.elastic_communicator import (
     ElasticCommunicator,
     HandOver,

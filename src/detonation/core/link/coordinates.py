@@ -60,6 +60,11 @@ def coordinates_of(
     return Coordinates(replica, replicas, shard, shards)
 
 
+def sizes_of(levels: Sequence[Level]) -> list[int]:
+    """The number of replicas of each level, innermost first. Levels on one axis have one size."""
+    return [_axis(axis)[1][1] for axis, _ in levels]
+
+
 def key_of_axis(axis: Axis) -> object:
     """A key that is equal for equal axes."""
     return _axis(axis)[0]
