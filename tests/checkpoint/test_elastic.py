@@ -545,3 +545,42 @@ def on_one_axis(mesh, folder):
 def test_levels_on_one_axis_are_merged(tmp_path):
     worlds.run(on_one_axis, 2, 1, tmp_path)
     assert all("from 2 replicas" in merged for merged in worlds.run(on_one_axis, 3, 1, tmp_path))
+
+
+OWNERS = dt.demo(topk=4, chunk=16, link="owner")
+
+
+def residuals_of(optimizer):
+    """The server residuals of both levels, and the memories as whole tensors."""
+    found = {}
+    for level, replicator in enumerate(optimizer.set_up()):
+        channel, state = replicator.channel, replicator.local_state().named()
+        parts = server_residuals(channel, state["server_residual"])
+        for slot, part in zip(channel.layout.slots, parts, strict=True):
+            parameter = replicator.parameters[slot.name]
+            found[f"{level} {slot.name}"] = whole(parameter, part).tolist()
+            memory = whole(parameter, state[f"residual.{slot.name}"])
+            found[f"{level} memory {slot.name}"] = memory.tolist()
+    return found
+
+
+def through_owners(mesh, folder, shards):
+    model, optimizer = on_levels(mesh, (2, 2), (OWNERS, OWNERS), shards)
+    if shards == 1:
+        advance(model, optimizer, range(3), 32)
+        dt.save_checkpoint(folder, model, optimizer)
+    else:
+        dt.load_checkpoint(folder, model, optimizer)
+    return residuals_of(optimizer)
+
+
+def test_owners_of_each_level_keep_their_residuals_in_other_shards(tmp_path):
+    one = worlds.run(through_owners, 4, 1, tmp_path, 1)
+    two = worlds.run(through_owners, 8, 1, tmp_path, 2)
+    for rank, now in enumerate(two):
+        before = one[rank // 2]
+        assert before.keys() == now.keys()
+        for key, values in before.items():
+            torch.testing.assert_close(
+                torch.tensor(now[key]), torch.tensor(values), atol=1e-6, rtol=0
+            )

@@ -28,7 +28,7 @@ from detonation.checkpoint.files.reader import Box, CheckpointReader, TensorPart
 from detonation.checkpoint.snapshot import level_sizes_in
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import RowOwners
-from detonation.core.link import Coordinates, Level, sizes_of
+from detonation.core.link import Coordinates, Level, replicas_along, sizes_of
 from detonation.core.replicator import Channel
 from detonation.core.schemes import rows_of_a_turn
 from detonation.wire.units import ShardUnit, load_shard_state, shard_units
@@ -110,31 +110,45 @@ class Elastic:
         return (total * (self._own.replicas / self._before)).float()
 
     def server_residual(
-        self, key: str, channel: Channel, boxes: dict[str, Box]
+        self, key: str, channel: Channel, boxes: dict[str, Box], levels: Sequence[Level]
     ) -> list[Tensor] | None:
         """The server residuals (what owners have aggregated and not sent) of the parameters in
-        `boxes`; None if the saved run had no owners."""
+        `boxes`; None if the saved run had no owners.
+
+        Several levels keep their sizes, unless all have one axis (see `compare_level_sizes`).
+        """
+        along = range(self._before)
+        if self._before == self._own.replicas:
+            along = replicas_along(channel.link.axis, levels, self._own)
         if all(key not in file.keys for file in self._saved.shards(0)):
             return None
         numbers = range(self._saved.manifest.shards)
-        shards = [self._server_residual_of_shard(key, channel, number) for number in numbers]
+        shards = [self._server_residual_of_shard(key, channel, number, along) for number in numbers]
         found = []
         for name, box in boxes.items():
             found.append(assemble([parts[name] for parts in shards], box, key))
         return found
 
     def _server_residual_of_shard(
-        self, key: str, channel: Channel, shard: int
+        self, key: str, channel: Channel, shard: int, along: Sequence[int]
     ) -> dict[str, TensorPart]:
         """The server residuals (what owners have aggregated and not sent) of one shard, assembled
-        from all replicas, by parameter."""
-        files = [self._saved.file(replica, shard) for replica in range(self._before)]
+        from the replicas `along` an axis, by parameter."""
+        files = [self._saved.file(replica, shard) for replica in along]
         boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
         shapes = {name: box.shape for name, box in boxes.items()}
         layout = Layout.of(shapes, channel.layout.chunk, channel.layout.tile)
-        owners = RowOwners(layout.rows, self._before, rows_of_a_turn(channel.scheme, self._before))
+        turn = rows_of_a_turn(channel.scheme, len(along))
+        owners = RowOwners(layout.rows, len(along), turn)
         if key in files[0].keys:
-            coefficients = owners.collect([file.tensor(key) for file in files])  # [rows, chunk]
+            saved = [file.tensor(key) for file in files]
+            # an older version did not save the sizes of levels, so they were not compared
+            if any(len(tensor) != owners.owned for tensor in saved):
+                raise ValueError(
+                    f"{key} was saved with levels of other sizes than this run has: resume with"
+                    " the saved sizes"
+                )
+            coefficients = owners.collect(saved)  # [rows, chunk]
         else:
             coefficients = layout.zeros(torch.device("cpu"))
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))

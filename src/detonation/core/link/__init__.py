@@ -21,6 +21,7 @@ from detonation.core.link.coordinates import (
     alike,
     coordinates_of,
     key_of_axis,
+    replicas_along,
     sizes_of,
 )
 from detonation.core.link.elastic_communicator import (

@@ -1,5 +1,6 @@
 """The coordinates of a rank: its replica, and its shard of that replica."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,19 @@ def coordinates_of(
 def sizes_of(levels: Sequence[Level]) -> list[int]:
     """The number of replicas of each level, innermost first. Levels on one axis have one size."""
     return [_axis(axis)[1][1] for axis, _ in levels]
+
+
+def replicas_along(axis: Axis, levels: Sequence[Level], own: Coordinates) -> range:
+    """The numbers of the replicas with which this rank exchanges messages along `axis`, the axis of
+    a level."""
+    key, (here, size) = _axis(axis)
+    if size == own.replicas:
+        return range(size)
+    axes = dict(_axis(each) for each, _ in levels)
+    inside = [*axes].index(key)
+    step = math.prod(count for _, count in [*axes.values()][:inside])
+    first = own.replica - here * step
+    return range(first, first + size * step, step)
 
 
 def key_of_axis(axis: Axis) -> object:
