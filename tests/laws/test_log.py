@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import shutil
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -469,6 +470,27 @@ def test_rotating_removes_what_checkpoints_have(tmp_path):
         ValueError, match="begins after 4 steps, but replay would begin after step 0"
     ):
         dt.replay(tmp_path, started(LoopbackCommunicator(2), dt.demo())[1])
+
+
+def test_a_file_that_another_shard_has_removed_does_not_keep_the_other_old_files(
+    tmp_path, monkeypatch, caplog
+):
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    log = dt.UpdateLog(tmp_path)
+    optimizer.record(log)
+    for step in range(3):
+        advance(model, optimizer, 0, [step])
+        log.rotate()
+    for path in list(tmp_path.iterdir()):
+        shutil.copy(path, tmp_path / path.name.replace("shard0", "shard1"))
+    listed = writer.segments(tmp_path, "")
+    (tmp_path / "replica0-shard0-1.updates").unlink()
+    monkeypatch.setattr(writer, "segments", lambda *given: listed)
+    log.rotate(oldest=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"replica0-shard{shard}-2.updates" for shard in (0, 1)
+    ]
+    assert "could not be removed" not in caplog.text
 
 
 def test_old_files_that_cannot_be_removed_stay_and_do_not_end_the_run(

@@ -217,8 +217,8 @@ class UpdateLog(StepRecorder):
             return
         try:
             for (rank, _, path), (other, end, _) in pairwise(segments(self.directory, "")):
-                if rank == other and (end < oldest or (end == oldest and _ends_with_step(path))):
-                    path.unlink(missing_ok=True)
+                if rank == other:
+                    _remove_if_old(path, end, oldest)
         except OSError as error:
             _log.warning(
                 "an old file of the update log in %s could not be removed: %s",
@@ -402,6 +402,15 @@ def _run_of(path: Path) -> str:
     with suppress(OSError, ValueError):
         return str(start_of(path).get("run", ""))
     return ""
+
+
+def _remove_if_old(path: Path, end: int, oldest: int) -> None:
+    """Removes the file at `path`, whose last step is `end`; see `UpdateLog.rotate`. The rank of
+    another shard may have removed the file already.
+    """
+    with suppress(FileNotFoundError):
+        if end < oldest or (end == oldest and _ends_with_step(path)):
+            path.unlink()
 
 
 def _ends_with_step(path: Path) -> bool:
