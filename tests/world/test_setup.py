@@ -20,6 +20,7 @@ import detonation as dt
 import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.flat.tensors import digest
 from worlds import caught
 from zoo import Plain, batch, built
 
@@ -663,6 +664,31 @@ def test_weights_of_no_optimizer_that_differ_are_warned_of_once():
     first, second = worlds.run(other_plain, 2, 1)
     assert len(first) == 1 and second == []
     assert first[0].startswith("replicas differ in frozen.bias, which this optimizer")
+
+
+def other_rounds(mesh):
+    """Another replicated optimizer trains the body, in whose open round the replicas differ."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    model = built(Held).requires_grad_(True)
+    optimizers = [
+        dt.replicate(
+            torch.optim.SGD(part.parameters(), lr=0.1), model, mesh["replicate"], dt.diloco(every=3)
+        )
+        for part in (model.frozen, model.trained)
+    ]
+    logging.getLogger("detonation").addHandler(handler)
+    for optimizer in optimizers:
+        model(batch(mesh.get_rank(), 0, 32)).mean().backward()
+        optimizer.step()
+    logging.getLogger("detonation").removeHandler(handler)
+    return said, digest(model.frozen.parameters())
+
+
+def test_weights_of_another_replicated_optimizer_are_its_own_to_compare():
+    (said, mine), (_, other) = worlds.run(other_rounds, 2, 1)
+    assert mine != other and not [line for line in said if "replicas differ" in line]
 
 
 def other_freezes(mesh):

@@ -305,7 +305,7 @@ def compare_replicas(
         optimizer: The base optimizer, for the options of its parameter groups.
         joining: Names of the parameters whose weights are compared. None compares all weights, and
             the self-tests, too.
-        others: Weights that this optimizer does not train, which are compared, too. If a weight
+        others: Weights that no replicated optimizer trains, which are compared, too. If a weight
             that differs requires a gradient, a warning replaces the error: another optimizer may
             train this weight.
         begun: Whether steps were taken, so that weights may differ if replicas round differently.

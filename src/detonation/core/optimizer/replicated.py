@@ -572,7 +572,7 @@ class Replicated(OptimizerWrapper):
 
     def _compare(self, joining: Collection[str] | None = None, others: bool = False) -> None:
         """Compares the settings and weights of all replicas. With `others`, also compares weights
-        that this optimizer does not train. Collective.
+        that no replicated optimizer trains. Collective.
 
         If replicas round differently, each operation of a step is rounded separately from now on.
         If replicas still round differently, a gate keeps their weights close to each other.
@@ -583,7 +583,7 @@ class Replicated(OptimizerWrapper):
             self.settings,
             self.base,
             joining,
-            self._trained.others if others else None,
+            self._trained.unreplicated if others else None,
             begun=self.step_count > 0,
             close=self.closeness is not None,
         )

@@ -79,23 +79,21 @@ class TrainedParameters:
         frozen only for a time, for example by Lightning's `toggle_optimizer`.
         """
         found = {name: p for name, p in self._not_here().items() if not p.requires_grad}
+        return self._without_replicated(found)
+
+    @property
+    def unreplicated(self) -> dict[str, Tensor]:
+        """The parameters of the model that no replicated optimizer trains, by name."""
+        return self._without_replicated(self._not_here())
+
+    def _without_replicated(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the parameters in `found` that no other replicated optimizer has."""
         ids = {id(p) for p in found.values()}
         trained = self._trained_elsewhere()
         if ids & trained:
             gc.collect()  # frees old optimizers that reference cycles keep alive on some ranks only
             trained = self._trained_elsewhere()
         return {name: p for name, p in found.items() if id(p) not in trained}
-
-    @property
-    def others(self) -> dict[str, Tensor]:
-        """The `frozen` parameters, and all parameters that only another optimizer can train."""
-        return self.frozen | {n: p for n, p in self._not_here().items() if p.requires_grad}
-
-    @property
-    def unreplicated(self) -> dict[str, Tensor]:
-        """The parameters of the model that no replicated optimizer trains, by name."""
-        trained = self._trained_elsewhere()
-        return {name: p for name, p in self.others.items() if id(p) not in trained}
 
     def _not_here(self) -> dict[str, Tensor]:
         """Returns the parameters that are in no message layout and not on the meta device."""
