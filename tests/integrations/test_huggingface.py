@@ -796,8 +796,16 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters())
     [
         ((OPTIMIZER, MODEL), TypeError, "prepare got SGD and Linear, must get a model and an"),
         ((MODEL, None), TypeError, "prepare got Linear and NoneType, must get a model and an"),
-        ((MODEL, OPTIMIZER, OPTIMIZER), ValueError, "the optimizer SGD, which would not be"),
-        ((MODEL, OPTIMIZER, MODEL), ValueError, "the model Linear, but each call takes one model"),
+        (
+            (MODEL, OPTIMIZER, OPTIMIZER),
+            ValueError,
+            "others contains SGD, but prepare replicates one",
+        ),
+        (
+            (MODEL, OPTIMIZER, MODEL),
+            ValueError,
+            "others contains Linear, but prepare replicates one",
+        ),
     ],
 )
 def test_an_object_that_would_not_be_replicated_is_refused(objects, kind, message):

@@ -353,19 +353,13 @@ def _check_objects(model: Any, optimizer: Any, others: tuple[Any, ...]) -> None:
             f"prepare got {kinds}, must get a model and an optimizer: pass"
             " prepare(accelerator, model, optimizer, ..., scheme=...)"
         )
-    for other in others:
-        name = type(other).__name__
-        if isinstance(other, Optimizer):
-            raise ValueError(
-                f"others contains the optimizer {name}, which would not be replicated: put all"
-                " parameters of the model in groups of one optimizer, or call prepare again for"
-                " another model"
-            )
-        if isinstance(other, nn.Module):
-            raise ValueError(
-                f"others contains the model {name}, but each call takes one model: call prepare"
-                " again for this model and its optimizer"
-            )
+    more = [each for each in others if isinstance(each, nn.Module | Optimizer)]
+    if more:
+        raise ValueError(
+            f"others contains {type(more[0]).__name__}, but prepare replicates one optimizer of one"
+            " model: put all parameters of a model in groups of one optimizer, and call prepare"
+            " for each model"
+        )
 
 
 def check_smoothing(trainer: Any) -> None:
@@ -382,7 +376,7 @@ def check_smoothing(trainer: Any) -> None:
         return
     # torch.compile wraps the model in a class with another name
     model = getattr(trainer.model, "_orig_mod", trainer.model)
-    name = model._get_name().removeprefix("FSDP")
+    name = type(model).__name__.removeprefix("FSDP")
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
             f"label_smoothing_factor is {trainer.args.label_smoothing_factor}, must be 0 for"
