@@ -17,7 +17,6 @@ from detonation.core.flat.tensors import local
 from detonation.core.link import Axis, ElasticCommunicator
 from detonation.core.optim import SignSGD
 from detonation.core.optimizer import Replicated, local_parameters, replicate
-from detonation.core.replicator import Replicator
 from detonation.core.schemes import Scheme, scheme
 from detonation.feed import shared_state
 from detonation.feed.pace import NO_LIMIT, Point
@@ -326,20 +325,33 @@ def _hand_over(
     before = [shard.optimizer.build() for shard in shards if shard.optimizer is not None]
     for mine, *theirs in zip(optimizer.build(), *before, strict=True):
         if any(each.in_flight for each in theirs):
-            _hand_over_agreed(shards, theirs, mine)
+            # the update in flight is unknown here, so take the state before this update
+            agreed = [each.replicated() for each in theirs]
+            mine.repair(_agreed_state(shards, agreed, mine.replicated()))
         else:
-            _hand_over_shared(shards, theirs, mine, parameters)
+            found = [each.local_state().named() for each in theirs]
+            state = _shared_state(shards, found, mine.local_state().named(), parameters)
+            mine.local_state().load(state)
 
 
-def _hand_over_shared(
+def _agreed_state(
+    shards: Sequence[ShardFollower], found: Sequence[dict[str, Tensor]], mine: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    state = {}
+    for key, tensor in mine.items():
+        boxes = _boxes(shards, key.partition(" (")[0])
+        state[key] = _whole([each[key] for each in found], boxes, tensor)
+    return state
+
+
+def _shared_state(
     shards: Sequence[ShardFollower],
-    theirs: Sequence[Replicator],
-    mine: Replicator,
+    found: Sequence[dict[str, Tensor]],
+    mine: dict[str, Tensor],
     parameters: dict[str, Tensor],
-) -> None:
-    found = [each.local_state().named() for each in theirs]
-    state: dict[str, Tensor] = {}
-    for key, tensor in mine.local_state().named().items():
+) -> dict[str, Tensor]:
+    state = {}
+    for key, tensor in mine.items():
         name = key.partition(".")[2]
         if not shared_state.is_shared(f"0.{key}") or key not in found[0]:
             state[key] = tensor.clone()  # private state keeps its initial value
@@ -347,21 +359,7 @@ def _hand_over_shared(
             state[key] = _whole([each[key] for each in found], _boxes(shards, name), tensor)
         else:
             state[key] = found[0][key]
-    mine.local_state().load(state)
-
-
-def _hand_over_agreed(
-    shards: Sequence[ShardFollower], theirs: Sequence[Replicator], mine: Replicator
-) -> None:
-    """Loads the state on which the replicas have agreed, without the message in flight: its update
-    is not known here yet.
-    """
-    found = [each.replicated() for each in theirs]
-    agreed = {}
-    for key, tensor in mine.replicated().items():
-        boxes = _boxes(shards, key.partition(" (")[0])
-        agreed[key] = _whole([each[key] for each in found], boxes, tensor)
-    mine.repair(agreed)
+    return state
 
 
 def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
