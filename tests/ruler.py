@@ -56,15 +56,17 @@ CEILINGS: dict[str, float] = {
     # whether a replica joins now is given in one place; an exported classifier names its classes and its pictures,
     # generates as its base does and pads as its texts, folders of images are read whole or refused by name, logs of
     # shards are replayed to one end, and a step without another shard names the loss (core: one hook of an axis);
-    # a follower tells that it waits, and a rank that is busy ends with the reason of a refused start
-    "tokens of src": 351_000,
-    "tokens of core": 94_228,
+    # a follower tells that it waits, and a rank that is busy ends with the reason of a refused start; rounds of
+    # levels that do not fit, other sizes of levels in a load, a second optimizer and labels that nobody shifts
+    # are refused by name, and owners of a level load into other shards (core: which levels fit, their sizes)
+    "tokens of src": 353_400,
+    "tokens of core": 95_000,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_714,  # for the same reasons
+    "cognitive complexity of src": 8_775,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,

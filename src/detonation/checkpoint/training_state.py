@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from detonation.core.link import alike
+from detonation.core.link import alike, sizes_of
 from detonation.core.optimizer import Replicated, fitting_state, load_replica_state, replica_state
 
 
@@ -23,7 +23,10 @@ class TrainingState(Stateful):
     checked.
 
     Raises:
-        KeyError: while loading, if the saved world had other replicas or shards.
+        ValueError: while loading, if the saved world had other replicas, shards or sizes of levels.
+        CheckpointException: while loading, by torch, if the checkpoint lacks state of this rank, or
+            an earlier version without the key "world" wrote it. To load the latter, pass
+            `DefaultLoadPlanner(allow_partial_load=True)`.
 
     Example:
         >>> import torch, detonation as dt
@@ -32,7 +35,7 @@ class TrainingState(Stateful):
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(), dt.full())
         >>> sorted(TrainingState(model, optimizer).state_dict())
-        ['model', 'optimizer', 'replication']
+        ['model', 'optimizer', 'replication', 'world']
     """
 
     def __init__(self, model: nn.Module, optimizer: Replicated) -> None:
@@ -55,7 +58,8 @@ class TrainingState(Stateful):
             shared = training
         else:
             shared = {f"replica{coordinates.replica}": training}
-        return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
+        private = {coordinates.name: replica_state(optimizer)}
+        return {**shared, "replication": private, "world": self._world}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned in a run with as many replicas and shards as this run
@@ -63,6 +67,12 @@ class TrainingState(Stateful):
 
         Raises an error before any state has changed, if the state of this replica does not fit.
         """
+        saved = state_dict.get("world", self._world)
+        if saved != self._world:
+            raise ValueError(
+                f"the state was saved by {saved}, this run has {self._world}: resume with the same"
+                " world, or save with detonation.save_checkpoint, which loads in other worlds"
+            )
         optimizer = self._optimizer
         coordinates = optimizer.coordinates
         private = state_dict["replication"][coordinates.name]
@@ -78,3 +88,13 @@ class TrainingState(Stateful):
             optim_state_dict=training["optimizer"],
         )
         load_replica_state(optimizer, private)
+
+    @property
+    def _world(self) -> str:
+        """The world of this run in words. State of other worlds has the same keys, in part."""
+        own = self._optimizer.coordinates
+        world = f"{own.replicas} replicas x {own.shards} shards"
+        sizes = sizes_of(self._optimizer.levels)
+        if len(sizes) > 1:
+            world += f" on levels of {sizes} replicas"
+        return world
