@@ -814,23 +814,35 @@ def test_an_object_that_would_not_be_replicated_is_refused(objects, kind, messag
     assert "\n" not in str(found.value)
 
 
-class MarianMTModel(torch.nn.Linear):
+class FSDPMarianMTModel(torch.nn.Linear):
     """A model whose labels are not shifted, by its name."""
+
+
+class FSDPLlamaForCausalLM(torch.nn.Linear):
+    """A model whose labels the Trainer no longer shifts, because FSDP2 has renamed its class."""
+
+
+def adapted(model):
+    """An adapter of PEFT around a model."""
+    return SimpleNamespace(peft_config={}, base_model=SimpleNamespace(model=model))
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"model": MarianMTModel(1, 1)},
+        {"model": FSDPMarianMTModel(1, 1)},
+        {"model": adapted(llama())},
         {"label_smoother": None},
         {"compute_loss_func": lambda *_, **__: None},
     ],
 )
 def test_labels_are_smoothed_where_the_trainer_need_not_shift_them(changed):
-    trainer = {"model": llama(), "label_smoother": object(), "compute_loss_func": None}
+    renamed = FSDPLlamaForCausalLM(1, 1)
+    trainer = {"model": renamed, "label_smoother": object(), "compute_loss_func": None}
     trainer["args"] = SimpleNamespace(label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match=r"label_smoothing_factor is 0\.1, must be 0 for Llama"):
-        check_smoothing(SimpleNamespace(**trainer))
+    for model in (renamed, adapted(renamed)):
+        with pytest.raises(ValueError, match=r"smoothing_factor is 0\.1, must be 0 for Llama"):
+            check_smoothing(SimpleNamespace(**trainer | {"model": model}))
     check_smoothing(SimpleNamespace(**trainer | changed))
 
 

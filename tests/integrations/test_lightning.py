@@ -184,9 +184,22 @@ def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
 
 
 def cut_short(mesh, folder):
-    """The errors of resumes from a save that a kill cut short, before Lightning's last file, and of two optimizers."""
+    """The errors of resumes from a save of two optimizers, and from saves that a kill cut short."""
     fit(dt.full(), BATCHES, folder)
     (path,) = Path(folder).glob("*.ckpt")
+    again, part = partial(fit, dt.full(), 2 * BATCHES, path=str(path)), path / "detonation"
+
+    def error_after(change):
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            change()
+        torch.distributed.barrier()
+        return worlds.caught(again)
+
+    found = [error_after((part / "1").mkdir)]
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        (part / "1").rmdir()
 
     def fails(*_):
         raise RuntimeError("killed")
@@ -197,22 +210,16 @@ def cut_short(mesh, folder):
         made.fit(Module(), loader(), ckpt_path=str(path))
         with pytest.raises(RuntimeError, match="killed"):
             made.save_checkpoint(path)
-    torch.distributed.barrier()
-    again = partial(fit, dt.full(), 2 * BATCHES, path=str(path))
-    found, part = [worlds.caught(again)], path / "detonation"
-    # a part of a second optimizer, and then no part of the first
-    for change in (lambda: (part / "1").mkdir(), lambda: (part / "0").rename(path / "lost")):
-        if torch.distributed.get_rank() == 0:
-            change()
-        torch.distributed.barrier()
-        found.append(worlds.caught(again))
+    # before Lightning's last file, and before the part of the optimizer
+    found.append(error_after(lambda: None))
+    found.append(error_after(lambda: (part / "0").rename(path / "lost")))
     return found
 
 
 def test_a_checkpoint_cut_short_or_of_more_optimizers_is_refused(tmp_path):
     expected = [
-        "its save was cut short; give ckpt_path the path of an earlier checkpoint",
         "was written with 2 optimizers, but this run has 1: resume with as many optimizers",
+        "its save was cut short; give ckpt_path the path of an earlier checkpoint",
         "0 holds no checkpoint, because its save was cut short: give ckpt_path the path",
     ]
     for found in worlds.run(cut_short, 2, 2, str(tmp_path)):

@@ -239,7 +239,7 @@ def test_law_9_a_run_resumes_in_the_middle_of_an_uneven_round(name, clock):
 def test_the_weights_of_replicas_add_up_and_every_replica_has_its_turn():
     for durations in ([5, 5], [5, 9, 11], [1, 1000], [7]):
         for every in (2, 7, 100):
-            steps = LocalSteps(every, len(durations))
+            steps = LocalSteps(Round(every), len(durations))
             steps.agree(durations)
             taken = sum(steps.taken(step).to(torch.int64) for step in range(3 * every, 4 * every))
             assert (
@@ -338,7 +338,10 @@ def test_shards_take_the_same_steps_where_a_replica_is_lost_before_all_of_its_sh
 
     def shard(communicator):
         heard = torch.tensor([[4], [2] if communicator.replica == 0 else [4], [8]])
-        between, steps = SimpleNamespace(collect=lambda mine: heard, replica=0), LocalSteps(4, 3)
+        between, steps = (
+            SimpleNamespace(collect=lambda mine: heard, replica=0),
+            LocalSteps(Round(4), 3),
+        )
         balance.Balance(steps, between, [Link(communicator)], torch.device("cpu")).end(3)
         return steps.counts.tolist()
 

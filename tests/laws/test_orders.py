@@ -33,9 +33,13 @@ def test_law_8_an_order_that_loses_its_meaning_is_refused(inner, outer):
     assert kind == ("nothing" if outer in FOLLOWED_BY[inner] else "ValueError"), text
 
 
+SIZES = {"s": 1}
+"""Replicas of an axis; all others have two."""
+
+
 def rounds_in(names, schemes):
     """Levels of `schemes`, each on the axis of its letter in `names`."""
-    axes = {name: LoopbackCommunicator() for name in names}
+    axes = {name: LoopbackCommunicator(SIZES.get(name, 2)) for name in names}
     return [(axes[name], scheme) for name, scheme in zip(names, schemes, strict=True)]
 
 
@@ -64,7 +68,8 @@ UNEQUAL = [
     ("ab", [local(2), streaming(6, 2)], "make every / fragments of the outer level"),
     ("ab", [local(2), streaming(6, 2, 1)], "make every / fragments and delay of the outer level"),
     ("ab", [local(2), streaming(6, 1, 1)], "make every and delay of the outer level"),
-    ("ab", [IN_PARTS, dt.diloco(every=4)], "still differ"),
+    ("ab", [IN_PARTS, dt.diloco(every=4)], "use one fragment in the inner level"),
+    ("aab", [local(4), SPARTA, dt.diloco(every=6)], "local_sgd with every=4 still differ"),
     ("ab", [SPARTA, dt.diloco(every=6)], "it does not make all weights"),
     ("ab", [SPARTA, dt.muloco(every=4)], "it does not make all weights"),
     ("ab", [KEEPING, dt.diloco(every=6)], "it does not make all weights"),
@@ -82,6 +87,7 @@ EQUAL = [
     ("ab", [dt.full(), streaming(6, 2, 1)]),
     ("abc", [local(2), local(4), dt.diloco(every=8)]),
     ("aa", [SPARTA, dt.diloco(every=6)]),
+    ("sb", [local(2), dt.diloco(every=5)]),
     ("aa", [local(2), dt.diloco(every=5)]),
     ("aab", [SPARTA, local(2), dt.diloco(every=4)]),
 ]

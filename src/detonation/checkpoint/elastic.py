@@ -17,18 +17,23 @@ and not sent yet. The saved server residuals are joined by coordinate. Each new 
 values of its rows.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.files.reader import Box, CheckpointReader, TensorPart, assemble
+from detonation.checkpoint.files.reader import (
+    Box,
+    CheckpointReader,
+    ShardReader,
+    TensorPart,
+    assemble,
+)
 from detonation.checkpoint.snapshot import level_sizes_in
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import RowOwners
-from detonation.core.link import Coordinates, Level, replicas_along, sizes_of
+from detonation.core.link import Coordinates, Level, key_of_axis, replicas_along, sizes_of
 from detonation.core.replicator import Channel
 from detonation.core.schemes import rows_of_a_turn
 from detonation.wire.units import ShardUnit, load_shard_state, shard_units
@@ -39,14 +44,20 @@ class Elastic:
     another number of replicas or shards.
 
     among: the replicas that are read for tensors that all replicas share; by default all replicas.
-    If the replicas were equal only up to rounding, only the first one is read.
+    If the replicas were equal only up to rounding, only the first one is read. inside: number of
+    replicas inside one replica of the outermost level, whose number may have changed.
     """
 
     def __init__(
-        self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None
+        self,
+        saved: CheckpointReader,
+        own: Coordinates,
+        among: Sequence[int] | None = None,
+        inside: int = 1,
     ) -> None:
         self._saved = saved
         self._own = own
+        self._inside = inside
         self._among: Sequence[int] = range(saved.manifest.replicas)
         if among is not None:
             self._among = among
@@ -103,10 +114,12 @@ class Elastic:
     def memory(self, key: str, box: Box) -> Tensor:
         """The part `box` of the memory of unsent values with which this replica starts. The memory
         is the sum of the memories of `memory_sources`, times new replicas / saved replicas."""
-        sources = memory_sources(self._own.replica, self._before, self._own.replicas)
+        group, place = divmod(self._own.replica, self._inside)
+        groups = self._own.replicas // self._inside
+        sources = memory_sources(group, self._before // self._inside, groups)
         total = torch.zeros(box.shape, dtype=torch.float64)
-        for replica in sources:
-            total += self._saved.part(replica, key, box)
+        for source in sources:
+            total += self._saved.part(source * self._inside + place, key, box)
         return (total * (self._own.replicas / self._before)).float()
 
     def server_residual(
@@ -115,7 +128,7 @@ class Elastic:
         """The server residuals (what owners have aggregated and not sent) of the parameters in
         `boxes`; None if the saved run had no owners.
 
-        Several levels keep their sizes, unless all have one axis (see `compare_level_sizes`).
+        Owners on several axes keep the sizes of levels (see `compare_level_sizes`).
         """
         along = range(self._before)
         if self._before == self._own.replicas:
@@ -174,38 +187,51 @@ def memory_sources(replica: int, before: int, now: int) -> range:
 
 def compare_level_sizes(
     saved: CheckpointReader,
-    values: Mapping[str, Any],
+    file: ShardReader,
     levels: Sequence[Level],
     own: Coordinates,
 ) -> str:
-    """Compares the numbers of replicas of all levels with those in `values`, the plain values of a
-    file of `saved`. Returns a text if an older version did not save them.
+    """Compares the numbers of replicas of all levels with those in `file`, a file of `saved`.
+    Returns a text if an older version did not save them.
 
     Raises:
-        ValueError: they differ, and some levels are on different axes. The memories of one axis
-            can be merged. Those of several axes cannot, because the replicas of an inner level
-            must stay equal.
+        ValueError: they differ, and the memories cannot be merged so that the replicas of an inner
+            level stay equal. They can if all levels are on one axis, or if the size of the
+            outermost level alone differs and no level has owners.
     """
     if len(levels) == 1:
         return ""
     before = saved.manifest.replicas
-    was = level_sizes_in(values)
+    was = level_sizes_in(file.values)
     now = sizes_of(levels)
+    on_one_axis = {own.replicas, *now} == {own.replicas}
     if was is None:
-        if before != own.replicas:
+        if before != own.replicas and not on_one_axis:
             raise ValueError(
                 f"{saved.path} was saved by {before} replicas on levels of unknown sizes, not by"
                 f" {own.replicas}: resume with the saved sizes"
             )
         return "; an older version saved it without the sizes of its levels: not compared"
     same = was == now and before == own.replicas
-    one_axis = {before, *was} == {before} and {own.replicas, *now} == {own.replicas}
-    if not (same or one_axis):
+    was_on_one_axis = {before, *was} == {before}
+    owners = any(key.endswith("server_residual") for key in file.keys)
+    outermost_alone = (
+        not owners and was[:-1] == now[:-1] and before == inside(levels, own) * was[-1]
+    )
+    if not (same or (was_on_one_axis and on_one_axis) or outermost_alone):
         raise ValueError(
             f"{saved.path} was saved with levels of {was} replicas, innermost first, this run has"
             f" levels of {now}: resume with levels of {was} replicas"
         )
     return ""
+
+
+def inside(levels: Sequence[Level], own: Coordinates) -> int:
+    """The number of replicas inside one replica of the outermost level."""
+    *inner, outermost = [key_of_axis(axis) for axis, _ in levels]
+    if outermost in inner:
+        return 1
+    return own.replicas // sizes_of(levels)[-1]
 
 
 def merge_policy(replicas: int, shards: int, own: Coordinates) -> str:

@@ -12,6 +12,7 @@ from detonation.checkpoint.elastic import (
     SHARD,
     Elastic,
     compare_level_sizes,
+    inside,
     merge_policy,
     merge_shard_state,
     owned_rows,
@@ -74,7 +75,7 @@ def restore(
     same = _same_shape(manifest, own)
     source: Elastic | ShardReader = file
     if not same:
-        source = Elastic(saved, own)
+        source = Elastic(saved, own, inside=inside(optimizer.levels, own))
     elif any(held.values()):  # this rank holds several shards, each from its own file
         source = Elastic(saved, own, [own.replica])
     # read the options before any state changes, because reading can raise an error
@@ -284,7 +285,7 @@ def _check(
         raise ValueError(
             f"{saved.path} was saved by {counts}: {why}; resume with {manifest.replicas} replicas"
         )
-    return compare_level_sizes(saved, file.values, optimizer.levels, own)
+    return compare_level_sizes(saved, file, optimizer.levels, own)
 
 
 def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:

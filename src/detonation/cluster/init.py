@@ -123,14 +123,16 @@ def end_for(error: Exception) -> NoReturn:
 
     The exit code is 2 if the error is bad input (a `ValueError`), otherwise 1.
     """
-    if _report_end is None:
-        _log.error("%s", error)
-    else:
-        _report_end(error)
     code = 1
     if isinstance(error, ValueError):
         code = 2
-    end_now(code)
+    try:
+        if _report_end is None:
+            _log.error("%s", error)
+        else:
+            _report_end(error)
+    finally:
+        end_now(code)  # also if nobody reads what this process prints
 
 
 def _end_alone(reason: str) -> NoReturn:

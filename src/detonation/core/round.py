@@ -56,6 +56,12 @@ class Round:
         flight."""
         return self.every > 1 or self.delay > 0
 
+    def ends(self, step: int) -> bool:
+        """True if replicas of unlike speed end a round of local steps after `step`: when a message
+        at offset 0 is sent.
+        """
+        return (step + 1 + self.delay) % self.every == 0
+
     def sends(self, step: int) -> bool:
         """True if a message is sent after `step`, counted from 0."""
         return step >= 0 and (step + 1 + self.delay - self.offset) % self.every == 0
@@ -66,39 +72,34 @@ class LocalSteps:
     the local steps of every replica.
 
     A replica with fewer than `every` local steps skips evenly spread steps. All replicas run the
-    last step of a round, after which they send their messages. With a `delay` these rounds end
-    `delay` steps earlier: an update that is applied later overwrites the steps after its message.
+    last step of a round, and then send their messages (see `Round.ends`). A later step would be
+    overwritten: an update that is applied with a delay replaces the steps after its message.
 
     counts: Local steps of each replica per round, `[replicas]` int64 from 1 to every.
 
-    >>> steps = LocalSteps(every=4, replicas=3)
+    >>> steps = LocalSteps(Round(every=4), replicas=3)
     >>> steps.agree([100, 210, 900])
     >>> steps.counts.tolist(), [steps.taken(step).sum().item() for step in range(4)]
     ([4, 2, 1], [1, 2, 1, 3])
     """
 
-    def __init__(self, every: int, replicas: int, delay: int = 0) -> None:
-        self.every = every
-        self.delay = delay
-        self.counts = torch.full((replicas,), every, dtype=torch.int64, device="cpu")
+    def __init__(self, round: Round, replicas: int) -> None:
+        self.round = round
+        self.counts = torch.full((replicas,), round.every, dtype=torch.int64, device="cpu")
 
-    def restart(self, every: int, delay: int) -> None:
-        """Sets the local steps of each replica per round to `every`, until `agree` changes them."""
-        self.every = every
-        self.delay = delay
-        self.counts.fill_(every)
+    def restart(self, round: Round) -> None:
+        """Begins other rounds, in which each replica runs all steps until `agree` changes that."""
+        self.round = round
+        self.counts.fill_(round.every)
 
     def taken(self, step: int) -> Tensor:
         """For each replica, whether it runs `step`.
 
         Shapes: -> `[replicas]` bool.
         """
-        at = (step + self.delay) % self.every
-        return (at + 1) * self.counts // self.every > at * self.counts // self.every
-
-    def ends(self, step: int) -> bool:
-        """True if `step` is the last step of a round."""
-        return (step + 1 + self.delay) % self.every == 0
+        every = self.round.every
+        at = (step + self.round.delay) % every
+        return (at + 1) * self.counts // every > at * self.counts // every
 
     def agree(self, durations: Sequence[int]) -> None:
         """Sets the local steps of each replica to the number of its steps that fit into this time:
@@ -111,7 +112,8 @@ class LocalSteps:
         if not all(durations):
             return
         most = [
-            self.every * min(durations) * (100 + SLACK_PERCENT) // (100 * each)
+            self.round.every * min(durations) * (100 + SLACK_PERCENT) // (100 * each)
             for each in durations
         ]
-        self.counts.copy_(torch.tensor(most, dtype=torch.int64, device="cpu").clamp_(1, self.every))
+        counts = torch.tensor(most, dtype=torch.int64, device="cpu")
+        self.counts.copy_(counts.clamp_(1, self.round.every))

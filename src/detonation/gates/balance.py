@@ -51,7 +51,7 @@ class Balance(StepGate):
         """Ends `step`. At the end of a round, agrees with the other replicas on the number of local
         steps of each replica; the call is then collective.
         """
-        if self.local_steps.ends(step):
+        if self.local_steps.round.ends(step):
             lasted = typical([elapsed_ns(*lap) for lap in self._laps])
             everyone = self._link.collect(
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)

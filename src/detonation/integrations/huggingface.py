@@ -366,8 +366,8 @@ def check_smoothing(trainer: Any) -> None:
     """Raises `ValueError` if the Trainer would smooth unshifted labels of a causal language model.
 
     The Trainer shifts the labels if the class of the model has the name of a causal language model.
-    FSDP2 renames this class, so without this check the model would learn to copy its input. FSDP2
-    does not rename the class inside an adapter of PEFT.
+    FSDP2 renames this class, so without this check the model would learn to copy its input. Inside
+    an adapter of PEFT, FSDP2 renames the class only if it shards this module by itself.
     """
     # import here, because loops with Accelerate alone do not need these slow modules
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -376,8 +376,11 @@ def check_smoothing(trainer: Any) -> None:
         return
     # torch.compile wraps the model in a class with another name
     model = getattr(trainer.model, "_orig_mod", trainer.model)
-    name = type(model).__name__.removeprefix("FSDP")
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if hasattr(model, "peft_config"):
+        model = model.base_model.model
+    renamed = type(model).__name__
+    name = renamed.removeprefix("FSDP")
+    if name != renamed and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
             f"label_smoothing_factor is {trainer.args.label_smoothing_factor}, must be 0 for"
             f" {name}: FSDP2 renames this class, so the Trainer would not shift the labels; smooth"

@@ -337,8 +337,9 @@ class ReplicaStrategy(ModelParallelStrategy):
         """
         assert self.model is not None
         # rank 0 counts for all ranks, so that all of them refuse
-        written = self.broadcast(len([*(path / PART).glob("*")]))
-        if written != len(self.replicated):
+        written = self.broadcast(len([*(path / PART).glob("[0-9]*")]))
+        whole = self.broadcast((path / _METADATA_FILENAME).exists())
+        if whole and written != len(self.replicated):
             raise ValueError(
                 f"{path} was written with {written} optimizers, but this run has"
                 f" {len(self.replicated)}: resume with as many optimizers"
@@ -355,7 +356,6 @@ class ReplicaStrategy(ModelParallelStrategy):
         rest = dict[str, Any]()
         problem = ""
         try:
-            rest = {}
             if self.is_global_zero:
                 rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
         except FileNotFoundError:

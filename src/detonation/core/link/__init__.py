@@ -21,6 +21,7 @@ from detonation.core.link.coordinates import (
     alike,
     coordinates_of,
     key_of_axis,
+    placed,
     replicas_along,
     sizes_of,
 )

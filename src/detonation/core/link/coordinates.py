@@ -84,6 +84,13 @@ def key_of_axis(axis: Axis) -> object:
     return _axis(axis)[0]
 
 
+def placed(levels: Sequence[Level]) -> list[tuple[object, Scheme]]:
+    """The key of the axis of each level, and its scheme. The key of an axis of one replica is
+    None."""
+    keys = [key_of_axis(axis) if axis.size() > 1 else None for axis, _ in levels]
+    return [(key, scheme) for key, (_, scheme) in zip(keys, levels, strict=True)]
+
+
 def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
     """Returns a key that is equal for equal axes, this rank's position on the axis, and the size of
     the axis."""

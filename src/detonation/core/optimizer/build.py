@@ -120,8 +120,7 @@ def build_levels(
     device = _device_of(parameters)
     local_steps = None
     if settings.balance:
-        rounds = levels[0][1].round
-        local_steps = LocalSteps(rounds.every, levels[0][0].size(), rounds.delay)
+        local_steps = LocalSteps(levels[0][1].round, levels[0][0].size())
     stops = settings.safety.non_finite == "stop"
     runtime = Runtime(device, settings.seed, settings.kernels, local_steps, stops)
     consensus = StopConsensus(parameters, runtime, settings.safety, base.optimizer)

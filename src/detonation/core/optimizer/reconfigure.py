@@ -19,9 +19,9 @@ from detonation.core.link import (
     Level,
     Link,
     RenumberedCommunicator,
-    key_of_axis,
     links_of_shards,
     mismatch_on_all,
+    placed,
 )
 from detonation.core.optim import BaseStep
 from detonation.core.optimizer.build import Route, replicator_of
@@ -67,7 +67,7 @@ def reconfigured(
     for before, after in zip(old, made, strict=True):
         _require_room(before, after)
     if local_steps := made[0].channel.runtime.local_steps if made else None:
-        local_steps.restart(scheme.round.every, scheme.round.delay)
+        local_steps.restart(scheme.round)
     for before, after in zip(old, made, strict=True):
         _hand_over(before, after)
     return made
@@ -109,9 +109,9 @@ def agree_on_parameters(
 def require_order(levels: Sequence[Level], level: int, scheme: Scheme) -> None:
     """Raises `ValueError` if `scheme` cannot replace the scheme of one level, because of the other
     levels."""
-    placed = [(key_of_axis(axis), each) for axis, each in levels]
-    placed[level] = (placed[level][0], scheme)
-    check_order(placed)
+    changed = [*levels]
+    changed[level] = (levels[level][0], scheme)
+    check_order(placed(changed))
 
 
 def with_scheme(

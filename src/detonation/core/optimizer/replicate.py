@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from detonation.choices import checks_keywords
 from detonation.core.agreement import Safety
-from detonation.core.link import Axis, key_of_axis, rules_of
+from detonation.core.link import Axis, placed, rules_of
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import (
@@ -111,7 +111,7 @@ def replicate(
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}, must be above 0, or None for no clipping")
     checked = checked_levels(levels)
-    check_order([(key_of_axis(axis), scheme) for axis, scheme in checked])
+    check_order(placed(checked))
     if balance:
         check_balance([scheme for _, scheme in checked], intra_node)
     for axis, _ in checked:

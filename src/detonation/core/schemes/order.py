@@ -6,7 +6,9 @@ from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme, Scheme
 
 Placed = tuple[object, Scheme]
-"""The key of an axis, and the scheme on this axis. Levels on one axis have equal keys."""
+"""The key of an axis, and the scheme on this axis. Levels on one axis have equal keys. The key of
+an axis of one replica is None.
+"""
 
 
 def check_order(levels: Sequence[Placed]) -> None:
@@ -37,12 +39,14 @@ def _check_inside(
     `axis`, sends. Their anchors of `outer` would then differ for ever, and so would their weights
     after `synchronize`.
 
-    An inner level on `axis` itself needs no check, because `outer` averages over its replicas.
+    An inner level on `axis` itself needs no check, because `outer` averages over its replicas. A
+    single replica needs none, either.
     """
-    for other in dict.fromkeys(key for key, _ in inner if key != axis):
+    for other in dict.fromkeys(key for key, _ in inner if key not in (axis, None)):
         schemes = [scheme for key, scheme in inner if key == other]
         if not any(_equal_whenever(outer, scheme) for scheme in schemes):
-            _refuse(schemes[-1], outer)
+            # name the level whose rounds can be made to fit, if there is one
+            _refuse(max(reversed(schemes), key=lambda scheme: scheme.equalizes), outer)
 
 
 def _equal_whenever(outer: ParameterScheme, inner: ParameterScheme) -> bool:
@@ -64,6 +68,11 @@ def _refuse(inner: ParameterScheme, outer: ParameterScheme) -> None:
             f"{inner.name} is inside {outer.name} on another axis, but it does not make all weights"
             " of its replicas equal at once: for the inner level, use local_sgd(), or use the axis"
             " of the outer level"
+        )
+    if inner.fragments > 1:
+        raise ValueError(
+            f"{outer.name} sends weights while replicas inside {inner.name} in {inner.fragments}"
+            " fragments still differ: use one fragment in the inner level"
         )
     settings = f"every={outer.round.every}"
     multiples = "every"

@@ -274,7 +274,8 @@ def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[
         function = find_function("scheme", level.scheme.name, known_schemes())
         check_types(key, function, level.scheme.arguments)
     chosen = [scheme_of(level) for level in levels]
-    check_order([(level.axis, each) for level, each in zip(levels, chosen, strict=True)])
+    axes = [level.axis if level.replicas > 1 else None for level in levels]
+    check_order([*zip(axes, chosen, strict=True)])
     if balance:
         setup_checks.check_balance(chosen, None)
     whole = [Choice(each.name, dict(each.arguments)) for each in chosen]

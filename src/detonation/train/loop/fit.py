@@ -273,7 +273,7 @@ class UnevenRounds:
         self._session = session
         self._until = until
         self._undo = undo
-        self._every = session.optimizer.levels[0][1].round.every
+        self._round = session.optimizer.levels[0][1].round
         self._loss = math.nan
         self._known = False
         self._losses: list[float] = []  # losses of this rank in the current round
@@ -281,7 +281,7 @@ class UnevenRounds:
 
     def ends(self, step: int) -> bool:
         """True if `step` is the last step of a round or of the run."""
-        return (step + 1) % self._every == 0 or step + 1 == self._until
+        return self._round.ends(step) or step + 1 == self._until
 
     def gradients(self, step: int) -> Outcome:
         """Computes the gradients of one step, unless this replica skips the step."""
