@@ -44,8 +44,9 @@ class Elastic:
     another number of replicas or shards.
 
     among: the replicas that are read for tensors that all replicas share; by default all replicas.
-    If the replicas were equal only up to rounding, only the first one is read. inside: number of
-    replicas inside one replica of the outermost level, whose number may have changed.
+    If the replicas were equal only up to rounding, only the first one is read. levels: the levels
+    of this run, of which the outermost may have another size; not needed for state that all
+    replicas share.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Elastic:
         saved: CheckpointReader,
         own: Coordinates,
         among: Sequence[int] | None = None,
-        inside: int = 1,
+        levels: Sequence[Level] = (),
     ) -> None:
         self._saved = saved
         self._own = own
-        self._inside = inside
+        self._levels = levels
         self._among: Sequence[int] = range(saved.manifest.replicas)
         if among is not None:
             self._among = among
@@ -114,16 +115,16 @@ class Elastic:
     def memory(self, key: str, box: Box) -> Tensor:
         """The part `box` of the memory of unsent values with which this replica starts. The memory
         is the sum of the memories of `memory_sources`, times new replicas / saved replicas."""
-        group, place = divmod(self._own.replica, self._inside)
-        groups = self._own.replicas // self._inside
-        sources = memory_sources(group, self._before // self._inside, groups)
+        size = _inside(self._levels, self._own)
+        group, place = divmod(self._own.replica, size)
+        sources = memory_sources(group, self._before // size, self._own.replicas // size)
         total = torch.zeros(box.shape, dtype=torch.float64)
         for source in sources:
-            total += self._saved.part(source * self._inside + place, key, box)
+            total += self._saved.part(source * size + place, key, box)
         return (total * (self._own.replicas / self._before)).float()
 
     def server_residual(
-        self, key: str, channel: Channel, boxes: dict[str, Box], levels: Sequence[Level]
+        self, key: str, channel: Channel, boxes: dict[str, Box]
     ) -> list[Tensor] | None:
         """The server residuals (what owners have aggregated and not sent) of the parameters in
         `boxes`; None if the saved run had no owners.
@@ -132,7 +133,7 @@ class Elastic:
         """
         along = range(self._before)
         if self._before == self._own.replicas:
-            along = replicas_along(channel.link.axis, levels, self._own)
+            along = replicas_along(channel.link.axis, self._levels, self._own)
         if all(key not in file.keys for file in self._saved.shards(0)):
             return None
         numbers = range(self._saved.manifest.shards)
@@ -216,7 +217,7 @@ def compare_level_sizes(
     was_on_one_axis = {before, *was} == {before}
     owners = any(key.endswith("server_residual") for key in file.keys)
     outermost_alone = (
-        not owners and was[:-1] == now[:-1] and before == inside(levels, own) * was[-1]
+        not owners and was[:-1] == now[:-1] and before == _inside(levels, own) * was[-1]
     )
     if not (same or (was_on_one_axis and on_one_axis) or outermost_alone):
         raise ValueError(
@@ -226,7 +227,7 @@ def compare_level_sizes(
     return ""
 
 
-def inside(levels: Sequence[Level], own: Coordinates) -> int:
+def _inside(levels: Sequence[Level], own: Coordinates) -> int:
     """The number of replicas inside one replica of the outermost level."""
     *inner, outermost = [key_of_axis(axis) for axis, _ in levels]
     if outermost in inner:

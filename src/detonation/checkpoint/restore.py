@@ -12,7 +12,6 @@ from detonation.checkpoint.elastic import (
     SHARD,
     Elastic,
     compare_level_sizes,
-    inside,
     merge_policy,
     merge_shard_state,
     owned_rows,
@@ -36,7 +35,7 @@ from detonation.checkpoint.snapshot import (
 )
 from detonation.choices import first_names
 from detonation.core.flat.tensors import local
-from detonation.core.link import Coordinates, Level
+from detonation.core.link import Coordinates
 from detonation.core.memory import require_same_keys
 from detonation.core.optimizer import Replicated, local_parameters, local_state_of, parameters_of
 from detonation.core.replicator import Channel, Replicator, use_rows
@@ -75,7 +74,7 @@ def restore(
     same = _same_shape(manifest, own)
     source: Elastic | ShardReader = file
     if not same:
-        source = Elastic(saved, own, inside=inside(optimizer.levels, own))
+        source = Elastic(saved, own, levels=optimizer.levels)
     elif any(held.values()):  # this rank holds several shards, each from its own file
         source = Elastic(saved, own, [own.replica])
     # read the options before any state changes, because reading can raise an error
@@ -98,8 +97,7 @@ def restore(
     of_shards = replicators_of_shards(optimizer, held)
     if not same:
         assert isinstance(source, Elastic)
-        levels = optimizer.levels
-        dropped = "".join(_merge_local_state(source, each, levels) for each in of_shards.values())
+        dropped = "".join(_merge_local_state(source, each) for each in of_shards.values())
         how = merge_policy(manifest.replicas, manifest.shards, own) + dropped + unknown
         return how, partial(merge_shard_state, saved, model, own)
     for shard, replicators in of_shards.items():
@@ -516,9 +514,7 @@ def _load_local_state(source: ShardReader, replicators: Sequence[Replicator]) ->
         )
 
 
-def _merge_local_state(
-    source: Elastic, replicators: Sequence[Replicator], levels: Sequence[Level]
-) -> str:
+def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> str:
     """Merges the local states of all replicas; returns a description of the state that was
     dropped.
     """
@@ -528,7 +524,7 @@ def _merge_local_state(
         boxes = {name: Box.of(parameter) for name, parameter in replicator.parameters.items()}
         prefix = f"replica.{level}."
         merged = _merged(source, prefix, local_state.named(), boxes)
-        dropped += _merge_server_residual(source, prefix, replicator.channel, boxes, merged, levels)
+        dropped += _merge_server_residual(source, prefix, replicator.channel, boxes, merged)
         local_state.load(merged)
     return dropped
 
@@ -560,14 +556,13 @@ def _merge_server_residual(
     channel: Channel,
     boxes: dict[str, Box],
     merged: dict[str, Tensor],
-    levels: Sequence[Level],
 ) -> str:
     """Adds the saved server residual (what owners have aggregated and not sent) to the `merged`
     state: to the residuals of the new owners or, without owners, to the memory of unsent values.
 
     If this run has neither owners nor a memory, drops the residual and returns a text about it.
     """
-    residual = source.server_residual(prefix + _SERVER_RESIDUAL, channel, boxes, levels)
+    residual = source.server_residual(prefix + _SERVER_RESIDUAL, channel, boxes)
     if residual is None:
         return ""
     if _SERVER_RESIDUAL in merged:

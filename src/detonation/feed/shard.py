@@ -353,7 +353,7 @@ def _shared_state(
     state = {}
     for key, tensor in mine.items():
         name = key.partition(".")[2]
-        if not shared_state.is_shared(f"0.{key}") or key not in found[0]:
+        if key.startswith(shared_state.PRIVATE) or key not in found[0]:
             state[key] = tensor.clone()  # private state keeps its initial value
         elif name in parameters:
             state[key] = _whole([each[key] for each in found], _boxes(shards, name), tensor)
