@@ -149,7 +149,8 @@ def make(
 
 def plain_types(value: object, hint: Any) -> str:
     """Returns "" if `value` has one of the types in the annotation `hint`; otherwise returns all
-    these types as text. Also returns "" if a type is not plain (a key of `_PLAIN`, or None).
+    these types as text. Only keys of `_PLAIN` and None are checked: if `hint` contains another
+    type, returns "".
 
     An int counts as a float, but a bool does not count as an int.
 

@@ -145,7 +145,7 @@ def test_a_run_that_stopped_within_a_round_is_no_whole_run(train, scheme):
     rounds = {"scheme": scheme}
     sets = ("train.validate_every=3",)
     train("run", *sets, tables=rounds, stop_after=3)
-    with pytest.raises(WorldError, match="stopped at step 3, before its end and within a round"):
+    with pytest.raises(WorldError, match="stopped at step 3 within a round"):
         train("run", *sets, "train.steps=3", tables=rounds, resume=True)
     ends = train("run", *sets, tables=rounds, resume=True)
     assert ends[0]["replicas_equal"]

@@ -160,8 +160,9 @@ def level_sizes_in(values: Mapping[str, Any]) -> list[int] | None:
 
 
 def point_in(values: Mapping[str, Any]) -> tuple[str, int | None]:
-    """The run's id and its count of completions (see `RunPoint`), from the plain values of a
-    checkpoint. "" and None if an older version wrote the checkpoint.
+    """Returns the id of the run, and how often open rounds were completed since the last step (see
+    `RunPoint`). Both are in `values`, the values of a checkpoint that are no tensors. Returns ""
+    and None for a checkpoint of an older version.
     """
     known = values.get(RUN)
     completed = values.get(COMPLETED)

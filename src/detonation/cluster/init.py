@@ -249,7 +249,7 @@ def meet(
         keep_to_loopback(os.environ)
         return store, device
     require_start(store, position, device)
-    # choose the interface now: a rank that has reached the store can resolve the name of its host
+    # not earlier: a rank that has reached the store can resolve the name of its own machine
     _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device
 

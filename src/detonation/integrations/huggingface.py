@@ -87,8 +87,8 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
             asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
             start = "start them with torchrun or accelerate launch, on an accelerator each"
             raise ValueError(
-                f"{asked} are {self.total_size} ranks, but Accelerate counts 1: {start};"
-                " Accelerate does not shard on CPUs"
+                f"{asked} are {self.total_size} ranks, but Accelerate counts 1: {start}."
+                " On CPUs ask for one shard, because Accelerate shards on accelerators only"
             )
         super()._validate_accelerator(accelerator)
 

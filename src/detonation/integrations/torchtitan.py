@@ -133,7 +133,7 @@ class _Sharding:
                 # torchtitan divides losses by the tokens of all R replicas: multiply gradients by R
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
                 # gloo cannot multiply while it sums, so on CPUs FSDP2 must multiply separately.
-                # With a single shard, FSDP2 would then multiply the gradient twice by its factor.
+                # A single shard sums nothing: a separate product would apply the factor twice.
                 if parallel_dims.world_mesh.device_type == "cpu":
                     several = parallel_dims.get_mesh("fsdp").size() > 1
                     module.set_force_sum_reduction_for_comms(several)

@@ -166,13 +166,14 @@ class Playback(Player):
         return begun
 
     def _lacks(self, path: Path) -> bool:
-        """True if a file holds a write or a `synchronize` call after `first` steps that the state
-        at the beginning of the replay may not include.
+        """True if the state at the beginning of the replay may lack a change of the weights: the
+        file at `path` holds a write or a `synchronize` call after `first` steps.
         """
         lacks = False
         about = start_of(path) | {"replicas": self._identity["replicas"]}
         if self._completed is None and not self._identity.items() <= about.items():
-            return False  # the state has the settings of the next file, so `reconfigure` made it
+            # the state has the settings of the next file, so it was saved after `reconfigure`
+            return False
         for kind, place, step in heads(path):
             if step == self.first and kind != STEP:
                 lacks = kind == WRITTEN or not self._includes(place)
@@ -201,7 +202,9 @@ class Playback(Player):
         return end.kind == SYNCHRONIZE and end.step <= self.first and self._includes(end.place)
 
     def _groups(self) -> Iterator[list[LogRecord]]:
-        """Yields the records that the replay may need: messages with the record that ends them."""
+        """Yields groups of records that the replay may need. A group holds the messages of a step,
+        and then the record that ends the step.
+        """
         counts = [begun for begun, _ in self.files[1:]]
         for (_, path), following in zip(self.files, [*counts, math.inf], strict=True):
             yield from self._groups_of(path, following)

@@ -130,7 +130,7 @@ class Network:
         round_trip = one.latency_s
         rate = one.rate_bits_per_s / 8
         full = min(nbytes, rate * round_trip)
-        # minus 1, because TCP does not halve its window in the first period of its timer
+        # minus 1, because a silent TCP connection keeps its window for the first period
         periods = (silent_s + round_trip / 2) / (round_trip + _TIMER_S) - 1
         doublings = min(periods, log2(max(full, 1.0) / _WINDOW))
         if doublings <= 0:

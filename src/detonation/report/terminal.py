@@ -357,7 +357,7 @@ def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Returns one row of texts per option, in the order of `MORE_HEADS`."""
+    """Returns a table row for each option of `plan`. `MORE_HEADS` names the columns."""
     return [
         (
             _named(option),

@@ -148,7 +148,7 @@ class Agreement:
 
     @property
     def gone(self) -> set[int]:
-        """Numbers of the optimizers on the axis that at least one rank has dropped."""
+        """The indices of the optimizers on this axis that at least one rank no longer uses."""
         return {
             user
             for report in self.reports.values()

@@ -503,8 +503,8 @@ class Guest:
         self._store.set(axis_key("ready", self.number, self._shard), "")
 
     def entry(self) -> GuestEntry | None:
-        """Returns the point of training at which the members wait for this replica; None if they do
-        not wait yet. After they have postponed this replica, returns None until they wait again.
+        """Returns the point of training at which the members wait for this replica to join. Returns
+        None while no member waits: before they begin to wait, and after they postponed the join.
         """
         entry = self._latest_entry()
         return entry if entry != self._answered else None

@@ -365,8 +365,8 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _arrived(self, until: float) -> bool:
-        """True if messages were due at steps up to `until` that no earlier call of this method has
-        counted. All ranks get the same answer. Also counts the faults of these messages.
+        """Counts the faults of new messages: those due at steps up to `until` that no earlier call
+        has counted. Returns True if there were any. All ranks get the same answer.
         """
         found = False
         for counts in self.counts:
@@ -394,8 +394,8 @@ class StopConsensus:
         return gravest
 
     def _raise_asked(self) -> None:
-        """Raises the error for an earlier step, if the ranks exchanged their reasons to stop after
-        that step and any rank had a reason.
+        """After an earlier step, the ranks may have exchanged their reasons to stop. If a rank had
+        a reason, raises the error for that step.
         """
         if self._asked:
             readback, step = self._asked

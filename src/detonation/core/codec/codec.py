@@ -199,8 +199,8 @@ class Codec:
         return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
 
     def sent(self, rows: int, room: int) -> int:
-        """Bytes sent for `rows` rows of a message: a header of `room` bytes, the rows, and padding
-        with undefined content.
+        """Returns how many bytes are sent for `rows` rows of a message: a header of `room` bytes,
+        the encoded rows, and padding. The content of the padding is undefined.
         """
         return -(-(room + self.nbytes(rows)) // self.alignment) * self.alignment
 

@@ -58,8 +58,8 @@ class Exchange(ABC):
         # A simulated communicator on a CPU shares the buffer of the sender, so no buffer is reused.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(int(kept))
-        # Takes back receive buffers for reuse. None on an accelerator without kernels, where torch
-        # itself reuses their memory.
+        # Takes back receive buffers for reuse. None on an accelerator without kernels: there, the
+        # allocator of torch reuses the buffers.
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle

@@ -471,7 +471,8 @@ class Channel:
             else:
                 own = None
             kept = selected
-            if own is not None:  # frees the unrounded values; only `own` will be subtracted
+            if own is not None:
+                # only `own`, the rounded values, will be subtracted from the memory
                 kept = replace(selected, values=own)
             transfer.unreleased.append((engine, kept, own))
         if self._needs_own_update:

@@ -143,9 +143,10 @@ def _require_end(session: Session, file: Path, kept: list[metrics.Record]) -> No
         )
     is_open = any(scheme.round.stays_open for _, scheme in optimizer.levels)
     if kept[-1].val_loss is None or (is_open and optimizer.run.completed == 0):
-        why = "within a round" if is_open else "without validation"
+        why = "within a round" if is_open else "without a validation"
         raise ValueError(
-            f"the run stopped at step {done}, before its end and {why}: give more --steps"
+            f"all {done} steps are trained, but the run stopped at step {done} {why}: give more"
+            " --steps"
         )
 
 
