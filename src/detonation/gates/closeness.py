@@ -83,8 +83,8 @@ class Closeness(StepGate):
                     self._align(replicator, link, turn)
 
     def _links_of(self, replicator: Replicator) -> Iterable[Link]:
-        """Returns the links along which all replicas must have equal state of `replicator`: its own
-        link. If its state is an anchor, also the links of the inner levels.
+        """Returns the links along which all replicas must have equal state of `replicator`: the
+        link of this replicator and, if it has an anchor, the links of the inner levels.
         """
         links = [replicator.link]
         if not replicator.stepped:
