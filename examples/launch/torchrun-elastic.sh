@@ -6,8 +6,9 @@
 # HEAD is the address of one of them, the same on both: its agent keeps the rendezvous, and the run ends with it.
 # ADDRESS is this machine's own; without it the others must find this one by its name, and HEAD must be
 # an address that the name of its machine leads to, which it is not on Debian (127.0.1.1) or in a tunnel.
-# When the other machine goes, the run goes on from the last checkpoint with one replica fewer, and when it comes back,
-# with one more. Every start takes this same command line.
+# If the other machine is lost and both share --out, the run continues from the last checkpoint with one replica fewer,
+# and with one more when that machine returns. Without a shared --out the run waits for the machine: its replica's
+# checkpoint is nowhere else. Each start uses this same command line.
 set -euo pipefail
 : "${HEAD:?must be the address of one machine, the same on all}"
 (($# > 0)) || { echo "usage: HEAD=ADDRESS GPUS=8 $0 RECIPE --out DIR ..." >&2; exit 2; }
