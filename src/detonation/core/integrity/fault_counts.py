@@ -1,4 +1,6 @@
-"""Fault counts: faults of each replica are counted, logged, and turned into a reason to stop."""
+"""Counts and logs the faults of each replica. Faults that are severe, or too many, become a reason
+to stop all ranks.
+"""
 
 import logging
 from collections import Counter
@@ -42,7 +44,7 @@ class NonFiniteGradient(DetonationError, ArithmeticError):
 
 
 class BadPeer(DetonationError, RuntimeError):
-    """Too many messages of a replica were refused."""
+    """Raised on all ranks after validation refused several messages (`STRIKES`) of one replica."""
 
 
 class Desync(DetonationError, RuntimeError):
@@ -52,8 +54,8 @@ class Desync(DetonationError, RuntimeError):
 
 
 class Changed(str):
-    """The name of a parameter in an empty message. The type `Changed` (instead of `str`) says that
-    the sender of the message has started or stopped training this parameter.
+    """The name of a parameter that the sender of an empty message has started or stopped training.
+    If the name is a plain `str` instead, the parameter's gradient or movement is not finite.
     """
 
     __slots__ = ()
@@ -138,8 +140,8 @@ class FaultCounts:
             report(numbers.read())
 
     def stop_if_apart(self) -> None:
-        """Records a reason to stop if a change of the trained parameters was announced by some
-        replicas, but not by all that must announce it.
+        """Records a reason to stop if some, but not all, replicas announced a change of their
+        trained parameters. Lost replicas need not announce it.
         """
         if self.changed_apart:
             replicas = sum({_bit(sender) for sender in self.changed})
@@ -170,8 +172,8 @@ class FaultCounts:
         self.missing = set()
 
     def announcement(self, name: str) -> int:
-        """The code that a rank sends in place of a reason to stop, if this rank announced that it
-        began or stopped training the parameter `name`.
+        """Returns the code that this rank sends in place of a reason to stop, after it announced
+        that it began or stopped training the parameter `name`.
         """
         return _CHANGING << 56 | _bit(self._replica) << 32 | self.names.index(name)
 
@@ -184,8 +186,9 @@ class FaultCounts:
 
     @staticmethod
     def announced_apart(announcements: Sequence[int]) -> int:
-        """Returns the largest of `announcements`, the codes of a group of ranks. If the ranks
-        announced different changes, returns the code of a reason to stop.
+        """Combines `announcements`, the codes that the ranks of a group sent. If the ranks
+        announced changes of different parameters, returns the code of a reason to stop. Otherwise
+        returns the largest of the codes.
         """
         largest = max(announcements)
         if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
@@ -216,9 +219,11 @@ class FaultCounts:
             self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """Counts a message of `sender` that is empty or partly zeros, because the signal of its
-        parameter `name` is not finite. If `name` is a `Changed`, the message is no fault: `sender`
-        then announced a change of the trained parameters, which is recorded.
+        """Counts a message of `sender` in which zeros replace values, because the signal of the
+        parameter `name` is not finite.
+
+        If `name` is a `Changed`, the message is no fault, but announces a change of the trained
+        parameters. This method then only records the change.
         """
         if isinstance(name, Changed):
             self.announced(sender, name)
@@ -269,9 +274,10 @@ class FaultCounts:
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
-        """Finds the senders that differ from most replicas at `step`: in the options of their
-        parameter groups, or in the messages that they received in earlier steps. Logs each
-        difference, and records a reason to stop, except if `Safety` repairs the second difference.
+        """Finds the senders that differ from most replicas at `step`, and logs each difference.
+
+        Other options of the parameter groups are always a reason to stop. Other messages received
+        in earlier steps are a reason to stop, unless `Safety` repairs replicas that differ.
 
         Args:
             digests: By sender, the digests of messages in the upper bits and of options in the
@@ -304,11 +310,10 @@ class FaultCounts:
         self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:
-        """The error for the reason to stop `fatal`, which any rank of this level of replication may
-        have found at `step`.
+        """Returns the error for `fatal`, a reason to stop that any rank of this level of
+        replication may have found at `step`.
 
-        If the same reason occurs again at a later step, the error still names the first step, and
-        adds a remedy.
+        If the same reason occurs again, the error still names the first step, and adds a remedy.
         """
         raised, first_step = self._raised
         if fatal == raised:
@@ -359,15 +364,15 @@ class FaultCounts:
         self.fatal = max(self.fatal, kind << 56 | sender << 32 | number)
 
     def _warn(self, step: int, sender: int, text: str) -> None:
-        """Logs `text` on replica 0 and on the sender, once for each step and sender."""
+        """Logs `text` on replica 0 and on the sender, at most once for each step and sender."""
         if (step, sender) not in self._warned and self._replica in (0, sender):
             self._warned = {(step, sender), *(pair for pair in self._warned if pair[0] == step)}
             _log.warning(text)
 
 
 def _odd(words: Mapping[int, int]) -> list[int]:
-    """Senders whose value in `words` differs from the most frequent value. If several values are
-    equally frequent, the first of these values counts as the most frequent.
+    """Returns the senders whose value in `words` differs from the most frequent value. If several
+    values are equally frequent, the first of them counts as the most frequent.
     """
     most_frequent = Counter(words.values()).most_common(1)[0][0]
     return [sender for sender, word in words.items() if word != most_frequent]
@@ -380,14 +385,14 @@ def _sender(sender: int) -> str:
 
 
 def _bit(replica: int) -> int:
-    """The bit that stands for `replica` in a set of replicas. All replicas from number 23 on share
-    the last bit.
+    """Returns the bit that stands for `replica` in a set of replicas. All replicas from number 23
+    on share the last bit.
     """
     return 1 << min(replica, _NAMED_REPLICAS - 1)
 
 
 def _replicas(bits: int) -> str:
-    """The text that names the replicas in the bit set `bits`.
+    """Returns text that names the replicas in the bit set `bits`.
 
     >>> _replicas(_bit(0) | _bit(2))
     'replicas 0, 2'

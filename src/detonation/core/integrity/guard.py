@@ -95,8 +95,8 @@ class Expected:
 
 
 def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
-    """The words of each header, and a newly computed checksum of each message. The word of the
-    header that holds the received checksum counts as 0.
+    """Returns the words of each header, and a newly computed checksum of each message. For this
+    checksum, the header's word with the received checksum counts as 0.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, 8]` and `[messages]` int64.
     """
@@ -109,11 +109,13 @@ def decide_usable(
 ) -> tuple[Tensor, Tensor]:
     """Decides which messages are refused, because of their header, checksum, content or norm.
 
-    The norm of a message is too large if it exceeds `LOUDER` times the median norm of this
-    exchange, and also `LOUDER` times the reference norm `usual`. The reference norm is the largest
-    median of all exchanges so far: with sparse gradients, replicas may send almost zeros for many
-    steps, and then messages as large as before. The reference norm shrinks slowly, but not while
-    most messages are almost zero. A single replica cannot raise a median.
+    The norm of a message is too large if it exceeds both `LOUDER` times the median norm of this
+    exchange and `LOUDER` times the reference norm `usual`. Sparse gradients need the reference
+    norm: replicas may send almost zeros for many steps, and then messages as large as before. Each
+    exchange first shrinks the reference norm slightly, except while most messages are almost zero.
+    Then it raises the reference norm to the median, if the median is larger. With three or more
+    senders, a single sender cannot raise the median above all other norms. The median of two norms
+    is the larger norm.
 
     Args:
         words, added: Words of the headers, and checksums of the received bytes; see `unsealed`.
@@ -128,8 +130,8 @@ def decide_usable(
     `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
     header = expected.header
-    # norms are compared as integers: the bits of nonnegative floats have the order of the floats,
-    # and the bits of NaN are the largest
+    # Norms are compared as integers, because the bits of nonnegative floats keep their order.
+    # The bits of NaN are larger than the bits of any number.
     bits = norms.abs().double().view(torch.int64)
     found = torch.cat([words, torch.stack([added, content, bits], 1)], 1)
     replicas = len(words)
@@ -159,12 +161,12 @@ def decide_usable(
 def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest valid values of the first 11 columns of the table that
-    `decide_usable` makes. Also returns a row with 1 in the column of the step and 0 in all other
-    columns.
+    """Returns the smallest and the largest valid value of each of the first 11 columns in the table
+    of `decide_usable`, for step 0. Also returns a row with 1 in the column of the step and 0 in all
+    other columns.
 
-    The limits for step 0 are returned. For another step the caller adds the step times the returned
-    row to the limits. The caller replaces the limits in the column of the checksum.
+    For another step, the caller adds the step times this row to the limits. The caller also
+    replaces the limits in the column of the checksum.
 
     Shapes: -> `[2, replicas, 11]` and `[11]` int64.
     """
@@ -189,8 +191,8 @@ def _infinity(device: torch.device) -> Tensor:
 
 
 def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
-    """The fault of each message in `table` (see `decide_usable`), in replica order; "" for a
-    message without a fault.
+    """Returns the fault of each message in `table` (see `decide_usable`) as text, in replica order;
+    "" for a message without a fault.
     """
     return [_fault(sender, row, expected) for sender, row in enumerate(table)]
 
@@ -244,7 +246,9 @@ def _empty_headers(whole: Tensor, absent: Collection[int]) -> None:
 def _without(
     absent: Collection[int], found: Arrived, refused: Tensor | None
 ) -> tuple[Arrived, Tensor | None]:
-    """The messages and the flags of refused messages, without the entries of `absent` replicas."""
+    """Returns the messages and the flags of refused messages, without the entries of `absent`
+    replicas.
+    """
     present = [sender for sender in range(len(found.body)) if sender not in absent]
     if refused is not None:
         refused = refused[present]
@@ -289,7 +293,7 @@ class Guard(SumGuard):
             if len(runs) > 1:
                 runs = sorted(runs, key=attrgetter("first"))
             if not phase:
-                # digest of the last exchange whose messages every replica has certainly received
+                # digest of the latest exchange that every replica has certainly completed
                 opened = self._received.get(self._sent - 1 - self._delay, 0)
                 received = (opened >> 32 ^ self.noted) << 32 | crc32(self._counts.options)
                 if message.missing:
@@ -360,8 +364,8 @@ class Guard(SumGuard):
             back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
-        # A mean over signals leaves absent replicas out. Aggregates of absent owners stay in
-        # `found` as zeros, so the update of the rows of these owners is zero.
+        # A mean over signals leaves absent replicas out.
+        # An absent owner's aggregate stays in `found` as zeros, so the update of its rows is zero.
         if absent and stage.signals:
             found, refused = _without(absent, found, refused)
         if refused is not None:
@@ -404,9 +408,8 @@ class Guard(SumGuard):
         return refused
 
     def hear(self, missing: Missing, table: runtime.Readback, absent: Collection[int] = ()) -> None:
-        """Sets `missing.said` to a function that reads what each replica reports about its
-        parameters without a gradient. The function reads this from `table`, which `decide_usable`
-        made.
+        """Sets `missing.said` to a function that returns each replica's report on its parameters
+        without a gradient. The function reads the reports from `table`, which `decide_usable` made.
         """
 
         def said() -> dict[int, int]:
@@ -456,8 +459,8 @@ class Guard(SumGuard):
         return fine
 
     def _refuse(self, sender: int, fault: str, step: int) -> None:
-        """Counts a refused message. If this replica sent the message and it was too large, also
-        clears this replica's memory of unsent values.
+        """Counts a refused message. If this replica sent the message and its values or norm were
+        too large, also clears this replica's memory of unsent values.
         """
         self._counts.refuse(sender, fault, step)
         if sender == self._replica and fault in (TOO_LARGE, TOO_LOUD):
@@ -467,8 +470,8 @@ class Guard(SumGuard):
         self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int
     ) -> None:
         """Compares the digests in the messages of all replicas. Each digest covers the messages
-        that its sender received earlier. So digests differ if only some replicas received a damaged
-        message.
+        that the sender received in earlier exchanges. So digests differ if only some replicas
+        received a damaged message.
         """
         received = [(row[7], fault) for row, fault in zip(rows, faults, strict=True)]
         self._received[self._opened] = hash63(repr(received))

@@ -201,8 +201,9 @@ class Missing:
 
 
 def with_said(received: int, says: int) -> int:
-    """The seventh word of a header. It contains the digest `received` and the report `says` on the
-    sender's parameters without a gradient. The word is negative if there are such parameters.
+    """Returns the seventh word of a header: the digest `received`, combined with the report `says`
+    on the sender's parameters without a gradient. The word is negative if there are such
+    parameters.
 
     >>> with_said(7, NONE_MISSING), said_in(with_said(7, 3)), with_said(7, 3) & 7
     (7, 3, 7)
@@ -213,16 +214,17 @@ def with_said(received: int, says: int) -> int:
 
 
 def said_in(received: int) -> int:
-    """The report on parameters without a gradient, read from the seventh word of a header; see
-    `NONE_MISSING`."""
+    """Reads the report on parameters without a gradient from the seventh word of a header; see
+    `NONE_MISSING`.
+    """
     if received >= 0:
         return NONE_MISSING
     return 1 + (received >> RECEIVED_BITS & 15)
 
 
 def packed(numbers: Collection[int], count: int) -> bytes:
-    """The set `numbers` as bytes. Each number is below `count`, and bit i tells whether i is in the
-    set.
+    """Returns the set `numbers` as bytes, one bit per number: bit i is 1 if i is in the set. Each
+    number is below `count`.
 
     >>> packed([0, 9], 12)
     b'\\x01\\x02'
@@ -234,7 +236,7 @@ def packed(numbers: Collection[int], count: int) -> bytes:
 
 
 def in_all(sets: Iterable[bytes]) -> frozenset[int]:
-    """The numbers that every one of `sets` contains; `packed` makes such sets.
+    """Returns the numbers that all of `sets` contain; `packed` makes such sets.
 
     >>> sorted(in_all([packed([0, 9, 10], 12), packed([0, 3, 10], 12)]))
     [0, 10]
@@ -255,7 +257,7 @@ class Message:
 
     Args:
         waiting: The run that the next collective sends, if it has been encoded.
-        sent: Runs of the collectives that were started, until the last one is sealed.
+        sent: Runs whose collectives were started; empty after the last run was sealed.
         rows: First row and number of rows of each of these runs.
         arriving: For each of these runs, a function that waits for the received bytes and returns
             them: `[replicas, nbytes]` uint8.
@@ -265,7 +267,7 @@ class Message:
         recycle: Takes back receive buffers; None if these buffers are not reused.
         reply: The message with the answers of the owners; None if no owners answer.
         missing: Missing gradients of this replica; None if no gradient is missing.
-        played: True if a `PlayedMessages` supplies this message. It owns the message's memory.
+        played: True if a `PlayedMessages` supplies this message, and owns the message's memory.
     """
 
     step: int
@@ -293,8 +295,8 @@ class Message:
 
     @property
     def indices(self) -> Tensor | SharedIndices | None:
-        """The indices of the selected coefficients in all rows of the flat; None if only the
-        message contains these indices.
+        """Returns the indices of the selected coefficients in all rows of the flat; None if only
+        the message contains these indices.
 
         Shapes: -> `[rows, k]` integer.
         """
@@ -316,7 +318,7 @@ class Message:
         arrived = self.arrived
         if len(arrived) == 1:
             octets = arrived[0]
-            if octets.shape[1] % 8 == 0:  # every message begins at a multiple of 8 bytes
+            if octets.shape[1] % 8 == 0:  # then every message begins at a multiple of 8 bytes
                 octets[:, end:].zero_()
                 return octets
             runs = [(octets[:, HEADER_BYTES:end],)]

@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 class StepObserver:
-    """An object that sees what is equal on all replicas: messages, and weights before and after a
-    step.
+    """Base class of observers. An observer sees messages, and the weights before and after each
+    step; both are equal on all replicas.
 
     Each method does nothing unless a subclass overrides it.
     """
 
     def begin(self, optimizer: Any) -> None:
-        """Called before the first step of `optimizer`, a `Replicated`. Its weights are the initial
+        """Called before the first step of `optimizer`, a `Replicated`. The weights are the initial
         weights or, if this replica has just joined, the weights of the other replicas.
         """
 
@@ -40,9 +40,10 @@ class StepObserver:
         """
 
     def end(self, what: str, optimizer: Any) -> None:
-        """Called after `optimizer` has applied the messages of a step or of `synchronize`. `what`
-        is "step", "synchronize", or "join" for the call of `synchronize` after which a replica may
-        join.
+        """Called after `optimizer` has applied the messages of a step or of `synchronize`.
+
+        `what` is "step", "synchronize" or "join". "join" stands for a `synchronize` after which a
+        replica may join.
         """
 
 

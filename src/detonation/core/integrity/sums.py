@@ -1,5 +1,5 @@
-"""Validation of an all-reduce: instead of a header, the message ends with three numbers for each
-replica, which carry the status of this replica.
+"""Validates all-reduces. A message that is summed has no header; it ends with three numbers for
+each replica, which encode the status of that replica.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -62,7 +62,7 @@ class SumGuard:
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks = min(251, 256 // self._high - 1)
         first = (self._schema + 5 * place) % 251
-        # numbers with which `seal_sum` marks messages; consecutive steps have different numbers
+        # marks of messages for `seal_sum`; consecutive steps have different marks
         self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]
         # digest of the sets of unused parameters that replicas exchanged; see `Unused`
         self.noted = 0
@@ -154,9 +154,11 @@ class SumGuard:
     def hear_sum(
         self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
     ) -> None:
-        """Sets `missing.said` to a function. This function returns what each replica reports about
-        its parameters without a gradient (see `Missing.says`). Each report is a part of the status
-        that its replica wrote into `digits`, the status numbers at the end of the sum of `step`.
+        """Sets `missing.said` to a function that returns each replica's report on its parameters
+        without a gradient (see `Missing.says`).
+
+        The function reads each report from the status of the replica in `digits`, the numbers at
+        the end of the sum of `step`.
 
         Shapes: `[3 * replicas]`.
         """
@@ -207,9 +209,11 @@ def statuses_of_sum(
 
 
 def _mean_digit(mean: float, mark: int) -> int:
-    """Computes one status number (digit) of a message from its mean over several equal messages. A
-    mean close to `mark` (the number in the last digit) counts as `mark`. The mean may differ from
-    `mark`, because an all-reduce in bf16 rounds the sum of the replicas' marks.
+    """Returns the status number (digit) of a message, given the mean of this digit over several
+    equal messages.
+
+    A mean close to `mark` (the number in the last digit) counts as `mark`. It may differ from
+    `mark`, because an all-reduce in bf16 rounds the sum of the marks.
     """
     if abs(mean - mark) <= mark / 256:
         return mark
