@@ -507,7 +507,7 @@ def test_wrong_use_gets_one_clear_line():
         ),
         (
             "AttributeError",
-            "optimizer.train does not exist; the optimizer inside is optimizer.base",
+            "optimizer.train does not exist: for the attributes of the optimizer inside, use optimizer.base",
         ),
     ]
     for outcome, (kind, text) in zip(worlds.run(refusals, 2, 1)[0], expected, strict=True):

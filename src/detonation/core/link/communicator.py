@@ -42,7 +42,7 @@ class HostStaging:
         return torch.accelerator.is_available()
 
     def needed(self, tensor: Tensor) -> bool:
-        """True if a copy of `tensor` in host memory is needed, because `tensor` is on a device."""
+        """True if `tensor` is on a device, so that gloo needs a copy of it in host memory."""
         return tensor.device.type != "cpu"
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class AxisRules:
-    """The properties of an axis of replicas besides its collectives. The methods of this class
+    """Properties of an axis of replicas other than its collectives. The methods of this class
     return the defaults, which are right for an axis of a device mesh.
 
     absent: Replicas that did not contribute to the last completed collective.
@@ -109,8 +109,8 @@ class AxisRules:
 
     @property
     def shared(self) -> bool:
-        """True if gradients may be sent only inside `step` and not during backward. This is so if
-        several optimizers share the axis, because all ranks must send in the same order.
+        """True if several optimizers share the axis. Gradients may then be sent only inside `step`,
+        not during backward, because all ranks must send in the same order.
         """
         return False
 
@@ -124,28 +124,27 @@ class AxisRules:
         """Raises `ValueError` if the axis does not support the arguments of `replicate`."""
 
     def refuse_log(self) -> None:
-        """Raises `ValueError` if no rank receives the messages of all replicas on this axis, so
-        that no rank can write a log of these messages."""
+        """Raises `ValueError` if no rank can write a log of the messages on this axis, because no
+        rank receives the messages of all replicas.
+        """
 
     def divide(self, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart] | None:
-        """Divides `parameters` into parts that are exchanged separately, in the order in which all
-        ranks exchange the parts. Returns None if there is only one part. Collective.
+        """Divides `parameters` into parts that are exchanged separately. All ranks exchange the
+        parts in the returned order. Returns None if there is only one part. Collective.
         """
         return None
 
     def norms(
         self, parameters: Mapping[str, Tensor]
     ) -> list[tuple[list[Communicator], dict[str, Tensor]]] | None:
-        """Returns what clipping needs for the global norm: the tensors that together form the whole
-        model, and the axes over which these tensors are split. Returns None if the mesh of each
-        parameter gives the axes.
+        """Returns what clipping needs to compute the global norm: the tensors that together form
+        the whole model, and the axes over which these tensors are split. Returns None if the device
+        mesh of each parameter already defines these axes.
         """
         return None
 
     def explain(self, error: BaseException) -> None:
-        """Raises an error that names the cause of `error`, with which a step ended, if this axis
-        knows the cause.
-        """
+        """If this axis knows why a step ended with `error`, raises an error that names the cause."""
 
     def recycle(self, received: Tensor) -> None:
         """Takes back `received`, a buffer that a collective returned, for reuse. The caller must no
@@ -386,10 +385,10 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Creates a new process group with the ranks and the backend of `group`. Collective over these
     ranks only, unlike `dist.new_group`, which all ranks of the world must call.
 
-    With `use_local_synchronization`, `dist.new_group` is collective over some ranks, too. It then
-    names a group by the number of groups that each rank has created, which may differ between
-    ranks. This function instead counts, in the store of `group`, only the groups that were created
-    with the ranks of `group`.
+    With `use_local_synchronization`, `dist.new_group` also needs only these ranks. But its name for
+    the group contains a count of all groups that a rank has created, and this count may differ
+    between ranks. This function counts only the groups that it created for `group`, so all ranks
+    use the same name.
     """
     world = distributed_c10d._world
     everyone = distributed_c10d._get_default_group()

@@ -18,8 +18,8 @@ Level = tuple[Axis, Scheme]
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The coordinates of a rank: the rank holds shard number `shard` of replica number `replica`.
-    Both are counted from 0.
+    """The coordinates of a rank, which holds shard number `shard` of replica number `replica`. Both
+    numbers begin at 0.
     """
 
     replica: int
@@ -62,13 +62,16 @@ def coordinates_of(
 
 
 def sizes_of(levels: Sequence[Level]) -> list[int]:
-    """The number of replicas of each level, innermost first. Levels on one axis have one size."""
+    """Returns the number of replicas of each level, innermost first. Levels on the same axis have
+    the same size.
+    """
     return [_axis(axis)[1][1] for axis, _ in levels]
 
 
 def replicas_along(axis: Axis, levels: Sequence[Level], own: Coordinates) -> range:
-    """The numbers of the replicas with which this rank exchanges messages along `axis`, the axis of
-    a level."""
+    """Returns the numbers of the replicas with which this rank exchanges messages along `axis`, the
+    axis of a level.
+    """
     key, (here, size) = _axis(axis)
     if size == own.replicas:
         return range(size)
@@ -80,13 +83,14 @@ def replicas_along(axis: Axis, levels: Sequence[Level], own: Coordinates) -> ran
 
 
 def key_of_axis(axis: Axis) -> object:
-    """A key that is equal for equal axes."""
+    """Returns a key that identifies the axis: equal axes have equal keys."""
     return _axis(axis)[0]
 
 
 def placed(levels: Sequence[Level]) -> list[tuple[object, Scheme]]:
-    """The key of the axis of each level, and its scheme. The key of an axis of one replica is
-    None."""
+    """Returns, for each level, the key of its axis and its scheme. The key is None if the axis has
+    only one replica.
+    """
     keys = [key_of_axis(axis) if axis.size() > 1 else None for axis, _ in levels]
     return [(key, scheme) for key, (_, scheme) in zip(keys, levels, strict=True)]
 

@@ -16,8 +16,8 @@ HandOver: TypeAlias = Callable[[], None]
 
 
 class PeerLost(DetonationError, ConnectionError):
-    """Raised on all remaining ranks if a replica was lost while ranks exchanged texts, before all
-    ranks had received the text of this replica.
+    """Raised on all remaining ranks if a replica was lost before all ranks had received its text,
+    while ranks exchanged texts.
     """
 
 
@@ -46,8 +46,8 @@ class RenumberedCommunicator(Communicator):
     """
 
     def for_one(self, hand_over: HandOver | None = None) -> "RenumberedCommunicator":
-        """Returns a communicator on this axis that only one optimizer uses, if several optimizers
-        share the axis. This optimizer calls `adopt` of the returned communicator.
+        """Returns a communicator for one of several optimizers that share this axis. Only this
+        optimizer uses the returned communicator, and calls its method `adopt`.
 
         `hand_over` is a method of this optimizer. The communicator calls `hand_over` if a replica
         leaves while another optimizer on the axis makes a step.
@@ -117,7 +117,7 @@ class ElasticCommunicator(RenumberedCommunicator):
 
 
 class AgreedCommunicator(Communicator):
-    """A communicator between replicas, for the ranks of this replica that hold equal weights. It
+    """A communicator between replicas, for those ranks of this replica that hold equal weights. It
     makes these ranks agree on which replicas are absent.
 
     The last message of a lost replica may have reached only some of these ranks. Then all these
@@ -196,8 +196,8 @@ class AgreedCommunicator(Communicator):
 
 
 def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
-    """Returns the `rows` of an all-gather, with the row of each absent replica replaced by the row
-    of the first present replica.
+    """Returns the `rows` of an all-gather, in which the first present replica's row replaces the
+    row of each absent replica.
 
     Use this function only for values that replicas compare: an absent replica then counts as equal
     to the first present replica.

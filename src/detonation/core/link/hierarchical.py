@@ -15,11 +15,11 @@ from detonation.core.link.communicator import Communicator
 
 class HierarchicalCommunicator(Communicator):
     """Sends one message per node over the slow link. Each rank of the node sends and receives only
-    a part of the message; then the ranks of the node exchange the received parts.
+    a part of the message. Then the ranks of the node exchange the received parts.
 
-    All ranks of the node must pass the same message. Each collective gives the result that the same
-    collective of `inter_node` alone would give. An all-reduce of more than two replicas may add the
-    values in another order, so its result may differ in the last bits.
+    All ranks of the node must pass the same message. The result of a collective equals the result
+    of the same collective of `inter_node` alone. Only an all-reduce of more than two replicas may
+    differ in the last bits, because it may add the values in another order.
 
     Args:
         inter_node: Communicator between the nodes.
@@ -82,7 +82,7 @@ def split_by_sharding(
     """Splits `parameters` into two parts: parameters that are sharded over the ranks of the node,
     and parameters that each rank of the node holds whole.
 
-    For each part it also returns the number of ranks of the node that have the same message: 1 for
+    Also returns, for each part, the number of ranks of the node that have the same message: 1 for
     sharded parameters, and the size of `intra_node` for whole parameters.
     """
     if intra_node is None:
@@ -102,8 +102,9 @@ def is_sharded_over(parameter: Tensor, others: set[int]) -> bool:
 
 
 def sharding_ranks(parameter: DTensor) -> list[set[int]]:
-    """Returns, for each mesh dimension over which `parameter` is sharded, the ranks of this rank's
-    group in this dimension."""
+    """Returns one set of ranks for each mesh dimension over which `parameter` is sharded: the ranks
+    that hold the shards of this dimension, this rank included.
+    """
     mesh = parameter.device_mesh
     found = []
     for dim, placement in enumerate(parameter.placements):

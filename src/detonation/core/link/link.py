@@ -121,8 +121,8 @@ _Rank = tuple[str, Sequence[Mapping[str, str]]]
 def _all_differences(
     ranks: Sequence[_Rank], local_ranks: int, shards: tuple[str, ...]
 ) -> list[tuple[str, str]]:
-    """Compares each of `ranks` with the first rank. Compares entries of `shards` with the rank that
-    has the same number in the first node.
+    """Compares each of `ranks` with the first rank. Entries of `shards` are instead compared with
+    the rank that has the same number in the first node.
     """
     found = []
     for number, other in enumerate(ranks):
@@ -275,9 +275,9 @@ class Link:
         replica order. All replicas must send equally many words. The bytes of the words are not
         added to `bytes_sent`.
 
-        Unlike messages, words may differ between the ranks of a node. The words of a node's ranks
-        are combined by a weighted sum, so that all ranks notice a difference. With `apart`, the
-        words of each rank are returned instead, in rank order.
+        Unlike messages, words may differ between the ranks of a node. By default the result has a
+        weighted sum of the words of a node's ranks, which reveals a difference between these ranks
+        to all replicas. With `apart`, the result has the words of each rank, in rank order.
 
         Shapes: `[n]` int64 -> `[replicas, n]` int64; apart `[replicas, local ranks * n]`.
         """
@@ -309,8 +309,9 @@ def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
 
 @contextmanager
 def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[None]:
-    """Context manager: if its body raises `Mismatch` on one shard of this replica, the error is
-    raised on all shards. Collective over the links `shards`."""
+    """Context manager that raises a `Mismatch` on all shards of this replica if its body raises
+    `Mismatch` on one of them. Collective over the links `shards`.
+    """
     found = ""
     try:
         yield
@@ -321,8 +322,8 @@ def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[No
 
 
 def first_text(links: Iterable[Link], text: str, device: torch.device) -> str:
-    """Returns the first nonempty text of any rank along `links`. All these ranks get the same
-    result. Collective.
+    """Returns the first nonempty text among the texts of all ranks along `links`. All these ranks
+    get the same result. Collective.
     """
     for link in links:
         text = next(filter(None, link.send_to_all(text, device)), "")

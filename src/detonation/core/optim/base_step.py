@@ -26,12 +26,12 @@ class Clipping(Protocol):
 
 
 def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `step`, the step method of an optimizer class. Each call runs without gradients, and
-    then calls the hooks that are registered to run after a step.
+    """Wraps `step`, the step method of an optimizer class. Each call runs with gradients disabled,
+    and then calls the hooks that are registered to run after a step.
 
-    torch's own wrapper also calls the profiler and the hooks before steps, which costs 30 Python
-    calls per step. The step runs in torch's wrapper only while a profiler runs, or if hooks before
-    steps are registered.
+    torch's own wrapper costs 30 more Python calls per step, because it also calls the profiler and
+    the hooks before steps. A step uses torch's wrapper only while a profiler runs, or if hooks
+    before steps are registered.
     """
     heard = Optimizer.profile_hook_step(torch.no_grad()(step))
 
@@ -58,8 +58,8 @@ def unheard(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BaseStep:
-    """Calls `step` of a base optimizer, on the agreed gradients. If other code calls `step` of the
-    base optimizer, an error is raised.
+    """Calls `step` of a base optimizer, on the agreed gradients. Raises an error if other code
+    calls `step` of the base optimizer.
 
     Attributes:
         clip: Called before each step, if set; see `Clip`.
@@ -134,8 +134,9 @@ class BaseStep:
             self.rounding = plugin("gates", "single rounding")()
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
-        """Keeps the padding rows of the embeddings among `parameters` unchanged from now on, by
-        setting the gradients of these rows to zero before each step.
+        """Registers the padding rows of the embeddings among `parameters`. From now on, the
+        gradients of these rows are set to zero before each step, so that updates do not move the
+        rows.
         """
         found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
         if found and self._hook is None:
@@ -150,7 +151,7 @@ class BaseStep:
             self._hook = None
 
     def zero_held_rows(self) -> None:
-        """Sets the gradients of the padding rows that must stay unchanged to zero."""
+        """Sets the gradients of the padding rows that `hold` has registered to zero."""
         for parameter, row in self._held.values():
             if parameter.grad is not None:
                 local(parameter.grad)[row].zero_()
@@ -160,7 +161,7 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
     """Registers a hook that calls `step.zero_held_rows` before each step of `optimizer`. Returns a
     function that removes the hook.
 
-    The hook holds only a weak reference to `step`. The hook is removed when `step` is freed.
+    The hook holds only a weak reference to `step`. When `step` is freed, the hook is removed.
     """
     reference = ref(step)
 
@@ -179,13 +180,13 @@ def hooks_of(optimizer: Optimizer) -> list[str]:
 
 
 def hooks_before(optimizer: Optimizer) -> list[str]:
-    """Returns those names of `hooks_of` whose hooks run before each step."""
+    """Returns the names of the hooks that other code registered to run before each step."""
     own = optimizer._optimizer_step_pre_hooks.values()
     return _of_others([*_global_optimizer_pre_hooks.values(), *own])
 
 
 def hooks_after(optimizer: Optimizer) -> list[str]:
-    """Returns those names of `hooks_of` whose hooks run after each step."""
+    """Returns the names of the hooks that other code registered to run after each step."""
     own = optimizer._optimizer_step_post_hooks.values()
     return _of_others([*own, *_global_optimizer_post_hooks.values()])
 
@@ -199,7 +200,7 @@ class _Lookout:
     """A hook that runs after each step of an optimizer, before other hooks. It raises an error if
     the step was not made by a `BaseStep`, because such a step changes only this replica.
 
-    This hook does not run before the step: a hook before a step may read the gradients, so
+    This check does not run before the step. A hook before the step may read the gradients, so
     `Update.apply` would have to write the update into them.
 
     Attributes:
@@ -232,6 +233,6 @@ def _lookout_of(optimizer: Optimizer) -> _Lookout:
             return hook
     lookout = _Lookout()
     handle = optimizer.register_step_post_hook(lookout)
-    hooks: Any = optimizer._optimizer_step_post_hooks  # torch types this OrderedDict as a dict
+    hooks: Any = optimizer._optimizer_step_post_hooks  # torch annotates an OrderedDict as a dict
     hooks.move_to_end(handle.id, last=False)
     return lookout

@@ -25,8 +25,8 @@ class Deferred(NamedTuple):
     """A movement of parameters by the signs of an update. The next step of SignSGD makes this
     movement instead of reading the gradients of these parameters.
 
-    A movement is deferred only if SignSGD has no momentum, and no hooks run before or after its
-    steps.
+    A movement is deferred only if SignSGD has no momentum, and no other code has registered hooks
+    before or after its steps.
 
     move: Called with the weight decay factor and lr of each parameter. done: Called after `move`,
     if it is set.
@@ -121,8 +121,9 @@ class SignSGD(Optimizer):
         return loss
 
     def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Moves `parameters` by the signs of their gradients. If the group has a momentum, moves
-        them by the signs of the momentum."""
+        """Moves `parameters` by the signs of their gradients or, if the group has a momentum, by
+        the signs of the momentum.
+        """
         reshard_gradients(parameters)
         parameters = [p for p in parameters if local(p).numel()]
         if not parameters:

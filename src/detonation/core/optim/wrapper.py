@@ -28,7 +28,8 @@ class OptimizerWrapper(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"optimizer.{name} does not exist; the optimizer inside is optimizer.base"
+            f"optimizer.{name} does not exist: for the attributes of the optimizer inside, use"
+            " optimizer.base"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,8 +70,9 @@ class OptimizerWrapper(Optimizer):
         return self.base.defaults
 
     def with_saving_hooks(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Calls `made`, which makes a state dict, between the hooks that are registered for
-        `state_dict`, and returns the state dict."""
+        """Calls the hooks before `state_dict`, then `made`, which makes a state dict, then the
+        hooks after `state_dict`. Returns the state dict.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         found = made()
@@ -83,8 +85,9 @@ class OptimizerWrapper(Optimizer):
     def with_loading_hooks(
         self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Calls `load` with a state dict, between the hooks that are registered for
-        `load_state_dict`."""
+        """Calls the hooks before `load_state_dict`, then `load` with the state dict, then the hooks
+        after `load_state_dict`.
+        """
         given = dict(state_dict)  # copied, because a hook may modify the state dict in place
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
@@ -95,11 +98,11 @@ class OptimizerWrapper(Optimizer):
             after(self)
 
     def call_before_saving(self) -> None:
-        """Calls the hooks that are registered to run before `state_dict`, of this optimizer and of
-        `base`. For checkpoints that are saved without calling `state_dict`.
+        """Calls the hooks before `state_dict`, of this optimizer and of `base`, when a checkpoint
+        is saved without a call of `state_dict`.
 
-        Raises `ValueError` if there are hooks that change state dicts, because they would have no
-        effect.
+        Raises `ValueError` if there are hooks after `state_dict`, because a change that they make
+        to a state dict would have no effect.
         """
         for each in (self, self.base):
             _refuse_hooks(each._optimizer_state_dict_post_hooks.values(), "saves")
@@ -108,15 +111,15 @@ class OptimizerWrapper(Optimizer):
                 hook(each)
 
     def refuse_loading_hooks(self) -> None:
-        """Raises `ValueError` if hooks are registered that change state dicts before loading.
-        Called before a checkpoint is loaded without a state dict: these hooks would have no effect.
+        """Raises `ValueError` if there are hooks that change a state dict before it is loaded. A
+        checkpoint that is loaded without a state dict would ignore such changes.
         """
         for each in (self, self.base):
             _refuse_hooks(each._optimizer_load_state_dict_pre_hooks.values(), "loads")
 
     def call_after_loading(self) -> None:
-        """Calls the hooks that are registered to run after `load_state_dict`, of `base` and of this
-        optimizer. For checkpoints that are loaded without calling `load_state_dict`.
+        """Calls the hooks after `load_state_dict`, of `base` and of this optimizer, when a
+        checkpoint was loaded without a call of `load_state_dict`.
         """
         for each in (self.base, self):
             for hook in each._optimizer_load_state_dict_post_hooks.values():
