@@ -105,7 +105,8 @@ def build_levels(
     routes: dict[tuple[int, int], Route],
 ) -> tuple[list[list[Replicator]], StopConsensus]:
     """Builds the replicators of each level of replication over the local shards of `parameters`. A
-    level has one replicator, one per fragment of the model, or none.
+    level has one replicator for each fragment of the model, or none if its scheme exchanges
+    nothing.
 
     With `intra_node` a level may have two sets of replicators: one set for parameters sharded over
     the node's ranks, and one set for parameters that each rank holds whole.
@@ -248,8 +249,11 @@ class _Builder:
 def _ways(
     axis: Axis, scheme: Scheme, parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> Iterator[tuple[int, Axis, dict[str, Tensor], int]]:
-    """Divides `parameters` into groups that are exchanged together: `divided` makes parts of the
-    parameters, and `split_by_sharding` divides each part into groups.
+    """Divides `parameters` into groups. The parameters of a group are exchanged together. First
+    `divided` makes parts of the parameters, then `split_by_sharding` divides each part into groups.
+
+    Yields for each group: the index and the axis of its part, the parameters of the group, and the
+    number of ranks in each node that send the same message.
 
     Yields for each group: the index and the axis of its part, the parameters of the group, and the
     number of ranks in each node that send the same message.
@@ -304,10 +308,10 @@ def compare_replicas(
         optimizer: The base optimizer, for the options of its parameter groups.
         joining: Names of the parameters whose weights are compared. None compares all weights, and
             the self-tests, too.
-        others: Weights that no replicated optimizer trains, which are compared, too. If a weight
-            that differs requires a gradient, a warning replaces the error: another optimizer may
-            train this weight.
-        begun: Whether steps were taken, so that weights may differ if replicas round differently.
+        others: Weights that no replicated optimizer trains; they are compared, too. If such a
+            weight differs and requires a gradient, a warning replaces the error, because another
+            optimizer may train the weight.
+        begun: Whether steps were taken. Weights may then differ if replicas round differently.
         close: Whether this replica already knows that replicas round differently.
         again: Whether a comparison found that replicas round differently, so that each operation
             of a step is now rounded singly.
@@ -463,8 +467,8 @@ class _FirstComparison:
         return description
 
     def _describe_others(self, replicator: Replicator) -> dict[str, str]:
-        """Returns the checksums of the weights that this optimizer does not train. The keys show
-        which of these weights are sharded over the ranks of a node.
+        """Returns the checksums of the weights that this optimizer does not train. The keys tell
+        which of these weights are frozen, and which are sharded over the ranks of a node.
         """
         sums = self._checksums(replicator.part_of(self.others or {}))
         keys = {}
@@ -489,7 +493,9 @@ class _FirstComparison:
         return {name: str(one) for name, one in zip(weights, sums.tolist(), strict=True)}
 
     def take_others(self) -> list[str]:
-        """Removes the weights marked `_PLAIN` from the allowed differences; returns their names."""
+        """Removes some weights from the allowed differences: those that require a gradient, but
+        that this optimizer does not train. Returns their names.
+        """
         odd = [key for key in self.found if key.endswith(_PLAIN)]
         for key in odd:
             del self.found[key]
@@ -506,11 +512,11 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # Checks on a device stop a run one step later than checks on a host. So all replicas must use
-    # the same kind of checks.
+    # Checks on a device stop a run one step later than checks on a host.
+    # So all replicas must use the same kind of checks.
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
-    # the count of buckets under `overlap` depends on which gradients arrive at the end of backward
+    # the number of buckets in `overlap` depends on which gradients arrive at the end of backward
     if channel.late:
         settings["gradients at the end of backward"] = ", ".join(sorted(channel.late))
     settings |= {

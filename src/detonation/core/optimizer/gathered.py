@@ -23,10 +23,10 @@ _Place = tuple[dict[str, nn.Parameter | None], str]
 class ShownUnit:
     """Tracks whether the modules of one FSDP unit currently hold shards or gathered copies.
 
-    place: the module and name of one sharded parameter. shard: the shard of this parameter, or None
-    if the unit has no sharded parameter. While the unit is not gathered, the module holds this
-    shard. copies: the gathered copies that were seen last, each with its shard; FSDP2 reuses the
-    same copies.
+    place: the module and name of one sharded parameter. shard: the shard of this parameter, which
+    the module holds while the unit is not gathered; None if the unit has no sharded parameter.
+    copies: the gathered copies that were seen last, each with its shard. FSDP2 reuses the same
+    copies.
 
     Args:
         module: The unit. It gets this object as an attribute, and a hook before its forward pass.
@@ -148,7 +148,7 @@ def local_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def late_parameters(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the late parameters, whose gradients arrive only when backward ends.
+    """Returns the names of the late parameters. Their gradients arrive only when backward ends.
 
     FSDP2 delivers the gradients of an outermost unit after the gradients of all units inside this
     unit. A model without nested FSDP units has no late parameters.
@@ -166,8 +166,8 @@ def late_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    """Yields the dictionary and the name under which a module holds each parameter of an FSDP unit.
-    Parameters of nested units are left out.
+    """Yields the place of each parameter of an FSDP unit: the dictionary of parameters of its
+    module, and the parameter's name there. Parameters of nested units are left out.
     """
     for name in module._parameters:
         yield module._parameters, name

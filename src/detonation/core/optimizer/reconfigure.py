@@ -40,7 +40,8 @@ def reconfigured(
     """
     if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
         raise ValueError(
-            f"the run began with the scheme {was.name}: only settings of that scheme can change"
+            f"the run began with the scheme {was.name}: keep this scheme, its fragments and its"
+            " unit; only its other settings can change"
         )
     for first in range(0, len(old), scheme.fragments):
         of_fragments = [each.parameters for each in old[first : first + scheme.fragments]]
@@ -86,8 +87,8 @@ def agree_on_parameters(
     step: int,
     in_buckets: bool,
 ) -> None:
-    """Checks that all ranks train the same parameters `now` from `step` on. If ranks differ, raises
-    an error on all ranks; otherwise completes open rounds. Collective.
+    """Checks that all ranks train the same parameters `now` from `step` on. If all do, completes
+    open rounds; otherwise raises an error on all ranks. Collective.
 
     Args:
         before: The parameters in the layouts of `replicators`.
@@ -107,8 +108,9 @@ def agree_on_parameters(
 
 
 def require_order(levels: Sequence[Level], level: int, scheme: Scheme) -> None:
-    """Raises `ValueError` if `scheme` cannot replace the scheme of one level, because of the other
-    levels."""
+    """Raises `ValueError` if the other levels do not permit `scheme` in place of the scheme of
+    level number `level`.
+    """
     changed = [*levels]
     changed[level] = (levels[level][0], scheme)
     check_order(placed(changed))
@@ -155,7 +157,7 @@ def lost_before(levels: Sequence[Level], step: int) -> bool:
 
 
 def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:
-    """Returns the axes of `levels` whose replicas may change between steps."""
+    """Returns the axes in `levels` whose replicas may change between steps."""
     return [axis for axis, _ in levels if isinstance(axis, RenumberedCommunicator)]
 
 
@@ -178,10 +180,11 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True if open rounds must be completed before `step`, because a replica joins or leaves. A
-    round must average all replicas that moved in it, and a joining replica would not receive
-    messages that are already in flight. The completion also sends to a joining replica what the
-    training loop has written since the last step.
+    """True if open rounds must be completed before `step`, because a replica joins or leaves.
+
+    A round must average all replicas that moved in it. A joining replica would not receive messages
+    that are already in flight. The completion also sends to a joining replica what the training
+    loop has written since the last step.
     """
     leaves = any(axis.leaving(step) for axis in _axes_with_joins(levels))
     return expects(levels, step) or (leaves and opens_rounds(levels))
@@ -193,7 +196,9 @@ def expects(levels: Sequence[Level], step: int) -> bool:
 
 
 def completion(levels: Sequence[Level], step: int) -> str:
-    """Returns the name that observers get for a completion of rounds before `step`."""
+    """Returns what observers are told when rounds are completed before `step`: "join" if a replica
+    may join now, otherwise "synchronize".
+    """
     if expects(levels, step):
         return "join"
     return "synchronize"
@@ -201,7 +206,9 @@ def completion(levels: Sequence[Level], step: int) -> str:
 
 @contextmanager
 def without_joining(levels: Sequence[Level]) -> Iterator[None]:
-    """Context manager in which replicas that want to join must wait for a later call."""
+    """Context manager in which no replica joins. A replica that wants to join waits until a later
+    call.
+    """
     for axis in _axes_with_joins(levels):
         axis.lets_in = False
     try:
@@ -248,7 +255,7 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     memory = channel.memory
     assert memory is not None
     leaves = link.replica in leaving
-    # An inner level averages inside this replica. Its owners of rows keep the unsent residual.
+    # An inner level averages inside this replica, and its owners of rows keep a residual.
     # This residual is added to the memory of unsent values, which is handed over and scaled below.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
@@ -291,9 +298,8 @@ def renumber(
 
 
 def _grow_memories(replicators: Sequence[Replicator], factor: float) -> None:
-    """Multiplies the unsent values (memories) of this replica by `factor`. A new replica starts
-    with an empty memory, so without this factor the mean of the memories over replicas would
-    shrink.
+    """Multiplies the unsent values (memories) of this replica by `factor`. Without this factor, a
+    new replica, whose memory is empty, would lower the mean of the memories over replicas.
     """
     for each in replicators:
         if each.channel.memory:
@@ -366,15 +372,15 @@ def _load_named(
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:
-    """Raises `ValueError` if some of the state of `old` has no counterpart in `new`."""
+    """Raises `ValueError` if `new` cannot store some of the state of `old`."""
     of_link = {*old.channel.exchange.state(), *new.channel.exchange.state()}
     kept = [each.local_state().named().keys() - of_link for each in (old, new)]
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
     if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
         raise ValueError(
-            f"{new.scheme.name} cannot continue with these settings, which cannot store its unsent"
-            " values: keep delay, and all settings that decide which values the scheme stores"
-            " between steps"
+            f"with these settings {new.scheme.name} would lose unsent values or momentum: keep"
+            " delay and link, and do not switch outer_momentum or the memory of unsent values on"
+            " or off"
         )
 
 
@@ -402,9 +408,10 @@ def _owners(replicator: Replicator) -> RowOwners | None:
 
 def _return_residual(channel: Channel, exchange: TwoStage) -> None:
     """Adds the residual of the rows that this replica owns (the part of the aggregate that its
-    answers do not hold) to its memory of unsent values, multiplied by the number of replicas.
+    answers do not hold) to this replica's memory of unsent values, multiplied by the number of
+    replicas.
 
-    The factor is needed because the residual is a part of a mean, and the mean over replicas
+    The factor is needed because the residual is a part of a mean. The mean over replicas also
     divides each later message of this replica by the number of replicas.
     """
     assert channel.memory is not None

@@ -73,7 +73,7 @@ class Replicated(OptimizerWrapper):
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.observer: StepObserver | None = None
-        # a gate that keeps replicas close to each other; None while replicas are bitwise equal
+        # the gate that keeps replicas close to each other; None if replicas must be bitwise equal
         self.closeness: gates.ClosenessGate | None = None
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
@@ -163,7 +163,7 @@ class Replicated(OptimizerWrapper):
             self.base_step.lost = self.base_step.overflows
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
-        # index of the step, from its first message until the weights have moved; otherwise None
+        # index of the step, from its exchange of gradients until the step is complete
         halfway: int | None = None
         try:
             # 1. Begin the step; lost or new replicas and added or removed parameters take effect.
@@ -213,10 +213,10 @@ class Replicated(OptimizerWrapper):
     def _enter(
         self, overlapping: bool
     ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
-        """Begins a step: builds the levels before the first step, and makes pending changes: lost
+        """Begins a step. Builds the levels before the first step, and makes pending changes: lost
         or new replicas, and added or removed parameters. If `overlap` has already sent gradients of
-        this step (`overlapping`), all changes wait for the next step. Returns the consensus; the
-        replicators that act before the weights move, padding rows last; and all other replicators.
+        this step (`overlapping`), all changes wait for the next step. Returns the consensus, the
+        replicators that act before the weights move (then the padding rows), and all others.
         """
         if self.memory_lost:
             states.warn_of_lost_memory(self)
@@ -233,7 +233,7 @@ class Replicated(OptimizerWrapper):
         if self._renumbers and not overlapping:
             with exactly():
                 self.renumber()
-        if not (overlapping or held_back):  # in these two cases `overlap` has already entered it
+        if not (overlapping or held_back):  # in both cases `overlap` has already entered the step
             self._consensus.enter_step(self.step_count)
         if changed and not overlapping:
             with exactly():
@@ -249,10 +249,10 @@ class Replicated(OptimizerWrapper):
     def _explain(self, error: BaseException, halfway: int | None) -> None:
         """Records that a step ended with `error`, or raises an error that names the cause.
 
-        If only this replica fails, after it sent its messages and before its weights moved, the
-        other replicas are one step ahead. The next step of this replica then raises `HalfStep`. A
-        `DetonationError` needs no `HalfStep`, because all ranks raise it. `halfway` is the step, if
-        its messages were sent and its weights have not moved yet.
+        If only this replica fails during a step, the other replicas complete the step. The next
+        step of this replica then raises `HalfStep`. A `DetonationError` needs no `HalfStep`,
+        because all ranks raise it. `halfway` is the step that this replica began but did not
+        complete, or None.
         """
         if halfway is not None and not isinstance(error, DetonationError):
             assert self._consensus is not None
@@ -321,7 +321,7 @@ class Replicated(OptimizerWrapper):
             if self.observer:
                 self._trained.show_shards()
                 self.observer.enter(self)
-            # no replica joins here: it would miss what the caller writes between this call and step
+            # no replica joins here: it would miss weights that the caller writes before the step
             exactly = self._consensus.runtime.exact_arithmetic
             with exactly(), changes.without_joining(self.levels):
                 self.renumber()
@@ -355,7 +355,7 @@ class Replicated(OptimizerWrapper):
         if observer and len(self.levels) > 1:
             raise ValueError(
                 "only one level of replication can be recorded, but there are"
-                f" {len(self.levels)}: use one"
+                f" {len(self.levels)}: pass one level to replicate"
             )
         self.base_step.look = None
         if observer:
@@ -368,7 +368,7 @@ class Replicated(OptimizerWrapper):
             observer.begin(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state, with the private state of this replica and shard under
+        """Returns the base optimizer's state, and the private state of this replica and shard under
         "replication".
 
         torch.distributed.checkpoint treats equal keys on different ranks as one tensor. So the key
@@ -389,8 +389,8 @@ class Replicated(OptimizerWrapper):
         self.with_loading_hooks(state_dict, lambda given: states.from_state_dict(self, given))
 
     def local_state(self) -> dict[str, Tensor]:
-        """The private state of this replica and shard, read-only. Waits for messages in flight, so
-        under a scheme with a delay all replicas must call this method at the same step."""
+        """The private state of this replica and shard, read-only. Waits for messages in flight. So
+        with a delay, all replicas must call this method at the same step."""
         self.refuse_overlap()
         return states.local_state_of(self._replicators or [])
 

@@ -72,8 +72,8 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 def check_options(
     switches: Mapping[str, object], numbers: Mapping[str, object], safety: object
 ) -> None:
-    """Raises `TypeError` if a value of `switches` is not a bool, if a value of `numbers` is neither
-    a number nor None, or if `safety` is neither a `Safety` nor None.
+    """Raises `TypeError` unless each value of `switches` is a bool, each value of `numbers` is a
+    number or None, and `safety` is a `Safety` or None.
     """
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -159,9 +159,10 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
     """Logs a warning, on one replica, about two set-ups that make the loss far higher
     (docs/findings.md).
 
-    `warn_of_second_momentum` describes the first set-up. In the second set-up, a scheme sends only
-    signs of its top-k values, and error feedback keeps the rounding errors in the memory of unsent
-    values. These errors are as large as the values themselves, so top-k selects them again.
+    The first set-up is a second momentum, see `warn_of_second_momentum`. In the second set-up, a
+    scheme sends only signs of its top-k values, and error feedback keeps the rounding errors in the
+    memory of unsent values. These errors are as large as the values themselves, so top-k selects
+    them again.
     """
     warn_of_second_momentum(optimizer, levels)
     for _, scheme in levels if _is_first(levels) else ():
@@ -186,8 +187,8 @@ def warn_of_second_momentum(
     the optimizer spreads the sent coordinates over many later steps.
 
     Args:
-        since: True if the optimizer had no momentum when it was replicated: OneCycleLR and CyclicLR
-            set one later.
+        since: True if the optimizer had no momentum when it was replicated. OneCycleLR and CyclicLR
+            set a momentum later.
     """
     sparse = [
         scheme
@@ -221,16 +222,16 @@ def warn_of_second_momentum(
 
 
 def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
-    """Logs a warning on the first rank: how replicas round differently (`found`), and how training
-    continues.
+    """Logs a warning on the first rank. It says how replicas round differently (`found`), and how
+    training continues.
     """
     if (here.replica, here.shard) == (0, 0):
         _log.warning(_CLOSE if closely else _SINGLY, found)
 
 
 def warn_of_others(names: Sequence[str]) -> None:
-    """Logs a warning that replicas differ in the weights `names`, which require a gradient, but
-    which this optimizer does not train.
+    """Logs a warning that replicas differ in the weights `names`. These weights require a gradient,
+    but this optimizer does not train them.
     """
     if names:
         _log.warning(
@@ -274,8 +275,8 @@ def _own_momentum(group: Mapping[str, Any]) -> str:
     """Returns the momentum setting of a parameter group as text, such as "momentum is 0.9"; returns
     "" without a momentum.
 
-    A group of Muon has both `momentum` and `betas`. Then only `momentum` is read, because Muon uses
-    `betas` for few parameters, and these parameters trained better with a momentum than without.
+    A group of Muon has both `momentum` and `betas`. Then only `momentum` is read. Muon uses `betas`
+    for few parameters, and these parameters trained better with a momentum than without.
     """
     name, value = (
         ("momentum", group["momentum"])
@@ -321,8 +322,8 @@ def check_layout(
 
 
 def _warn_of_reduce_dtype(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Logs a warning once, on rank 0, if the mixed-precision policy of FSDP2 has no `reduce_dtype`:
-    torch's version then determines the dtype in which FSDP2 adds gradients.
+    """Logs a warning once, on rank 0, if the mixed-precision policy of FSDP2 has no `reduce_dtype`.
+    The version of torch then determines the dtype in which FSDP2 adds gradients.
 
     From version 2.15 on, torch uses the dtype of the parameter instead of `param_dtype`.
     """

@@ -33,10 +33,10 @@ class RunPoint:
     """The id of a run, and the point between two of its steps that training has reached.
 
     The id is a random text that names the run in checkpoints and update logs. Each rank draws an id
-    at random, and `agree` replaces it by the first rank's id (the drawn id).
+    at random. Then `agree` gives all ranks the id that the first rank drew (the drawn id).
 
     known: the id of the checkpoint or the log that this process has loaded, replayed or written; ""
-    before that. The known id may differ between ranks. After `agree`, the drawn id does not.
+    before that. The known id may differ between ranks; the drawn id is equal after `agree`.
     joined: the step at which this replica joined a running training; 0 for other replicas, and
     after a load.
     completed: how often rounds were completed since the last step, for example by `synchronize`;
@@ -51,7 +51,7 @@ class RunPoint:
         self._drawn = secrets.token_hex(8)
 
     def load(self, known: str = "", completed: int | None = None) -> None:
-        """Continues at the point of a loaded state, which may contain neither id nor count."""
+        """Takes the id and the count from a loaded state, which may lack either."""
         self.known = known
         self.joined = 0
         self.completed = completed
@@ -64,7 +64,7 @@ class RunPoint:
     def agree(self, replicators: Sequence[Replicator]) -> None:
         """Gives all ranks the id that the first rank drew. Collective.
 
-        Replicas that exchange nothing have no common run, and so get no id.
+        If replicas exchange nothing, they have no common run, and get no id.
         """
         drawn = self._drawn
         self._drawn = ""
@@ -145,8 +145,8 @@ def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[
     """Returns the tensors of a saved `state` after checking their names and shapes, and builds the
     levels of replication for the saved parameters.
 
-    The result is empty for a state that was saved before the first step. Gradients that `overlap`
-    has sent and that no step has used are dropped, so all ranks must call this function. Raises
+    The result is empty for a state that was saved before the first step. Drops gradients that
+    `overlap` has sent and that no step has used, so all ranks must call this function. Raises
     `ValueError` if the tensors do not fit this model and scheme. After an error, nothing else has
     changed.
     """

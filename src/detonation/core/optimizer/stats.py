@@ -74,7 +74,7 @@ class Stats:
 
     @property
     def taking(self) -> int | None:
-        """The number of replicas that do not skip the next step under `balance`; None without
+        """The number of replicas that take part in the next step under `balance`; None without
         `balance`.
         """
         if self._local_steps is None:
@@ -90,7 +90,7 @@ class Stats:
 
     @property
     def skipped_by_parameter(self) -> dict[str, int]:
-        """The number `skipped` for each parameter, by the parameter's name."""
+        """The value of `skipped` for each parameter, by the parameter's name."""
         return dict(sum((counts.by_parameter for counts in self._counts), Counter()))
 
     @property
@@ -104,8 +104,8 @@ def dense_bytes_by_level(
     levels: Sequence[Level],
     intra_node: DeviceMesh | None,
 ) -> list[int]:
-    """The bytes that this rank would send per step if all gradients were averaged in fp32, for each
-    level of replication.
+    """Returns, for each level of replication, the bytes that this rank would send per step if all
+    gradients were averaged in fp32.
     """
     ways = [
         (sum(local(p).numel() for p in way.values()), n)
@@ -117,8 +117,8 @@ def dense_bytes_by_level(
 def described(
     trained: TrainedParameters, levels: Sequence[Level], intra_node: DeviceMesh | None
 ) -> str:
-    """Describes what a replicated optimizer exchanges, in one line per level of replication. It can
-    be called before the first step.
+    """Describes what a replicated optimizer exchanges, in one line per level of replication. Works
+    before the first step, too.
 
     Each line states the mean bytes that this rank sends per step.
     """

@@ -1,5 +1,5 @@
-"""Tracks the trained parameters, which are the optimizer's parameters that require a gradient, and
-detects when they change.
+"""Tracks the trained parameters, and detects when they change. The trained parameters are the
+parameters of the optimizer that require a gradient.
 """
 
 import gc
@@ -36,8 +36,8 @@ class TrainedParameters:
         self._ids = set[int]()
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        # Four lists, with one entry for each use of a parameter of the optimizer in a module.
-        # Entries: the module's `_parameters`, the names in the module and in the model, and the id.
+        # The next four lists have one entry for each use of an optimizer's parameter in a module.
+        # They hold the module's `_parameters`, the names in module and model, and the id.
         self._owners: list[dict[str, nn.Parameter | None]] = []
         self._own_names: list[str] = []
         self._full_names: list[str] = []
@@ -72,8 +72,8 @@ class TrainedParameters:
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The parameters of the model that require no gradient, by name, without parameters on the
-        meta device.
+        """The parameters of the model that require no gradient, by name. Parameters on the meta
+        device are left out.
 
         Frozen parameters of another replicated optimizer are left out, too, because they may be
         frozen only for a time, for example by Lightning's `toggle_optimizer`.
@@ -120,7 +120,7 @@ class TrainedParameters:
         return set[int]().union(*found.values())
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Returns the optimizer's parameters that have one of these `names`, whether frozen or
+        """Returns those parameters of the optimizer whose names are in `names`, whether frozen or
         trained, in the model's order.
         """
         everyone = {id(p) for p in self.everyone}
@@ -129,8 +129,8 @@ class TrainedParameters:
         return {name: p for name, p in parameters.items() if name in names and id(p) in everyone}
 
     def _take_shards(self) -> None:
-        """Replaces gathered copies by their shards in the parameter groups. The groups contain
-        copies if the optimizer or a group was created after a forward pass without backward.
+        """Replaces gathered copies in the parameter groups by their shards. The groups contain
+        copies if the optimizer or a group was created after a forward pass without a backward pass.
         """
         shards = {
             id(copy): shard for unit in shown_units(self.model) for copy, shard in unit.copies
@@ -206,9 +206,9 @@ class TrainedParameters:
         for name, number in zip(self._full_names, self._owned, strict=True):
             if number not in held:
                 raise ValueError(
-                    f"{name} of the model is not the parameter that the optimizer has, as after"
-                    " load_state_dict(assign=True): load without assign, or make the optimizer"
-                    " again"
+                    f"{name} of the model is a new parameter, which the optimizer does not have, as"
+                    " after load_state_dict(assign=True): load without assign, or make the"
+                    " optimizer again"
                 )
         self._note_owners()
 
