@@ -1,3 +1,3 @@
-"""Optional parts of a step: balance between slow and fast replicas, and closeness of replicas that
-round differently.
+"""Optional parts of a step: balance between slow and fast replicas, closeness of replicas that
+round differently, and single rounding.
 """

@@ -21,11 +21,11 @@ class Balance(StepGate):
     number of local steps that each replica takes per round.
 
     A local step lasts from the end of one `step()` call to the end of the base optimizer's step in
-    the next call: it includes loading, forward and backward. The gate averages the durations of the
-    local steps of a round. It leaves out durations above `_ODD` times the median, such as those of
-    a step with an evaluation or a checkpoint. The slowest of the `shards` determines the time of a
-    replica. At the end of a round, each replica sends 8 bytes to the other replicas, and waits for
-    8 bytes from each of them. The host of an accelerator waits, too.
+    the next call. So it includes loading, forward and backward. The gate averages the durations of
+    the local steps of a round. It leaves out durations above `_ODD` times the median, such as those
+    of a step with an evaluation or a checkpoint. The slowest of the `shards` determines the
+    duration of a replica. At the end of a round, each replica sends 8 bytes to each other replica,
+    and waits for 8 bytes from each of them. On an accelerator, the host waits for these bytes, too.
     """
 
     def __init__(
@@ -57,8 +57,7 @@ class Balance(StepGate):
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
             for link in self._shards:
-                # The exchange between shards comes last, because some shards may lack the duration
-                # of a lost replica.
+                # Shards exchange last, because some may lack the duration of a lost replica.
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()
@@ -91,8 +90,8 @@ def time_mark(device: torch.device) -> Any:
 
 
 def elapsed_ns(first: Any, last: Any) -> int:
-    """Returns the nanoseconds between two time marks, after a wait for the accelerator if
-    needed.
+    """Returns the nanoseconds between two time marks. On an accelerator, waits until the second
+    mark is reached.
     """
     if isinstance(first, float):
         return int(1e9 * (last - first))

@@ -1,9 +1,9 @@
 """Closeness: if replicas round differently, keeps them within rounding error of each other.
 
 Such replicas receive the same messages, so their states differ only by the rounding errors that
-accumulate after the states were equal. So in each step all replicas copy a part of replica 0's
-agreed state (the state that must be equal on all replicas). Each step copies the next part.
-`verify` compares the replicas by distance instead of bit for bit.
+accumulate after the states were equal. So the replicas repeatedly copy a part of replica 0's agreed
+state (the state that must be equal on all replicas), each time the next part. `verify` compares the
+replicas by distance instead of bit for bit.
 """
 
 import math
@@ -30,13 +30,14 @@ _FP32 = torch.finfo(torch.float32).eps
 
 
 class Closeness(StepGate):
-    """Copies a part of replica 0's agreed state to all replicas in each step. Compares the whole
-    agreed state of the replicas by distance.
+    """Copies parts of replica 0's agreed state to all replicas. Compares the whole agreed state of
+    the replicas by distance.
 
-    A part is 1 / `PERIOD` of the values in the tensors of `Replicator.replicated`. In a round of n
-    steps, n such parts are sent before the message of the round. The step number selects the part,
-    so the gate saves no state. Replica 0 sends the part, and the link counts its bytes. If an
-    elastic axis has lost replica 0, nothing is copied.
+    In each step a part is copied: 1 / `PERIOD` of the values in the tensors of
+    `Replicator.replicated`. In a round of n steps, n such parts are copied at once, before the
+    message of the round. The step number selects the part, so the gate saves no state. The copy is
+    an all-reduce, in which all replicas except replica 0 add zeros; the link counts its bytes. If
+    an elastic axis has lost replica 0, nothing is copied.
 
     Args:
         moved: The result of `movements` when a checkpoint was saved.
@@ -101,8 +102,8 @@ class Closeness(StepGate):
         """
         tensors = _floats(replicator.replicated())
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # If an outer level has an anchor, copy no weights: the anchor would not change with
-            # them, and the outer momentum would amplify a change that only the weights have.
+            # If an outer level has an anchor, copy no weights, because the anchor would not change.
+            # The outer momentum would amplify a change that only the weights have.
             for name in replicator.parameters:
                 tensors.pop(name, None)
         cut = _cut(tensors, turn, max(1, PERIOD // replicator.round.every))
@@ -184,8 +185,8 @@ class Closeness(StepGate):
         return movement
 
     def movements(self) -> dict[str, float]:
-        """Returns the recent movement of each tensor, by name. Replicas may differ by the share
-        `MOST_MOVED` of this movement.
+        """Returns the recent movement of each tensor, by name. Replicas may differ by `MOST_MOVED`
+        times this movement.
         """
         found: dict[str, float] = {}
         for link, name, tensor in self._fractions():

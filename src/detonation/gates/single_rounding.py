@@ -1,4 +1,4 @@
-"""Single rounding: runs optimizer steps in operations that every processor rounds alike."""
+"""Single rounding: splits optimizer steps into operations that every processor rounds alike."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, depending on the
     processor's instructions, and torch's fp32 roots depend on a library. IEEE 754 defines the
     rounding of each single operation. Matrix products and norms have no fixed order of summation.
-    This context manager computes them as exact sums of integers, in which the largest element has
-    at least 19 bits. So torch's optimizers and Muon compute the same bits on all kinds of
-    processors, unless the optimizers are `fused`.
+    This context manager computes them as exact sums of integers. The longer a sum, the fewer bits
+    its elements keep: 19 bits in a matrix product that sums 30,000 terms. So torch's optimizers and
+    Muon compute the same bits on all kinds of processors, unless the optimizers are `fused`.
 
     Example:
         >>> weight = torch.tensor([1.0, 2.0])
@@ -74,7 +74,7 @@ def _like(name: str, operation: str) -> str:
 
 def _apart(name: str, operation: str) -> str:
     """Adds to `operation` the prefix `_foreach_` (for lists) if `name` begins with it. Never adds
-    the suffix `_` (in place).
+    the suffix `_` (in place), so the operation does not change its operands.
     """
     if name.startswith("_foreach_"):
         return "_foreach_" + operation
@@ -100,7 +100,9 @@ def _lerp(name: str, own: Any, end: Any, weight: Any) -> Any:
 
 
 def _divide(name: str, own: Any, by: Any, **rest: Any) -> Any:
-    """Divides by multiplying with reciprocals, as torch does on accelerators."""
+    """Divides by numbers: multiplies with their reciprocals, as torch does on accelerators. Leaves
+    the division by tensors to torch.
+    """
     if rest or isinstance(by, Tensor):
         return NotImplemented
     if not isinstance(by, Sequence):

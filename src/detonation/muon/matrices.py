@@ -21,7 +21,7 @@ at a time.
 
 
 class MatrixStep(Protocol):
-    """An optimizer's step on one matrix. Only its middle part, `whole`, needs the whole matrix.
+    """An optimizer's step on one matrix, in parts. Only the part `whole` needs the whole matrix.
 
     Attributes:
         matrix: The parameter, [rows, columns].
@@ -37,13 +37,15 @@ class MatrixStep(Protocol):
         """Returns the input of `whole`, sharded like the matrix. Every rank calls this method."""
 
     def whole(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the whole tensor `given`, of which `before` returned the shards. Returns the result
-        of the step, in the same shape, and the notes (`noted` numbers about the whole matrix).
+        """Computes the step from the whole tensor `given`, whose shards `before` returned. Returns
+        the result of the step, in the same shape, and the notes (`noted` numbers about the whole
+        matrix).
         """
 
     def divisors(self, notes: Tensor) -> Tensor:
-        """Returns, as `[rows, 1]`, the numbers by which the rows of the result of `whole` must be
-        divided, computed from its `notes`. Every rank calls this method if `noted` is above 0.
+        """Computes one number for each row from the `notes` of `whole`, and returns the numbers as
+        `[rows, 1]`. The rows of the result of `whole` must be divided by them. Every rank calls
+        this method if `noted` is above 0.
         """
 
     def after(self, result: Tensor) -> None:
@@ -56,11 +58,11 @@ class MatrixStep(Protocol):
 def take(steps: Iterable[MatrixStep]) -> None:
     """Runs `steps`, each on one matrix, in any order. Collective over the ranks of a node.
 
-    The resulting bits do not depend on the number of shards. A matrix that is sharded over one axis
-    is gathered to one rank, its owner. The owner computes the step and returns shards of the
-    result. Matrices are sent in groups, with two collectives per group. While one group is
-    computed, shards of its neighbour groups are in flight. A matrix that is sharded over several
-    axes is gathered to every rank, and each rank computes its step.
+    The resulting bits do not depend on the number of shards. If a matrix is sharded over one axis,
+    one rank, its owner, gathers the shards that `before` returns. The owner computes the step and
+    sends shards of the result back. Matrices are sent in groups, with two collectives per group.
+    While one group is computed, shards of the groups before and after it are in flight. If a matrix
+    is sharded over several axes, every rank gathers the shards and computes the step.
     """
     groups: dict[Any, list[_Sharded]] = {}
     for step in steps:
@@ -89,8 +91,8 @@ def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def operations(shape: Sequence[int]) -> int:
-    """Returns the number of operations of one Muon iteration: a Gram matrix, its square, and the
-    product of both with the matrix.
+    """Returns the number of operations of one Muon iteration: the Gram matrix of a matrix, the
+    square of the Gram matrix, and the product of their weighted sum with the matrix.
     """
     short, long = sorted(shape)
     return 4 * short * short * long + 2 * short**3
@@ -164,7 +166,7 @@ class _Sharded:
         return _from_bytes(content, self.step.dtype).view(shape)
 
     def rows(self, rank: int) -> slice:
-        """Returns the rows of the matrix that `rank` holds, at least in part."""
+        """Returns the rows of the matrix that `rank` holds, wholly or in part."""
         if self.dim:
             return slice(None)
         first = sum(self.sizes[:rank])
@@ -280,4 +282,4 @@ def _to_bytes(tensor: Tensor) -> Tensor:
 
 
 def _from_bytes(content: Tensor, dtype: torch.dtype) -> Tensor:
-    return content.clone().view(dtype)  # a copy is aligned; the bytes may begin anywhere
+    return content.clone().view(dtype)  # `content` may begin at any byte, but a copy is aligned

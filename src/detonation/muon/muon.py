@@ -50,10 +50,11 @@ class Muon(Optimizer):
     and all other parameters. AdamW moves parameters that are not matrices, and all parameters of
     groups with `orthogonal=False` (use it for embeddings and the output layer).
 
-    The orthogonal direction depends on the whole matrix. So each step gathers every sharded matrix
-    to one rank of the node. This rank computes the direction, and sends each rank its shard of the
-    direction. If a matrix is sharded over several axes, every rank computes the direction of the
-    matrix. With any number of shards, the result is bitwise equal to a step on the whole matrix.
+    The orthogonal direction depends on the whole momentum of a matrix. So each step gathers the
+    momentum of every sharded matrix to one rank of the node. This rank computes the direction, and
+    sends each rank its shard of the direction. If a matrix is sharded over several axes, every rank
+    computes the direction. With any number of shards, the result is bitwise equal to a step on the
+    whole matrix.
     `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` makes the same steps on whole matrices,
     but multiplies in bf16 on CPUs, too. On shards, `torch.optim.Muon` of torch 2.13 fails for a
     matrix with fewer rows than shards, and starts 11 to 16 collectives per matrix of 8 shards.
@@ -133,15 +134,18 @@ class Muon(Optimizer):
         for group in state.get("param_groups", ()):
             if missing := {"betas", "orthogonal"} - group.keys():
                 lacks = " and ".join(sorted(missing))
-                raise ValueError(f"another optimizer saved the state: its groups lack {lacks}")
+                raise ValueError(
+                    f"another optimizer saved the state: its groups lack {lacks}; load the state of"
+                    " a Muon of this library"
+                )
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("coefficients", "jordan")
             group.setdefault("muon_beta2", None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the result of `state_dict`, as in torch. NorMuon's second moments stay fp32, also
-        for parameters in another dtype.
+        """Loads the result of `state_dict`, as in torch. NorMuon's second moments stay fp32,
+        whatever the dtype of the parameter.
         """
         super().load_state_dict(state_dict)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -174,7 +178,7 @@ class Muon(Optimizer):
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         reshard_gradients(parameters)
         for p in parameters:
-            if "exp_avg" not in self.state[p]:  # `p` may have only the state of a matrix
+            if "exp_avg" not in self.state[p]:  # earlier, `p` may have been moved as a matrix
                 step = torch.zeros((), dtype=torch.float32, device="cpu")
                 self.state[p].update(
                     step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
@@ -206,7 +210,7 @@ def _is_orthogonal(parameter: Tensor, group: dict[str, Any]) -> bool:
 
 
 def _refuse_misspelt(group: dict[str, Any], valid: dict[str, Any]) -> None:
-    """Raises `ValueError` for a key of `group` that is nearly one of the `valid` keys.
+    """Raises `ValueError` for a key of `group` that is almost equal to one of the `valid` keys.
 
     Other keys pass, because schedulers and other tools write keys of their own, such as
     `initial_lr`, `max_momentum` and `name`.
@@ -223,8 +227,9 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 def _check_choices(settings: dict[str, Any]) -> None:
-    """Raises `ValueError` for a setting that no step can use. Called in every step, because a loop
-    may write into `param_groups`. lr is not checked, because schedules round it below zero.
+    """Raises `ValueError` for a setting that no step can use. Every step calls this function,
+    because a training loop may write into `param_groups`. lr is not checked, because a schedule
+    that ends at 0 may round lr to slightly below 0.
     """
     require_range("momentum", settings["momentum"], below=1)
     betas = settings["betas"]
@@ -235,7 +240,10 @@ def _check_choices(settings: dict[str, Any]) -> None:
     if settings["muon_beta2"] is not None:
         require_range("muon_beta2", settings["muon_beta2"], below=1)
         if not settings["eps"]:
-            raise ValueError("eps is 0, must be above 0 with muon_beta2: a row may be zero")
+            raise ValueError(
+                "eps is 0, must be above 0 with muon_beta2, because a row may be 0: its norm plus"
+                " eps divides the row"
+            )
     if type(settings["orthogonal"]) is not bool:
         raise ValueError(f"orthogonal is {settings['orthogonal']!r}, must be True or False")
     coefficients = str(settings["coefficients"])
@@ -326,7 +334,7 @@ def _newton_schulz(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
         polynomial = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
         x = torch.addmm(x, polynomial, x, beta=first)
     if is_tall:
-        # Shards from other ranks are contiguous. Make this one so, too: with other strides, 16-bit
-        # sums would differ.
+        # Shards from other ranks are contiguous, so this result must be contiguous, too.
+        # With other strides, sums in 16 bits would differ.
         x = x.T.contiguous()
     return x.to(matrix.dtype)

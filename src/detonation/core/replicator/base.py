@@ -61,11 +61,11 @@ class Replicator(ABC):
     @abstractmethod
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
         """Announces to the other replicas that this rank began or stopped training the parameter
-        `name`. If step `at` sends a message, an empty message that reports the reason is sent
-        instead. All earlier messages must have been sent.
+        `name`. If step `at` sends a message, sends an empty message instead, which reports this
+        reason. All earlier messages must have been sent.
 
-        This method runs the same collectives as step `at`, because replicas that announce no change
-        run the whole step at the same time. No other part of the step runs.
+        Replicas that announce no change run the whole step `at` at the same time. So this method
+        runs the same collectives as that step, but no other part of the step.
 
         Args:
             step: The first step that has not run yet; at most `at`.
@@ -84,8 +84,8 @@ class Replicator(ABC):
 
     @abstractmethod
     def make_portable(self, step: int) -> None:
-        """Completes, after `step` steps, open rounds and all else that depends on the layout of the
-        messages. Then a replicator with another layout can take over the state.
+        """Completes, after `step` steps, open rounds and everything else that depends on the layout
+        of the messages. Afterwards a replicator with another layout can take over the state.
         """
 
     @abstractmethod
@@ -96,15 +96,13 @@ class Replicator(ABC):
 
     @contextmanager
     def overlap(self, step: int, may_send: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Context manager in which backward sends the gradients of `step`, if this kind of
-        replicator can do so; see `Replicated.overlap`.
+        """Context manager in which backward sends the gradients of `step`; see
+        `Replicated.overlap`. Replicators that cannot send during backward do nothing.
         """
         yield
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` if `overlap` has begun, but no step has used the sent gradients
-        yet.
-        """
+        """Raises `OverlapError` if `overlap` has begun, but no step has used its gradients yet."""
         return
 
     def drop_overlap(self) -> None:
@@ -115,8 +113,9 @@ class Replicator(ABC):
 
     @abstractmethod
     def shared_weights(self) -> list[Tensor]:
-        """Returns one tensor per parameter, the weight or its anchor, which must be bitwise equal
-        on all replicas between steps."""
+        """Returns one tensor per parameter, which must be bitwise equal on all replicas between
+        steps: the weight or its anchor.
+        """
 
     @abstractmethod
     def replicated(self) -> dict[str, Tensor]:
@@ -138,11 +137,10 @@ class Replicator(ABC):
         return
 
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the local parts of `tensors`, cut in the same way as this replicator's
-        parameters.
+        """Returns the local parts of `tensors`, cut like this replicator's parameters.
 
-        If the parameters are pieces of shards, the result holds the same pieces of `tensors`;
-        otherwise the result holds all of `tensors`.
+        If the parameters are pieces of shards, the result holds the same pieces of `tensors`.
+        Otherwise the result holds all of `tensors`.
         """
         first = next(iter(self.parameters.values()), None)
         if first is not None:

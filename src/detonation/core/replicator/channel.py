@@ -58,7 +58,7 @@ class Transfer:
             had sent this message.
         verdict: Whether the signals are finite, for a message that one collective sends.
         unreleased: Selected coefficients that are not yet subtracted from the memory of unsent
-            values, each with its values as receivers decode them, if the decoded values differ.
+            values. If receivers decode other values, the decoded values are included.
     """
 
     pipeline: BucketPipeline
@@ -141,7 +141,7 @@ class Update:
         if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
-                # the step changes a temporary tensor instead of the weights of an unused parameter
+                # the step then changes this tensor instead of the weights of the unused parameter
                 moved[number] = torch.empty_like(moved[number])
             adds_up = any(map(_MOMENTUM, signs.param_groups))
             move = None
@@ -205,7 +205,7 @@ class Channel:
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
         self.unused = Unused(link, layout, self.memory, guard)
         if runtime.decides_on_device:
-            # transforming one row now stores the basis on the device, before the first round ends
+            # stores the basis on the device now, before the first round ends
             row = torch.zeros(
                 1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
             )
@@ -233,13 +233,12 @@ class Channel:
 
     @cached_property
     def _inspector(self) -> SignalInspector:
-        """The inspector that checks whether the values of a signal are finite, if the signal is
-        sent bucket by bucket."""
+        """Checks that the values of a signal are finite, if the signal is sent bucket by bucket."""
         return self.engine.inspector(len(self.pipelines))
 
     def start(self, step: int, pipeline: BucketPipeline | None = None) -> Transfer:
-        """Creates a transfer for `step` that holds no data yet: for a message of all rows, or for a
-        message of one bucket if `pipeline` is given.
+        """Creates a transfer for `step` that holds no data yet. Its message contains all rows or,
+        if `pipeline` is given, one bucket.
         """
         self.counts.due.add(step + self.scheme.round.delay)
         return Transfer(pipeline or self._whole, self._message(step))
@@ -275,8 +274,8 @@ class Channel:
         transfer.verdict = whole.engine.found_later or whole.engine.inspect(signals, self.runtime)
         bad = transfer.verdict.bad
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
-        # True to encode all rows in one call: CPU engines cut them into blocks themselves, and
-        # kernels need no temporary tensors
+        # True to encode all rows in one call.
+        # CPU engines cut the rows into blocks themselves, and kernels need no temporary tensors.
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         if at_once:
             self._encode(transfer, whole, run, signals, bad)
@@ -322,8 +321,8 @@ class Channel:
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends zeros in place of all messages of `step`. The messages report why they are zeros:
-        this rank began or stopped training the parameter `name`.
+        """Sends zeros in place of all messages of `step`. The messages report the reason: this rank
+        began or stopped training the parameter `name`.
 
         Args:
             in_buckets: Whether the other replicas send gradients of this step in one collective per
@@ -344,8 +343,9 @@ class Channel:
         return [transfer]
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Receives the messages of all replicas without using them, at a step in which this rank
-        announced a change of its trained parameters."""
+        """Receives the messages of all replicas without using them. Called for a step at which this
+        rank announced a change of its trained parameters.
+        """
         kept = {name: tensor.clone() for name, tensor in self.exchange.state().items()}
         for transfer in transfers:
             transfer.forward()
@@ -450,8 +450,8 @@ class Channel:
         pieces: Sequence[Tensor | None],
         bad: bool | Tensor,
     ) -> None:
-        """Encodes the part of a signal in one bucket into the buffer `run`; encodes zeros if `bad`
-        is True. Stores in `transfer` the data that are needed after sending.
+        """Encodes the part of a signal in one bucket into the buffer `run`, or zeros if `bad` is
+        True. Stores in `transfer` the data that are needed after sending.
         """
         engine = pipeline.engine
         step = transfer.message.step
@@ -481,8 +481,9 @@ class Channel:
             )
 
     def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
-        """Stores the selected indices, which the message omits because all replicas can compute
-        them."""
+        """Stores the selected indices. The message omits them, because all replicas can compute
+        them.
+        """
         transfer.message.know(
             pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices
         )
@@ -495,7 +496,7 @@ class Channel:
 
     def _guard(self, layout: Layout, number: int) -> Guard:
         """Creates the guard that seals and validates the messages of bucket number `number`. Number
-        0 means messages of all rows.
+        0 stands for messages that contain all rows.
         """
         arguments = (self.scheme.name, self.scheme.identity)
         schema = repr((*arguments, layout.slots, self.runtime.seed, self.link.replicas))
@@ -523,16 +524,18 @@ class Channel:
     def _pipeline_of(
         self, bucket: Bucket, engine: ReferenceEngine, exchange: Exchange
     ) -> BucketPipeline:
-        """Creates the pipeline of `bucket`. If the selected values of a bucket have many bytes,
-        these values are subtracted from the memory of unsent values before the message is sent.
+        """Creates the pipeline of `bucket`. If the bucket's selected values need many bytes, the
+        pipeline subtracts them from the memory of unsent values before it sends the message.
         """
         on_device = self._needs_own_update and self.runtime.decides_on_device
         return BucketPipeline(bucket, engine, exchange, engine.is_heavy or on_device)
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:
-    """Returns the status that stands for name `number` in the list of all parameter names. The
-    statuses from 1 on stand for the slots (parameters) of the message, and the statuses for names
-    come after these.
+    """Returns the status that announces a change of the parameter with index `number` in the list
+    of all parameter names.
+
+    Statuses from 1 on stand for the message's own parameters (slots). The statuses for all names
+    follow.
     """
     return 1 + len(transfer.pipeline.bucket.layout.slots) + number

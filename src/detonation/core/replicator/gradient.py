@@ -103,8 +103,8 @@ class GradientReplicator(Replicator):
             raise
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` if `overlap` has begun, but no step has used the sent gradients
-        yet, or if gradients changed after `overlap` had sent them.
+        """Raises `OverlapError` if `overlap` has begun, but no step has used its gradients yet, or
+        if gradients changed after `overlap` had sent them.
         """
         if self._equal:
             self._refuse_unequal()

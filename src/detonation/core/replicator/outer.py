@@ -26,8 +26,8 @@ class OuterSGD:
             self._momentum = torch.zeros_like(flat)
 
     def step(self, rows: slice, update: Tensor) -> None:
-        """Makes one SGD step on a range of rows, with `update` as the gradient. `update` is
-        overwritten.
+        """Makes one SGD step on a range of rows, with `update` as the gradient. The step overwrites
+        `update`.
 
         Shapes: `[len(rows), chunk]`.
         """
@@ -47,7 +47,7 @@ class OuterSGD:
 
     def _direction(self, rows: slice, gradient: Tensor) -> Tensor:
         """Returns the direction in which SGD with momentum moves a range of rows. The caller must
-        not change the result. `gradient` is overwritten.
+        not change the result. This method overwrites `gradient`.
         """
         # shapes: [len(rows), chunk] -> the same
         if self._momentum is None:

@@ -37,9 +37,9 @@ class CommStream:
     nothing.
 
     A gradient hook runs on the stream that computed the gradient, and FSDP2 uses several streams.
-    So this stream waits for the stream of each hook before it sends a bucket. All buckets are sent
-    on this one stream. So buckets are sent in order, and a buffer of the previous step is reused
-    only when that step no longer needs it.
+    So this stream waits for the stream of each hook before it sends a bucket. Because all buckets
+    use this one stream, they are sent in order, and no step overwrites a buffer that the previous
+    step still needs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,7 +110,7 @@ class Overlap:
         # version of each gradient when its first piece was sent; see `GradientStamp`
         self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
-        # by a storage's data pointer: the names of the sent gradients that are views of the storage
+        # for each storage, by its data pointer: the names of the sent gradients in this storage
         self._views: dict[int, list[str]] = {}
         if stream:
             stream.wait_for_current()
@@ -138,8 +138,8 @@ class Overlap:
     def finish(self) -> tuple[Transfer, runtime.Readback | None]:
         """Sends all buckets that are not sent yet, and checks that sent gradients have not changed.
 
-        Raises `OverlapError` if gradients changed. On an accelerator, a part of this check runs on
-        the device. The result is returned, and the caller later passes it to `refuse_unequal`.
+        Raises `OverlapError` if gradients changed. On an accelerator, the device makes a part of
+        this check. The caller later passes the returned result to `refuse_unequal`.
         """
         now = gradient_stamps({name: self._parameters[name] for name in self._stamps})
         for name, seen in self._stamps.items():
@@ -255,12 +255,12 @@ class Overlap:
                 self._stamps[name] = (sent, version, shard._version)
 
     def _owns_memory_of(self, name: str) -> bool:
-        """True if the storage that holds the gradient of `name` holds only gradients of this
-        replicator's parameters.
+        """True if the storage of the gradient of `name` holds only gradients of this replicator's
+        parameters.
 
-        Otherwise the version counter of the storage also counts writes to other gradients, which
-        FSDP2 or another optimizer makes. Then only `_samples` show whether sent gradients have
-        changed. They are copies of a few values of these gradients.
+        Otherwise the version counter of the storage also counts writes to other gradients, by FSDP2
+        or another optimizer. Then only `_samples`, copies of a few values of the sent gradients,
+        show whether these gradients have changed.
         """
         whole = local(_gradient(self._parameters[name])).untyped_storage()
         own = 0
@@ -282,8 +282,9 @@ class Overlap:
 
 
 def refuse_unequal(equal: bool) -> None:
-    """Raises `OverlapError` if `equal` is False, that is, if the gradients differ from the samples
-    that were taken when the gradients were sent."""
+    """Raises `OverlapError` if `equal` is False: the gradients differ from the samples that were
+    taken when the gradients were sent.
+    """
     if not equal:
         raise _changed("a gradient")
 

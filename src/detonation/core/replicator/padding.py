@@ -37,7 +37,7 @@ class PaddingRows:
             for name, parameter in each.parameters.items():
                 if padding_row(parameter) is not None:
                     self._rows.setdefault(each.link, []).append((each, name))
-        # two flags per padding row: its parameter had a gradient; its own gradient was nonzero
+        # two flags per padding row: its embedding had a gradient; the row's gradient was nonzero
         self._seen = {
             link: torch.zeros(
                 len(rows), 2, dtype=torch.int64, device=rows[0][0].channel.runtime.device
@@ -60,8 +60,9 @@ class PaddingRows:
                         seen[1] |= gradient[row].any()
 
     def before(self, step: int) -> None:
-        """Calls `agree` if some embedding with a padding row has had no gradient on any replica
-        yet. Runs after gradients were sent."""
+        """Calls `agree` as long as some embedding with a padding row has had no gradient on any
+        replica. Runs after gradients were sent.
+        """
         if self._asks:
             self.agree()
 
@@ -94,8 +95,8 @@ def held_rows(
 
 
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:
-    """Lets the padding rows of the embeddings `names` move from now on. In the run that is
-    continued or replayed, the replicas had already released these rows.
+    """Lets the padding rows of the embeddings `names` move from now on. Called when a run is
+    continued or replayed in which the replicas had already released these rows.
     """
     for replicator in replicators:
         for name in replicator.parameters.keys() & set(names):

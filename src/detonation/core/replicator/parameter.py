@@ -72,7 +72,7 @@ class ParameterReplicator(Replicator):
         )
         self._local_steps = channel.runtime.local_steps
         self._rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
-        # local steps of each replica since the last message, without those that are overwritten
+        # local steps of each replica since the last message, without steps that an update undoes
         self._taken = torch.zeros(
             channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu"
         )
@@ -90,7 +90,7 @@ class ParameterReplicator(Replicator):
             if not self._steps_left:
                 self._land()
         else:
-            self._arrived = None  # no update is in flight: a checkpoint stores zeros
+            self._arrived = None  # without an update in flight, a checkpoint stores zeros
         if self.round.sends(step):
             self._exchange(step, self.round.delay)
 
@@ -287,7 +287,7 @@ class ParameterReplicator(Replicator):
     def _follow(
         self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]
     ) -> None:
-        """Moves the anchor of a bucket by `update`, and then moves the bucket's parameters to the
+        """Moves the anchor of a bucket by `update`. Then moves the bucket's parameters to the
         anchor, except for the part of their movement that they keep.
 
         Shapes: update and unsent `[rows of the bucket, chunk]`; weights one local shape per
@@ -314,8 +314,8 @@ class ParameterReplicator(Replicator):
         copy(bucket.cut(weights), bucket.layout.parts(target))
 
     def _arriving(self) -> Tensor:
-        """Waits for the update in flight, stores it and returns it. Without an update in flight,
-        returns zeros.
+        """Waits for the update in flight, stores it and returns it. Returns zeros if no update is
+        in flight.
         """
         # [rows, chunk]
         if self._arrived is None:
@@ -344,8 +344,9 @@ class ParameterReplicator(Replicator):
         return bucket.layout.flatten(parts, rows.device)
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the local parameters, and contiguous versions of them that can be written in
-        pieces. If the two lists differ, the caller must copy the contiguous versions back.
+        """Returns the local parameters, and contiguous versions of these parameters, which can be
+        written in pieces. If the two lists differ, the caller must copy the contiguous versions
+        back.
         """
         found = locals_of(self.parameters)
         return found, found if all(each.is_contiguous() for each in found) else [
@@ -354,7 +355,7 @@ class ParameterReplicator(Replicator):
 
 
 class HoldingReplicator(ParameterReplicator):
-    """A ParameterReplicator that keeps the padding rows of embeddings unchanged: it sets their
+    """A ParameterReplicator that keeps the padding rows of embeddings unchanged. It sets their
     updates to zero, because the codec would decode small nonzero values for these rows.
     """
 
@@ -376,8 +377,8 @@ class HoldingReplicator(ParameterReplicator):
 
     @cached_property
     def _places(self) -> dict[int, Tensor]:
-        """For each bucket, by its first row: the positions in the bucket that belong to padding
-        rows of embeddings.
+        """The positions in each bucket that belong to padding rows of embeddings, by the bucket's
+        first row.
         """
         marks = [torch.zeros_like(weight) for weight in locals_of(self.parameters)]
         for mark, parameter in zip(marks, self.parameters.values(), strict=True):

@@ -14,8 +14,8 @@ SMALLEST = 2**20
 
 
 def aligned_rows(*codecs: Codec) -> int:
-    """Returns a number of rows. Messages of all `codecs` can be cut after each multiple of this
-    number, without changing a bit of the result.
+    """Returns a number of rows at whose multiples the messages of all `codecs` can be cut without
+    changing a bit of the result.
 
     The number is at least 64, because a matrix product of fewer rows may round differently.
     """
@@ -23,8 +23,9 @@ def aligned_rows(*codecs: Codec) -> int:
 
 
 def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
-    """Number of consecutive rows that one owner (a replica that aggregates rows for all) gets
-    before the next owner gets rows. Messages and replies can be cut at multiples of this number.
+    """Returns the number of consecutive rows that one owner (a replica that aggregates rows for
+    all) gets before the next owner gets rows. Messages and replies can be cut at multiples of this
+    number.
     """
     return aligned_rows(scheme.codec, scheme.reply_codec(replicas))
 
@@ -36,7 +37,7 @@ def cut_into_buckets(
     All buckets together need as many bytes as one whole message, apart from headers and padding.
 
     Every bucket except the last has a multiple of `unit` rows, see `traffic.buckets_of`. A layout
-    in tiles has one bucket, because a multiple of `unit` would end inside a line of tiles.
+    in tiles has one bucket, because a multiple of `unit` may end inside a line of tiles.
 
     Args:
         layout: Layout of the whole flat.
@@ -58,9 +59,9 @@ def cut_into_buckets(
 
 
 def _early_runs(layout: Layout, late: Collection[str], unit: int) -> Iterator[tuple[int, int]]:
-    """Yields the first row and the end of each run of consecutive rows that belong to no parameter
-    in `late` (the parameters whose gradients arrive last). Each run begins and ends at a multiple
-    of `unit` rows, except that the last run ends with the layout.
+    """Yields runs of consecutive rows, each as its first row and its end. The rows of a run belong
+    to no parameter in `late` (the parameters whose gradients arrive last). Each run begins and ends
+    at a multiple of `unit` rows, except that the last run ends with the layout.
     """
     first = 0
     for slot in layout.slots:
@@ -105,7 +106,7 @@ def sending_order(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def block_rows(scheme: Scheme, rows: int, few: bool) -> int:
-    """Approximate number of rows of a bucket.
+    """Returns the approximate number of rows of a bucket.
 
     Args:
         rows: Rows of the whole flat.

@@ -36,11 +36,11 @@ def _check_inside(
     inner: Sequence[tuple[object, ParameterScheme]], axis: object, outer: ParameterScheme
 ) -> None:
     """Raises `ValueError` if the replicas of an inner level can differ when `outer`, the scheme on
-    `axis`, sends. Their anchors of `outer` would then differ for ever, and so would their weights
-    after `synchronize`.
+    `axis`, sends. The anchors that these replicas keep for `outer` would then differ for ever, and
+    so would their weights after `synchronize`.
 
-    An inner level on `axis` itself needs no check, because `outer` averages over its replicas. A
-    single replica needs none, either.
+    An inner level on `axis` itself needs no check, because `outer` averages over its replicas. An
+    axis with a single replica needs no check, either.
     """
     for other in dict.fromkeys(key for key, _ in inner if key not in (axis, None)):
         schemes = [scheme for key, scheme in inner if key == other]
@@ -57,7 +57,9 @@ def _equal_whenever(outer: ParameterScheme, inner: ParameterScheme) -> bool:
 
 
 def _sends_within(outer: Round, inner: Round) -> bool:
-    """True if `inner` sends at each step at which `outer` sends."""
+    """True if `inner` sends at each step at which `outer` sends, with their delays taken into
+    account.
+    """
     apart = (outer.offset - outer.delay) - (inner.offset - inner.delay)
     return outer.every % inner.every == 0 and apart % inner.every == 0
 

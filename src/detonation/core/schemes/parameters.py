@@ -31,7 +31,7 @@ def outer_sgd(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """A scheme whose messages carry the movement of the parameters in a round.
+    """A scheme whose messages contain the movement of the parameters in a round.
 
     The schemes of the DiLoCo family call this function. Call it to make new schemes, too.
 

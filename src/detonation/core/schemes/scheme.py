@@ -107,7 +107,7 @@ class Scheme:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The scheme's arguments by the names that messages, checkpoints and update logs use.
+        """The scheme's arguments, by the names that messages, checkpoints and update logs use.
 
         Some schemes had a delay in earlier builds. Their identity still contains delay=0, so that
         this build can read files of those builds.
@@ -184,14 +184,14 @@ class Scheme:
         return self.codec.summable and isinstance(self.aggregation, Mean)
 
     def aligned(self, local_ranks: int = 1) -> Self:
-        """The scheme with messages that are padded for an accelerator. If `local_ranks` ranks share
-        a gathered message, the part of each rank has a multiple of `ALIGNMENT` bytes.
+        """Returns the scheme with messages that are padded for an accelerator. If `local_ranks`
+        ranks share a gathered message, the part of each rank has a multiple of `ALIGNMENT` bytes.
         """
         return replace(self, codec=replace(self.codec, alignment=ALIGNMENT * local_ranks))
 
     def reply_codec(self, replicas: int) -> Codec:
-        """The codec for the replies of owners (replicas that aggregate some of the rows for all),
-        among `replicas` replicas.
+        """Returns the codec for the replies of owners (replicas that aggregate some of the rows for
+        all), among `replicas` replicas.
 
         If each sender selects its own coefficients, the aggregate of a row has more coefficients
         than a message. A reply as large as one message would leave most coefficients in the owner's
@@ -262,8 +262,9 @@ class ParameterScheme(Scheme):
 
     @property
     def averages(self) -> bool:
-        """True if every coordinate that is sent at the end of a round becomes the mean over all
-        replicas, whatever the anchor is."""
+        """True if every coordinate that a message contains becomes the mean over all replicas,
+        whatever the anchor is.
+        """
         whole = self.codec.selection.period == 1 or self.resume_from == "sent"
         exact = whole and self.summable and self.codec.precision == PRECISIONS["fp32"]
         return (
@@ -275,8 +276,9 @@ class ParameterScheme(Scheme):
 
     @property
     def equalizes(self) -> bool:
-        """True if `averages` holds and each message makes the parameters of its fragment equal on
-        all replicas."""
+        """True if the scheme averages (see `averages`), and each message makes the parameters of
+        its fragment equal on all replicas.
+        """
         return self.averages and self.codec.selection.period == 1 and not self.keep
 
     def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
@@ -331,7 +333,7 @@ def known_schemes() -> Mapping[str, Callable[..., Scheme]]:
 
 
 def _import_installed(name: str) -> None:
-    """Imports the scheme `name` of an installed package; the import registers it.
+    """Imports the scheme `name` of an installed package. The import registers the scheme.
 
     Raises `ValueError` if the module registers no scheme of that name.
     """
@@ -346,7 +348,7 @@ def _import_installed(name: str) -> None:
 
 
 def register(function: Callable[P, S]) -> Callable[P, S]:
-    """Registers, under the name of `function`, the scheme that this function makes.
+    """Registers the scheme that `function` makes, under the name of `function`.
 
     Recipes, `--help`, `compare` and `plan` then offer the scheme, and
     `detonation.testing.check_scheme` checks it against the laws that every scheme must follow. The

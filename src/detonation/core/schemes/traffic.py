@@ -1,5 +1,6 @@
-"""The bytes that a scheme sends, computed from the layout of the parameters without a model in
-memory."""
+"""Computes the bytes that a scheme sends, from the layout of the parameters, without a model in
+memory.
+"""
 
 from collections.abc import Collection, Mapping
 from functools import lru_cache
@@ -37,14 +38,14 @@ class LargerThanDense(DetonationError, ValueError):
 def collective_for(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> CollectiveKind:
-    """The collective that sends the messages of `scheme`. With the link "auto", the bytes of each
-    collective and its effect on the loss decide.
+    """Returns the collective that sends the messages of `scheme`. With the link "auto", the bytes
+    of each collective and its effect on the loss decide.
 
-    An all-reduce is used if it can add the messages. Otherwise an all-gather is used, or a
-    two-stage all-reduce through owners (each replica aggregates some of the rows) if this needs
-    clearly fewer bytes (`WORTH_A_ROUND`). If few replicas each select their own coefficients, the
-    small replies of owners raise the loss. Owners are then used only if an all-gather would send
-    more than full synchronisation.
+    If an all-reduce can add the messages, it is used. Otherwise the choice is between an all-gather
+    and a two-stage all-reduce, in which owners aggregate some of the rows for all. The two-stage
+    all-reduce is used if it needs clearly fewer bytes (`WORTH_A_ROUND`). But if few replicas each
+    select their own coefficients, the small replies of owners raise the loss. Owners are then used
+    only if an all-gather would send more than full synchronisation.
     """
     if scheme.link != "auto":
         return scheme.link
@@ -105,8 +106,8 @@ def stage_bytes(
 
 @lru_cache(maxsize=256)
 def bytes_per_rank(nbytes: int, local_ranks: int, unit: int = 1) -> int:
-    """Bytes of a message per rank if `local_ranks` ranks share the message, in multiples of `unit`
-    bytes.
+    """Returns the bytes of a message that each rank sends if `local_ranks` ranks share the message.
+    The result is a multiple of `unit`.
 
     >>> bytes_per_rank(10, 4), bytes_per_rank(12, 2, unit=4)
     (3, 8)
@@ -116,7 +117,8 @@ def bytes_per_rank(nbytes: int, local_ranks: int, unit: int = 1) -> int:
 
 @lru_cache(maxsize=256)
 def ring_bytes(kind: Literal["all-reduce", "all-gather"], nbytes: int, replicas: int) -> int:
-    """Bytes that one rank sends if `replicas` ranks exchange `nbytes` each in one collective.
+    """Returns the bytes that one rank sends if `replicas` ranks exchange `nbytes` each in one
+    collective.
 
     >>> ring_bytes("all-reduce", 1000, 4), ring_bytes("all-gather", 1000, 4)
     (1500, 3000)
@@ -132,15 +134,15 @@ def is_sent_at_once(nbytes: float, replicas: int) -> bool:
     time, instead of along a ring.
 
     Gloo's own all-gather is a ring, in which a message takes one latency for each other replica.
-    Larger messages use the ring: their latency is small against their transfer time, and the copies
-    for sending to all replicas at the same time would need memory.
+    Larger messages use the ring. Their latency is small against their transfer time, and sending to
+    all replicas at the same time would need memory for copies.
     """
     return nbytes * replicas <= SMALL
 
 
 def hops(kind: str, replicas: int, nbytes: float = inf) -> int:
-    """Number of transfers that follow one another in one exchange, in which each replica sends a
-    message of `nbytes`. Each of these transfers costs one latency.
+    """Returns the number of transfers that follow one another in one exchange, in which each
+    replica sends a message of `nbytes`. Each of these transfers costs one latency.
 
     On a ring of R replicas, an all-gather takes R - 1 transfers, and an all-reduce 2 (R - 1). An
     all-gather of a small message uses no ring and takes one transfer; see `is_sent_at_once`.
@@ -218,7 +220,7 @@ def buckets_of(
     few: bool = False,
     late: Collection[str] = (),
 ) -> list[Bucket]:
-    """The buckets in which `layout` is sent during backward, or at the end of a round.
+    """Returns the buckets in which `layout` is sent during backward, or at the end of a round.
 
     Every bucket except the last can be cut into equal parts for all (replicas x local ranks) ranks.
     So all owners get equally many rows, and the ranks of a node get equal shares of a message.
@@ -236,9 +238,9 @@ def buckets_of(
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
-    """Bytes that one rank sends in one exchange of gradients, if the buckets are sent during
-    backward. These bytes equal `message_bytes` except for rounding, because all buckets share one
-    header.
+    """Returns the bytes that one rank sends in one exchange of gradients, if the buckets are sent
+    during backward. The result equals `message_bytes` except for rounding, because all buckets
+    share one header.
     """
     way = collective_for(scheme, layout, replicas, local_ranks)
     last, *others = [
@@ -269,7 +271,7 @@ def require_below_dense(
         raise LargerThanDense(
             f"{scheme.name} with {arguments_text(scheme)} would send {ours:,.0f} bytes per step"
             f" over {replicas} replicas, full synchronisation sends {dense:,}: choose a smaller"
-            " topk or rate, or scheme full"
+            " topk or rate, a precision with fewer bits, or the scheme full"
         )
 
 
