@@ -195,8 +195,9 @@ class Closeness(StepGate):
         return found
 
     def measure(self) -> float:
-        """Returns the largest distance between a tensor on two replicas, relative to the norm of
-        the tensor; infinity if the replicas are not close. Collective.
+        """Returns the largest distance of a tensor on any replica from the same tensor on the first
+        replica, relative to the norm of the tensor. Returns infinity if the replicas are not close.
+        Collective.
         """
         self._apart = 0.0
         found = []

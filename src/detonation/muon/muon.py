@@ -158,7 +158,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters that have a gradient; returns the value of `closure`."""
+        """Moves all parameters that have a gradient; returns the value of `closure`."""
         loss = evaluated(closure)
         steps = []
         for group in self.param_groups:
@@ -178,7 +178,7 @@ class Muon(Optimizer):
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         reshard_gradients(parameters)
         for p in parameters:
-            if "exp_avg" not in self.state[p]:  # earlier, `p` may have been moved as a matrix
+            if "exp_avg" not in self.state[p]:  # `p` may have been moved as a matrix until now
                 step = torch.zeros((), dtype=torch.float32, device="cpu")
                 self.state[p].update(
                     step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)

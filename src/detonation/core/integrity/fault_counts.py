@@ -1,5 +1,5 @@
-"""Counts and logs the faults of each replica. Faults that are severe, or too many, become a reason
-to stop all ranks.
+"""Counts and logs the faults of each replica. Severe or frequent faults become a reason to stop all
+ranks.
 """
 
 import logging
@@ -39,7 +39,8 @@ _log = logging.getLogger("detonation")
 
 class NonFiniteGradient(DetonationError, ArithmeticError):
     """A gradient, or the change of a parameter in a round, contains NaN, infinity or a magnitude
-    above `nonfinite.SIGNAL_LIMIT`. It was not added to the memory of unsent values.
+    above `nonfinite.SIGNAL_LIMIT`. The replica has not added this gradient or change to its memory
+    of unsent values.
     """
 
 
@@ -276,8 +277,9 @@ class FaultCounts:
     def differ(self, digests: Mapping[int, int], step: int) -> None:
         """Finds the senders that differ from most replicas at `step`, and logs each difference.
 
-        Other options of the parameter groups are always a reason to stop. Other messages received
-        in earlier steps are a reason to stop, unless `Safety` repairs replicas that differ.
+        If a sender has different options of the parameter groups, this is always a reason to stop.
+        If a sender received different messages in earlier steps, this is a reason to stop, unless
+        `Safety` repairs replicas that differ.
 
         Args:
             digests: By sender, the digests of messages in the upper bits and of options in the

@@ -336,8 +336,8 @@ class Guard(SumGuard):
         shared: Tensor | SharedIndices | None,
         observer: StepObserver | None = None,
     ) -> Arrived:
-        """Validates the received messages, one per replica, and counts their faults. Refused
-        messages are replaced by zeros.
+        """Validates the received messages, one per replica, and counts their faults. Replaces
+        refused messages by zeros.
 
         Args:
             shared: Indices that all replicas know; None if the messages contain them.

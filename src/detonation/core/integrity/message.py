@@ -285,7 +285,7 @@ class Message:
     played: bool = False
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
-        """Stores `indices`, which belong to the rows of the flat from row `first` on, if all
+        """Stores `indices`, the indices in the rows from row `first` of the flat on, if all
         replicas know these indices without a message.
         """
         if isinstance(indices, SharedIndices):
@@ -318,7 +318,7 @@ class Message:
         arrived = self.arrived
         if len(arrived) == 1:
             octets = arrived[0]
-            if octets.shape[1] % 8 == 0:  # then every message begins at a multiple of 8 bytes
+            if octets.shape[1] % 8 == 0:  # then all messages are aligned to 8 bytes
                 octets[:, end:].zero_()
                 return octets
             runs = [(octets[:, HEADER_BYTES:end],)]

@@ -195,7 +195,7 @@ def statuses_of_sum(
     replicas = len(digits) // DIGITS
     is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
     if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
-        # simulated replicas send equal messages, so each sum is `replicas` times one digit
+        # simulated replicas send equal messages, so each sum is `replicas` times one status number
         digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
     found = []
@@ -212,8 +212,8 @@ def _mean_digit(mean: float, mark: int) -> int:
     """Returns the status number (digit) of a message, given the mean of this digit over several
     equal messages.
 
-    A mean close to `mark` (the number in the last digit) counts as `mark`. It may differ from
-    `mark`, because an all-reduce in bf16 rounds the sum of the marks.
+    A mean close to `mark` (the number in the last digit) counts as `mark`. Such a mean may differ
+    from `mark`, because an all-reduce in bf16 rounds the sum of the marks.
     """
     if abs(mean - mark) <= mark / 256:
         return mark

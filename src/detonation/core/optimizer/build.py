@@ -512,8 +512,7 @@ def _description(
     channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    # Checks on a device stop a run one step later than checks on a host.
-    # So all replicas must use the same kind of checks.
+    # Checks on a device stop a run a step later than on a host, so all replicas must check alike.
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
     # the number of buckets in `overlap` depends on which gradients arrive at the end of backward

@@ -256,7 +256,7 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     assert memory is not None
     leaves = link.replica in leaving
     # An inner level averages inside this replica, and its owners of rows keep a residual.
-    # This residual is added to the memory of unsent values, which is handed over and scaled below.
+    # The owners' residual is added to the memory of unsent values, which is handed over below.
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
     if leaves:

@@ -233,7 +233,7 @@ class Replicated(OptimizerWrapper):
         if self._renumbers and not overlapping:
             with exactly():
                 self.renumber()
-        if not (overlapping or held_back):  # in both cases `overlap` has already entered the step
+        if not (overlapping or held_back):  # otherwise `overlap` has already entered the step
             self._consensus.enter_step(self.step_count)
         if changed and not overlapping:
             with exactly():

@@ -37,7 +37,7 @@ class TrainedParameters:
         # dtypes and shapes of the parameters in the layouts
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         # The next four lists have one entry for each use of an optimizer's parameter in a module.
-        # They hold the module's `_parameters`, the names in module and model, and the id.
+        # The four entries: the module's `_parameters`, the names in module and model, and the id.
         self._owners: list[dict[str, nn.Parameter | None]] = []
         self._own_names: list[str] = []
         self._full_names: list[str] = []

@@ -135,13 +135,13 @@ class Update:
         # Hooks around a step may read `p.grad`. With hooks, the update must be written to `p.grad`.
         may_move = signs is not None and not (
             signs._optimizer_step_pre_hooks
-            or len(signs._optimizer_step_post_hooks) > 1  # one hook after steps is this library's
+            or len(signs._optimizer_step_post_hooks) > 1  # this library registers one such hook
             or ((_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and hooks_of(signs))
         )
         if signs is not None and may_move:
             moved = list(weights)
             for number in unused:
-                # the step then changes this tensor instead of the weights of the unused parameter
+                # the step changes a temporary tensor instead of the weights of an unused parameter
                 moved[number] = torch.empty_like(moved[number])
             adds_up = any(map(_MOMENTUM, signs.param_groups))
             move = None
@@ -205,7 +205,7 @@ class Channel:
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
         self.unused = Unused(link, layout, self.memory, guard)
         if runtime.decides_on_device:
-            # stores the basis on the device now, before the first round ends
+            # stores the basis on the device now, because later steps copy nothing to the device
             row = torch.zeros(
                 1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
             )

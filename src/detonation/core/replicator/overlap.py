@@ -187,7 +187,7 @@ class Overlap:
     @_disable_dynamo  # compiled code would free tensors whose addresses it passes to kernels
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
-        if parameter.grad is None:  # no rank used the parameter; its zero gradient was removed
+        if parameter.grad is None:  # no rank used the parameter, so its zero gradient was removed
             return
         if index in self._arrived:
             raise OverlapError(

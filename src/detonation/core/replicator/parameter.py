@@ -120,7 +120,7 @@ class ParameterReplicator(Replicator):
                 self._exchange(each, delay=0)
         if (
             self._keep or self.scheme.needs_own_update
-        ):  # otherwise parameters are at the anchor, or an outer level has moved them from there
+        ):  # otherwise parameters equal the anchor, or an outer level has moved them away from it
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 

@@ -304,7 +304,8 @@ def striding(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """Sends every n-th coordinate of the momentum, and begins one coordinate later at each step.
+    """Sends every n-th coordinate of the momentum, with n = 1 / rate, and begins one coordinate
+    later at each step.
 
     All coordinates are covered in turn. In the published code, the same coordinates are sent at
     every step if the rate is a power of two.

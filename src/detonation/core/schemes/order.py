@@ -45,7 +45,7 @@ def _check_inside(
     for other in dict.fromkeys(key for key, _ in inner if key not in (axis, None)):
         schemes = [scheme for key, scheme in inner if key == other]
         if not any(_equal_whenever(outer, scheme) for scheme in schemes):
-            # name the level whose rounds can be made to fit, if there is one
+            # the error names a level whose rounds can be made to fit, if there is one
             _refuse(max(reversed(schemes), key=lambda scheme: scheme.equalizes), outer)
 
 

@@ -301,14 +301,14 @@ class ParameterScheme(Scheme):
 
 
 def precision_named(name: str) -> Precision:
-    """The precision called `name`. Raises `ValueError` if there is no such precision."""
+    """Returns the precision called `name`. Raises `ValueError` if there is no such precision."""
     if name not in PRECISIONS:
         raise ValueError(f"precision is {name!r}, must be one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def aggregation_named(name: str) -> Aggregation:
-    """The aggregation called `name`. Raises `ValueError` if there is no such aggregation."""
+    """Returns the aggregation called `name`. Raises `ValueError` if there is no such aggregation."""
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}, must be one of {', '.join(AGGREGATIONS)}")
     return AGGREGATIONS[name]
@@ -326,7 +326,7 @@ _HAD_DELAY = {"loco", "demo", "random", "random_sign", "striding"}
 
 
 def known_schemes() -> Mapping[str, Callable[..., Scheme]]:
-    """`SCHEMES`, after importing the schemes that installed packages provide."""
+    """Returns `SCHEMES`, after importing the schemes that installed packages provide."""
     for name in plugin_names("schemes"):
         _import_installed(name)
     return SCHEMES
