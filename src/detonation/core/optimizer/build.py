@@ -254,9 +254,6 @@ def _ways(
 
     Yields for each group: the index and the axis of its part, the parameters of the group, and the
     number of ranks in each node that send the same message.
-
-    Yields for each group: the index and the axis of its part, the parameters of the group, and the
-    number of ranks in each node that send the same message.
     """
     for part, on, mine in divided(axis, parameters) if scheme.signal != "nothing" else []:
         for group, local_ranks in split_by_sharding(mine, intra_node):

@@ -172,8 +172,8 @@ class TrainedParameters:
         """Makes the model hold FSDP2 shards again, if a forward pass without a backward pass left
         gathered copies.
 
-        Every step calls this. Returns True if the parameters that require a gradient are no longer
-        the parameters of the message layouts.
+        Every step calls this method. Returns True if the parameters that require a gradient are no
+        longer the parameters of the message layouts.
         """
         for unit in self._units:
             parameters, name = unit.place

@@ -273,8 +273,9 @@ class Overlap:
         return own >= whole.nbytes()
 
     def _equal(self) -> Tensor:
-        """Compares the samples of sent gradients with their current values. True if they are
-        equal."""  # [] bool
+        """Compares the samples of sent gradients with their current values. Returns True if they
+        are equal.
+        """  # [] bool
         same = [(now.nan_to_num() == then.nan_to_num()).all() for now, then in self._samples]
         if not same:
             return torch.ones((), dtype=torch.bool, device=self._channel.runtime.device)

@@ -308,7 +308,7 @@ def precision_named(name: str) -> Precision:
 
 
 def aggregation_named(name: str) -> Aggregation:
-    """Returns the aggregation called `name`. Raises `ValueError` if there is no such aggregation."""
+    """Returns the aggregation called `name`. Raises `ValueError` if there is no such rule."""
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}, must be one of {', '.join(AGGREGATIONS)}")
     return AGGREGATIONS[name]
