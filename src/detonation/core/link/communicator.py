@@ -144,7 +144,7 @@ class AxisRules:
         return None
 
     def explain(self, error: BaseException) -> None:
-        """If this axis knows why a step ended with `error`, raises an error that states the cause."""
+        """If this axis knows why a step ended with `error`, raises an error that states why."""
 
     def recycle(self, received: Tensor) -> None:
         """Takes back `received`, a buffer that a collective returned, for reuse. The caller must no
