@@ -1,5 +1,5 @@
-"""The algorithms: a replica's messages, their schedule, and how all replicas decode them to the
-same update.
+"""The algorithms of training: what replicas send, at which steps, and how all replicas decode the
+same messages to the same update.
 
 Core depends on torch alone, and every other package may import it. docs/design.md lists the
 packages of core.

@@ -1,5 +1,5 @@
-"""A replica's private state: the memory of its unsent signals, and the form in which this state is
-saved."""
+"""A replica's private state: the memory of its unsent values, and the named tensors that a
+checkpoint of this state holds."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class Memory:
         self._kept: WeakSet[KeptRows] = WeakSet()
 
     def of_rows(self, layout: Layout, first: int) -> Memory:
-        """A memory with this `layout` that shares this memory's rows from `first` on."""
+        """A memory of some of these rows, from row `first` on. `layout` describes the rows. Both
+        memories share storage.
+        """
         residual = self.residual[first : first + layout.rows]
         return Memory(layout, self.feedback, self._device, residual)
 
@@ -88,7 +90,7 @@ class Memory:
 
         Args:
             signals: One tensor per parameter; an absent tensor counts as zeros.
-            bad: `[]` bool, on a device that decides by itself. If it is True, the residual does not
+            bad: `[]` bool, if the device checks the signals. If it is True, the residual does not
                 change.
 
         Shapes: one local shape per parameter -> the residual, `[rows, chunk]` fp32.
@@ -116,8 +118,10 @@ class Memory:
     def _absorb_in_place(
         self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None
     ) -> None:
-        """Adds fp32 signals to the views of the residual. With `bad` (a flag on the device that is
-        True for nonfinite signals), adds the signals to a copy of the residual. The copy replaces
+        """Adds fp32 signals directly to the decayed residual, without a copy of the signals.
+
+        If the device checks the signals, the host does not know yet whether they are `bad`
+        (nonfinite or too large). In this case the sum is a new tensor, which the device copies to
         the residual only if `bad` is False.
         """
         if bad is None:
@@ -154,9 +158,10 @@ class Memory:
             kept.forget()
 
     def keep(self, numbers: Tensor) -> KeptRows:
-        """Copies rows, so that a step in these rows can be undone; see `KeptRows`.
+        """Copies the rows of some parameters, so that a step of these parameters can be undone. See
+        `KeptRows`, also for `numbers`.
 
-        Shapes: `[rows]` int64.
+        Shapes: numbers `[rows]` int64.
         """
         kept = KeptRows(self.residual, numbers)
         self._kept.add(kept)
@@ -183,7 +188,8 @@ class Memory:
 
 
 def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
-    """Raises `ValueError` if the saved state `what` has other keys than the current state.
+    """Raises `ValueError` if a saved state and the current state have different keys. The error
+    calls the saved state `what`.
 
     >>> require_same_keys("the saved state", ["0.residual.weight"], [])
     Traceback (most recent call last):
@@ -211,9 +217,9 @@ class LocalState:
     loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
-        """Read-only tensors by name. The name of a flat's part is "kind.parameter", such as
-        "residual.weight", and the part has the local shape of the parameter. The tensors in
-        `others` follow under their own names.
+        """Read-only tensors by name. First comes the part of each flat that belongs to each
+        parameter, in the parameter's local shape. The name of such a part is "kind.parameter", such
+        as "residual.weight". Then come the tensors in `others`, under their own names.
 
         Shapes: -> one local shape per kind and parameter.
         """
@@ -226,7 +232,7 @@ class LocalState:
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Copies the saved tensors, a result of `named`, back into the state."""
-        # `no_grad` as a decorator would need torch at the time when this module is imported
+        # `torch.no_grad` as a decorator would load torch already when this module is imported
         with torch.no_grad():
             for kind, flat in self.flats.items():
                 self.layout.write(

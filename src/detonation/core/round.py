@@ -22,11 +22,11 @@ this percentage.
 
 @dataclass(frozen=True)
 class Round:
-    """A round of `every` steps. Its update is applied after `offset` steps, and then after every
-    `every` steps.
+    """The schedule of rounds: an update is applied after the first `offset` steps, and again after
+    every further `every` steps.
 
-    The message is sent `delay` steps before its update is applied. A message that would have to be
-    sent before the first step is skipped, which makes the first round longer.
+    The message of an update is sent `delay` steps before the update is applied. If a message would
+    have to be sent before the first step, this exchange is skipped. The first round is then longer.
 
     >>> [step for step in range(9) if Round(every=3).sends(step)]
     [2, 5, 8]
@@ -47,33 +47,33 @@ class Round:
             raise ValueError(f"delay is {self.delay}, must be at least 0")
         if not 0 <= self.offset < self.every:
             raise ValueError(
-                f"offset is {self.offset}, must be from 0 to less than every, which is {self.every}"
+                f"offset is {self.offset}, must be at least 0 and less than every ({self.every})"
             )
 
     @property
     def stays_open(self) -> bool:
-        """True if there are steps after which a round has not ended, or its update is still in
-        flight."""
+        """True if a round can be incomplete between two steps: because it has several steps, or
+        because an update is applied with a delay."""
         return self.every > 1 or self.delay > 0
 
     def ends(self, step: int) -> bool:
-        """True if replicas of unlike speed end a round of local steps after `step`: when a message
-        at offset 0 is sent.
+        """True if a round of local steps ends after `step`, under balance (a slow replica takes
+        fewer local steps). Such a round ends when a message is sent, if `offset` is 0.
         """
         return (step + 1 + self.delay) % self.every == 0
 
     def sends(self, step: int) -> bool:
-        """True if a message is sent after `step`, counted from 0."""
+        """True if a message is sent after the step with the number `step`."""
         return step >= 0 and (step + 1 + self.delay - self.offset) % self.every == 0
 
 
 class LocalSteps:
-    """The local steps that each replica runs among the `every` steps of a round. All replicas know
-    the local steps of every replica.
+    """Decides which of the `every` steps of a round each replica runs. All replicas know the local
+    steps of every replica.
 
-    A replica with fewer than `every` local steps skips evenly spread steps. All replicas run the
-    last step of a round, and then send their messages (see `Round.ends`). A later step would be
-    overwritten: an update that is applied with a delay replaces the steps after its message.
+    A replica with fewer than `every` local steps skips steps at even intervals. All replicas run
+    the last step before a message is sent; `Round.ends` tells this step. The next steps may have no
+    effect: an update that is applied with a delay overwrites the steps after its message.
 
     counts: Local steps of each replica per round, `[replicas]` int64 from 1 to every.
 
@@ -88,7 +88,8 @@ class LocalSteps:
         self.counts = torch.full((replicas,), round.every, dtype=torch.int64, device="cpu")
 
     def restart(self, round: Round) -> None:
-        """Begins other rounds, in which each replica runs all steps until `agree` changes that."""
+        """Replaces the schedule of rounds by `round`. Each replica runs all steps until the next
+        call of `agree`."""
         self.round = round
         self.counts.fill_(round.every)
 
@@ -102,8 +103,8 @@ class LocalSteps:
         return (at + 1) * self.counts // every > at * self.counts // every
 
     def agree(self, durations: Sequence[int]) -> None:
-        """Sets the local steps of each replica to the number of its steps that fit into this time:
-        the duration of the fastest replica's round, plus `SLACK_PERCENT` percent.
+        """Sets the number of local steps of each replica: as many as fit into the duration of the
+        fastest replica's round plus `SLACK_PERCENT` percent.
 
         Args:
             durations: Duration of a local step of each replica, in any unit. If any duration is 0

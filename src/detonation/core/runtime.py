@@ -1,4 +1,4 @@
-"""Runtime: settings that all parts of a replica's step share, as one argument."""
+"""Runtime: the settings that all parts of a replica's step share, in one object."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
 
 
 def accelerator_is_played() -> bool:
-    """True if the CPU or the device `meta` simulates an accelerator for tests and counts. The
-    environment variable DETONATION_KERNELS is "triton" then.
+    """True if the CPU or the device `meta` simulates an accelerator, in tests and benchmarks. The
+    environment variable DETONATION_KERNELS=triton requests such a simulation.
     """
     return os.environ.get("DETONATION_KERNELS") == "triton"
 
@@ -130,18 +130,20 @@ class Runtime:
 
     @cached_property
     def decides_on_device(self) -> bool:
-        """Result of the function `decides_on_device` for this device."""
+        """True if decisions about tensors are computed on this device; see the function
+        `decides_on_device`."""
         return decides_on_device(self.device)
 
 
 class Progress:
-    """Progress of the steps in this process, for a thread that watches the training. The thread
-    reads the attributes without waiting or communication.
+    """Progress of the steps in this process. A thread that watches the training reads it, without
+    waiting or communication.
 
-    steps: count of steps that have begun, over all optimizers. where: whether the process is
-    "inside" the last step, "outside" of this step, or "saving". explain: a function that is called
-    with an error that ends a step, and may add to the error's text the ranks whose messages are
-    missing.
+    Attributes:
+        steps: Number of steps that have begun, over all optimizers.
+        where: "inside" if a step has begun and not ended, "saving" during a save, else "outside".
+        explain: Function that is called with an error that ends a step. It may add to the error's
+            text which ranks have sent no message.
     """
 
     def __init__(self) -> None:
@@ -155,8 +157,8 @@ PROGRESS = Progress()
 
 
 def recorded(device: torch.device) -> Any:
-    """An event that is complete when all work queued so far on the current stream of an accelerator
-    is done; None on a CPU.
+    """Records an event on the current stream of an accelerator. The event completes when all work
+    queued so far on this stream is done. Returns None on a CPU.
     """
     if device.type == "cpu":
         return None
@@ -167,8 +169,7 @@ def recorded(device: torch.device) -> Any:
 
 
 class Readback:
-    """A copy of a small tensor to the host, which runs in the background. The tensor must not
-    change any more.
+    """Copies a small tensor to the host in the background. The tensor must not change afterwards.
 
     Shapes: any; `read` returns nested lists of the same shape.
     """
@@ -183,8 +184,8 @@ class Readback:
         self._event = recorded(numbers.device)
 
     def wait(self) -> Tensor:
-        """The copy on the host. Waits for work queued on the device before the copy, but not for
-        later work.
+        """Returns the copy on the host. Waits for the work that was queued on the device before the
+        copy, but not for later work.
 
         Shapes: as the tensor.
         """

@@ -35,7 +35,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 class BufferSync:
     """Makes the persistent buffers of a model equal on all replicas. A floating-point buffer is set
-    to the mean of the replicas' finite values, an integer buffer to the value of the majority.
+    to the mean of the replicas' finite values, and any other buffer to the value that most replicas
+    have.
 
     Running statistics of BatchNorm differ between replicas, because each replica sees other data.
     Evaluation uses these statistics, but training does not.
@@ -67,8 +68,8 @@ class BufferSync:
         if names and not self._warned and speaks:
             _log.warning(
                 "buffers differ between replicas, so every comparison (verify_every) and"
-                " synchronize() replace them by their mean: %s; pass persistent=False to"
-                " register_buffer to keep a buffer private",
+                " synchronize() set them to their mean, or integers to the majority's value: %s;"
+                " pass persistent=False to register_buffer to keep a buffer private",
                 first_names(names, 4),
             )
         self._warned |= bool(names)
@@ -87,8 +88,8 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
     for difference in differences(link, by_key, device):
         if difference.name not in keys:
             _log.warning(
-                "%s: the names or shapes of buffers differ between these replicas, so these buffers"
-                " are not made equal",
+                "%s: buffers have other names, shapes or dtypes on these replicas, so no buffer is"
+                " made equal; build the same model on all replicas",
                 difference,
             )
             continue
@@ -114,8 +115,7 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     finite = values.isfinite()
     nothing = values.new_zeros(())
     # One collective, so that counts and sums cover the same replicas even if a replica is lost.
-    # The collective runs whatever the values are: under `intra_node` the ranks of a node have
-    # different values, but take part in each other's collectives.
+    # Ranks of a node may hold different values, so no rank may skip this collective for its values.
     parts = finite.to(values.dtype), values.where(finite, nothing), values.where(~finite, nothing)
     counts, sums, others = link.all_reduce(torch.stack(parts).flatten(), apart=True)().view(3, -1)
     return torch.where(counts > 0, sums / counts, others).view(buffer.shape)

@@ -29,7 +29,8 @@ class Clip:
 
     The shards of a replica gather the norms of their gradients. This takes one collective for each
     mesh axis over which parameters are sharded. For each tensor, a rank sends 4 bytes. Each rank
-    adds the received squares itself, so the sum does not depend on the order of a network.
+    adds the received squares itself, so all ranks add them in the same order.
+
     SignSGD without momentum uses only the signs of gradients, and clipping changes no sign. So no
     norm is computed for this optimizer.
 

@@ -105,8 +105,8 @@ class StopConsensus:
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # The exchange between shards comes last, because only some shards may know a reason to
-        # stop: for example, only some shards received the last message of a lost replica.
+        # The exchange between shards comes last, because maybe only some shards know a reason.
+        # For example, only some shards received the last message of a lost replica.
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
         in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
@@ -164,8 +164,9 @@ class StopConsensus:
             counts.forget()
 
     def begin(self, step: int) -> None:
-        """Raises an error on all ranks if an earlier step had a fault. Used only if the device
-        detects faults, because the host then reads the fault counts late. Collective.
+        """Raises an error on all ranks if an earlier step had a fault that must stop training. Used
+        only if the device detects faults, because the host then reads the fault counts late.
+        Collective.
         """
         if self._asked:
             self._raise_asked()
@@ -178,8 +179,9 @@ class StopConsensus:
             self._raise(self._gravest_known(), step - 1)
 
     def end(self, step: int) -> None:
-        """Raises an error on all ranks if any rank already knows a reason to stop. No rank waits
-        for a device. Then calls `end` of all gates. Collective.
+        """Raises an error on all ranks if any rank knows a reason to stop. If the device detects
+        faults, raises nothing: `begin` of a later step raises the error. Then calls `end` of all
+        gates. Collective.
         """
         arrived = not self.decides_on_device and self._arrived(step)
         if arrived and (self._others or any(map(_FATAL, self.counts))):
@@ -189,7 +191,8 @@ class StopConsensus:
 
     def conclude(self, step: int) -> None:
         """Raises an error on all ranks if any rank has a reason to stop. Unlike `end`, this method
-        waits for the device. Called after `step` steps, when no message is in flight. Collective.
+        waits for a device that detects faults. Called after `step` steps, when no message is in
+        flight. Collective.
         """
         self._decide(step, math.inf)
 
@@ -231,11 +234,11 @@ class StopConsensus:
             counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
-        """Exchanges reasons to stop. Runs on a rank that announces that it starts or stops training
-        `name`.
+        """Exchanges the reasons to stop after `step`, on a rank that announces a change: it starts
+        or stops training the parameter `name`.
 
-        Ranks without an announcement run the same collectives in `end` of `step`. If the device
-        detects faults, these ranks run the collectives in `begin` of the next step.
+        Ranks without such a change run the same collectives in `end`. If the device detects faults,
+        these ranks run the collectives in `begin` of the next step.
         """
         if not self._arrived(step):
             return
@@ -251,11 +254,11 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
-        """Exchanges the announcements. Runs on a rank that announces that it starts or stops
-        training `name`.
+        """Exchanges announcements, on a rank that announces a change: it starts or stops training
+        the parameter `name`.
 
-        Ranks without an announcement call `verify` after `step` steps, and run the same collectives
-        there.
+        Ranks without such a change call `verify` after `step` steps, which runs the same
+        collectives.
         """
         self._drain(replicators, step)
         for replicator in replicators:
@@ -269,9 +272,9 @@ class StopConsensus:
         self._decide(step, step - 1)
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
-        """Waits for messages in flight. Raises an error if only some replicas announced a change of
-        the trained parameters. The replicas that announced it run no further collectives of this
-        step.
+        """Waits for messages in flight. Then raises an error if only some replicas announced a
+        change of the trained parameters. This happens before a comparison starts, because the
+        replicas that announced the change run no further collectives of this step.
         """
         for replicator in replicators:
             replicator.local_state()
@@ -365,8 +368,9 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _arrived(self, until: float) -> bool:
-        """Counts the faults of new messages: those due at steps up to `until` that no earlier call
-        has counted. Returns True if there were any. All ranks get the same answer.
+        """Counts the faults of new messages. A message is new if it was due at a step up to `until`
+        and no earlier call has checked it. Returns True if there were new messages, which all ranks
+        answer alike.
         """
         found = False
         for counts in self.counts:
@@ -394,8 +398,8 @@ class StopConsensus:
         return gravest
 
     def _raise_asked(self) -> None:
-        """After an earlier step, the ranks may have exchanged their reasons to stop. If a rank had
-        a reason, raises the error for that step.
+        """Raises the error for an earlier step, if the ranks have exchanged their reasons to stop
+        for that step and any rank had a reason.
         """
         if self._asked:
             readback, step = self._asked

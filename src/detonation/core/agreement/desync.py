@@ -121,8 +121,8 @@ def members_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[s
 
 
 def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str]:
-    """Returns a function that converts a parameter group to text. The text contains those options
-    of the optimizer that are numbers, or None, in every group (lr, betas, ...).
+    """Returns a function that converts a parameter group to text. The text contains the numeric
+    options of the optimizer (lr, betas, ...): those that are a number or None in every group.
 
     The text omits an lr that is a tensor, because each step would wait for the device to read this
     tensor; `options_of` reads such an lr. The text also omits entries that other code added to a
@@ -199,7 +199,7 @@ def repaired(
 
     Args:
         device: Device of the tensors that the link sends.
-        apart: True if the ranks of a node may have different tensors, as shards are.
+        apart: True if the ranks of a node may have different tensors, such as shards.
     """
     octets = tensor.contiguous().view(-1).view(torch.uint8).to(device)
     mark = torch.ones(1, dtype=torch.uint8, device=device)
