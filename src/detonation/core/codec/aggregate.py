@@ -74,7 +74,7 @@ class MeanNonzero(_Rowwise):
 
 @dataclass(frozen=True)
 class MajorityVote(_Rowwise):
-    """For each coefficient, the sign that most replicas sent times the mean magnitude over all
+    """For each coefficient: the sign that most replicas sent, times the mean magnitude over all
     replicas; 0 if equally many replicas sent plus and minus."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -84,12 +84,12 @@ class MajorityVote(_Rowwise):
 
 @dataclass(frozen=True)
 class RescaledMean(_Rowwise):
-    """Mean over all replicas. Each row of the mean is then rescaled to the norm that this row has
-    on average in the messages.
+    """Mean over all replicas. Each row of the mean is then rescaled: its new norm is the mean of
+    the norms that this row has in the messages.
 
     The norm of the mean is smaller than the mean of the norms if messages point in different
     directions. If the messages are orthogonal and have equal norms, their mean has this norm
-    divided by the square root of the number of replicas. No row is scaled up by more than this
+    divided by the square root of the number of replicas. No row is multiplied by more than this
     square root.
     """
 
@@ -221,16 +221,16 @@ class Coefficients:
         )
 
     def is_sparse(self, chunk: int) -> bool:
-        """True if each replica chose its own coefficients, and all replicas together sent at most
-        `most_summed` coefficients per row. Then the inverse transform is computed as a sum of basis
-        vectors.
+        """True if the inverse transform is computed as a sum of basis vectors: each replica chose
+        its own coefficients, and all replicas together sent at most `most_summed` coefficients per
+        row.
         """
         replicas, _, k = self.values.shape
         return not self.shared and replicas * k <= most_summed(chunk)
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """Puts the coefficients of all replicas side by side in each row, in replica order, each
-        divided by the number of replicas. Also returns the indices of these coefficients.
+        """Divides the coefficients of all replicas by the number of replicas, and concatenates them
+        in each row, in replica order. Also returns the indices of these coefficients.
 
         An index that several replicas sent occurs several times in a row.
 

@@ -24,8 +24,8 @@ class Basis(Protocol):
     """An orthonormal transform of every row. Both directions are pure functions; `inverse` undoes
     `forward` up to rounding.
 
-    `forward` may round differently on different processors, because all replicas receive the
-    computed coefficients of each replica. `inverse` must compute the same bits on every processor,
+    `forward` may round differently on different processors, because its results are sent: all
+    replicas receive the same coefficients. `inverse` must compute the same bits on every processor,
     because each replica computes the update by itself.
     """
 
@@ -124,7 +124,8 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
 
 
 def _cosine(number: int, steps: int) -> int:
-    """The cosine of pi * `number` / `steps` in units of 1 / _ONE, from its Taylor series."""
+    """The cosine of pi * `number` / `steps`, from its Taylor series. The result is a fixed-point
+    integer, in units of 1 / `_ONE`."""
     if 2 * number > steps:
         return -_cosine(steps - number, steps)
     square = (_PI * number // steps) ** 2 // _ONE

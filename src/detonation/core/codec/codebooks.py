@@ -1,5 +1,5 @@
-"""Codebooks: number formats that send a short code for each value. For each block of values they
-also send statistics, from which receivers decode the codes of the block.
+"""Codebooks: number formats that send a short code for each value, and statistics for each block of
+values. Receivers use the statistics of a block to decode its codes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BlockCodebook:
         Args:
             packed: The codes.
             levels: Values by code, for all blocks of each message.
-            first: Number of the first block of these rows.
+            first: Index of the first block of these rows.
             shape: Number of rows, and values per row.
             mean: Whether the mean of all messages may be returned, as if it were a single message.
 
@@ -87,8 +87,8 @@ class BlockCodebook:
         return values.view(*messages, blocks * self.block)[..., :count].view(*messages, *shape)
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
-        """The level (decoded value) of each code, for whole blocks. Subclasses have faster versions
-        of this method, for plain torch on a CPU.
+        """The level (decoded value) of each code, for whole blocks. On a CPU in plain torch, faster
+        versions in subclasses replace this method.
 
         Shapes: `[..., nbytes]` uint8, `[..., blocks, 2**width]` fp32 -> `[..., blocks, block]`.
         """
@@ -96,8 +96,8 @@ class BlockCodebook:
         return _at_codes(levels, codes.view(*levels.shape[:-1], self.block))
 
     def all_levels(self, statistics: Tensor) -> Tensor:
-        """The levels (the values that codes stand for) of each block of each message. The levels
-        are computed from the bytes of the statistics.
+        """The levels (the values that codes stand for) of each block of each message, computed from
+        the bytes of the block's statistics.
 
         Shapes: `[..., nbytes]` uint8 -> `[..., blocks, 2**width]` fp32.
         """
@@ -190,12 +190,13 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits per value: the limits 0, plus and minus the root mean square of a block divide the
-    values of the block into four ranges. A value decodes to the mean of its range.
+    """Two bits per value. The limits -r, 0 and r divide the values of a block into four ranges,
+    where r is the root mean square of the block. A value decodes to the mean of the values in its
+    range.
 
-    MuLoCo (arXiv 2505.23725) found that a code of two bits needs the means of the ranges instead
-    of evenly spaced values. The two ranges next to 0 share the mean of their magnitudes. So a zero
-    decodes to the same magnitude, whether it is sent as positive or as negative.
+    MuLoCo (arXiv 2505.23725) found that a code of two bits needs these means instead of evenly
+    spaced values. The two ranges next to 0 share the mean of their magnitudes. So a zero decodes to
+    the same magnitude, whether it is sent as positive or as negative.
     """
 
     width = 2
@@ -235,10 +236,9 @@ class TwoBit(BlockCodebook):
 
 @dataclass(frozen=True)
 class E3M0(BlockCodebook):
-    """Four bits per value: a sign, and one of eight exponents. Seven exponents stand for the
-    block's largest magnitude divided by 1, 2, 4 and so on to 64 (arXiv 2501.18512).
-
-    The smallest exponent stands for zero, as in every floating-point format.
+    """Four bits per value: one bit for the sign, three bits for one of eight exponents. Seven
+    exponents stand for the block's largest magnitude divided by 1, 2, 4 and so on to 64 (arXiv
+    2501.18512). The smallest exponent stands for zero.
     """
 
     width = 4
@@ -258,8 +258,8 @@ class E3M0(BlockCodebook):
         return encoded.view(*messages, sum(lengths))
 
     def encode_rest(self, values: Tensor, parts: Sequence[Tensor]) -> bool:
-        """In one pass, encodes `values` into the `parts` of a message, and subtracts from `values`
-        what receivers decode. Returns False, and does nothing, if there is no kernel.
+        """In one pass, encodes `values` into the `parts` of a message, and subtracts the values
+        that receivers decode from `values`. Returns False, and does nothing, if there is no kernel.
 
         Shapes: `[rows, k]` fp32; `[1, length]` uint8 each.
         """
@@ -286,8 +286,8 @@ class E3M0(BlockCodebook):
         return torch.cat([statistics * falling, -statistics * falling], 1)
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
-        # `_pairs` decodes both codes of a byte, relative to the largest magnitude of the block.
-        # The decoded value of code 0, `levels[..., 0]`, is this largest magnitude.
+        # The table decodes both codes of a byte, relative to the largest magnitude of the block.
+        # Code 0 decodes to this largest magnitude, so its level scales the values of the table.
         numbers = packed.reshape(-1).to(torch.int32)
         pairs = _pairs(packed.device).index_select(0, numbers).view(torch.float32)
         return pairs.view(*levels.shape[:-1], self.block).mul_(levels[..., :1])
@@ -335,11 +335,11 @@ it is exact in fp64, which holds every integer up to 2**53.
 
 
 def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """1 for values that are sent as negative, else 0. A value whose magnitude is at most the
-    rounding error of values of size `scale` is treated as a zero: `negative_zeros` gives its sign.
+    """1 for values that are sent as negative, else 0. A value counts as zero if its magnitude is at
+    most the rounding error of values of size `scale`; `negative_zeros` gives the sign of zeros.
 
-    If a coordinate gets no new gradients, its momentum never becomes exactly 0: rounding errors of
-    the transform remain at first, and later denormal numbers that the decay does not reduce.
+    Without new gradients, the momentum of a coordinate never becomes exactly 0. At first rounding
+    errors of the transform remain, and later denormal numbers that the decay does not reduce.
 
     Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]`, see `flags`.
     """
@@ -350,8 +350,8 @@ def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
 
 
 def flags(compare: Callable[..., Tensor], values: Tensor, limits: Tensor | float) -> Tensor:
-    """The result of a comparison, as bool. On a CPU the result is 1 or 0 in fp32, because torch
-    writes bool four times as slowly there.
+    """The result of a comparison: bool on an accelerator, and the fp32 numbers 1 and 0 on a CPU,
+    where torch writes bool four times as slowly.
 
     Shapes: `[blocks, block]` fp32, and what broadcasts to it -> `[blocks, block]`.
     """
@@ -406,7 +406,7 @@ def _at_codes(levels: Tensor, codes: Tensor) -> Tensor:
     """
     flat = levels.reshape(-1)  # a copy if `levels` is not contiguous
     of_each = levels.shape[-1]
-    # `_firsts` is int32 if possible, because int64 positions would take twice the storage
+    # positions are int32 if possible, because int64 would take twice the storage
     firsts = _firsts(len(flat) // of_each, of_each, flat.device)
     positions = firsts.view(*codes.shape[:-1], 1) + codes
     return flat.index_select(0, positions.view(-1)).view(codes.shape)
@@ -436,9 +436,9 @@ def _exact_kernel(values: Tensor) -> kernel_library.Library | None:
 
 @lru_cache(maxsize=1)
 def octave_limits() -> Tensor:
-    """For each n from 0 to 5, the largest ratio that `E3M0` rounds to 2**n. The ratio is the
-    block's largest magnitude divided by the magnitude of a value. The limits follow torch's
-    rounding of logarithms on this machine.
+    """For each n from 0 to 5, the largest ratio that `E3M0` rounds to 2**n. A ratio is the block's
+    largest magnitude divided by the magnitude of a value. The limits are found with torch's
+    logarithm, so that kernels round ratios as torch does on this machine.
 
     Shapes: -> `[6]` fp32.
     """

@@ -220,7 +220,7 @@ class Codec:
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
-        elif run.owners:  # writes bytes, because messages for owners may start at any address
+        elif run.owners:  # writes bytes, because a message for an owner may start at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:
@@ -286,8 +286,8 @@ class Codec:
 
     @cached_property
     def unit(self) -> int:
-        """Messages can be cut after multiples of this many rows, because each part then has whole
-        blocks of the precision and whole bytes.
+        """Number of rows at whose multiples messages can be cut: each part then has whole blocks of
+        the precision and whole bytes.
         """
         block = self.precision.block
         return math.lcm(block // math.gcd(block, self.selection.k), 8)
@@ -300,8 +300,8 @@ class Codec:
         return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-        """Returns views of each of the `parts` of messages that contain only rows `first` to `end`,
-        excluding `end`. `first` and `end` must be multiples of the property `unit`.
+        """Returns views of rows `first` to `end`, excluding `end`, of each of the `parts` of
+        messages. `first` and `end` must be multiples of the property `unit`.
 
         Shapes: `[messages, length]` uint8 each -> the same.
         """
@@ -315,7 +315,7 @@ class Codec:
         shared: Tensor | Unpackable | None,
         aggregation: Aggregation,
     ) -> Received:
-        """Makes `Received` from messages, one per replica, as if the network had delivered them.
+        """Returns `messages`, one per replica, as if the network had delivered them.
 
         Args:
             messages: One per replica.

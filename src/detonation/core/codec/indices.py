@@ -122,8 +122,8 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
 
 
 def _any_of_row(facts: Tensor) -> Tensor:
-    """Returns for each row whether any value is True. On a CPU the maximum of the bytes is computed
-    instead of `any`, which takes 30 times as long.
+    """Returns for each row whether any value is True. On a CPU this function computes the maximum
+    of the bytes, because torch's `any` takes 30 times as long.
 
     Shapes: `[rows, n]` bool -> `[rows]` bool.
     """
@@ -245,8 +245,8 @@ class PackedIndices:
         return PackedIndices(self.coding, self.encoded[..., begin:], end - first)
 
     def blank(self, skipped: Tensor) -> None:
-        """Sets the decoded indices of refused messages to zero, because the bytes of these messages
-        are cleared to zeros.
+        """Sets the decoded indices of the refused messages `skipped` to zero. The bytes of these
+        messages are zeros, too.
 
         Shapes: `[messages]` bool.
         """

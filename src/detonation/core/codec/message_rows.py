@@ -70,7 +70,7 @@ class MessageRows:
 
     Args:
         codec: Precision and index coding, which define the parts.
-        first: Number of the first row of each message.
+        first: Index of the first row of each message.
         room: Bytes of `octets` before the first part.
         owners: How rows of the flat are assigned to messages; None for one message.
         negative_zeros: See `Precision.encode`. The value may change at each step.
@@ -159,8 +159,8 @@ class MessageRows:
         return values.view(self.rows, self.codec.selection.k)
 
     def of_rows(self, first: int, rows: int) -> MessageRows:
-        """The part of this object with `rows` rows, from row `first` of the flat on. This object
-        must hold a whole message.
+        """A run of `rows` rows from row `first` of the flat on, which shares this run's buffer.
+        This run must hold a whole message.
         """
         owners = None
         if self.owners:
@@ -243,5 +243,6 @@ class SharedIndices:
         return found.to(IndexCoding(self.selection.chunk, self.selection.k).dtype)
 
     def of_all(self, rows: int) -> SharedIndices:
-        """The indices of all `rows` rows of a flat, which begins with the rows of this object."""
+        """The indices of a whole flat of `rows` rows. The rows of this object must be the first
+        rows of the flat."""
         return replace(self, selection=self.selection.for_rows(0, rows), rows=rows)

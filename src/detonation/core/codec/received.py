@@ -1,5 +1,5 @@
-"""Received messages of all replicas. They are identical on each replica, and are read in blocks of
-rows.
+"""The messages of all replicas, as each replica receives them. Every replica receives the same
+bytes, and decodes them in blocks of rows.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Arrived(Received):
     codec: Codec
     body: Tensor  # shape: [replicas, nbytes] uint8
     rows: int
-    # shape [rows, k]; for replies [replicas, rows, k], because each owner has rows of its own
+    # shape [rows, k]; for replies of owners [replicas, rows, k], because each owner has other rows
     shared: Tensor | SharedIndices | None
     aggregation: Aggregation
     unit: int = 1
@@ -190,7 +190,7 @@ class Arrived(Received):
         return faults, norms
 
     def blank(self, skipped: Tensor) -> None:
-        """Replaces the refused messages `skipped` by zeros.
+        """Overwrites the refused messages `skipped` with zeros.
 
         Shapes: `[replicas]` bool.
         """
@@ -203,8 +203,8 @@ class Arrived(Received):
     def read(self, first: int, end: int) -> Coefficients:
         """Decodes rows; see `Received.read`.
 
-        If messages hold whole rows and the aggregation is the mean, kernels return one message: the
-        mean of all messages.
+        If messages hold whole rows and the aggregation is the mean, a kernel may compute the mean
+        while it decodes. The result then holds one message: the mean.
         """
         mean = self.codec.dense and isinstance(self.aggregation, Mean)
         return Coefficients(self.values(first, end, mean), self.indices(first, end))

@@ -138,7 +138,7 @@ class Rotation:
     @cached_property
     def k(self) -> int:
         if self.shares == 1:
-            return 1  # every coordinate is sent, and rows of one coordinate need no padding
+            return 1  # so a row has one coordinate, and no parameter needs padding
         return max(1, 64 // self.shares)
 
     @cached_property
@@ -148,9 +148,9 @@ class Rotation:
     def phase(self, step: int, seed: int) -> tuple[int, int, int]:
         """Three integers that define which coordinates `step` sends.
 
-        The first integer is the index of the cycle of `shares` steps. The second integer says which
-        of the `shares` equal parts of each row is sent. The third integer is 0, except in `Random`,
-        which XORs it with the index of the permutation that each row uses.
+        The first integer is the index of the cycle: a cycle has `shares` steps. The second integer
+        is the index of the part of each row that is sent: a row has `shares` equal parts. The third
+        integer is 0, except in `Random`: there it changes by XOR which permutation each row uses.
         """
         return *divmod(step, self.shares), 0
 
@@ -174,8 +174,8 @@ class Random(Rotation):
         cycle: True if a row keeps its permutation for a cycle, so that each coordinate is sent once
             per cycle. If False, each step assigns the permutations again, and a coordinate may wait
             any number of steps.
-        first: For a bucket, number of its first row in the flat.
-        rows: For a bucket, number of rows of the whole flat; 0 if there are no buckets.
+        first: For a bucket, the index of its first row in the flat.
+        rows: For a bucket, the number of rows of the whole flat; 0 if there are no buckets.
     """
 
     cycle: bool = True
@@ -211,8 +211,8 @@ class Random(Rotation):
 
 @dataclass(frozen=True)
 class Striding(Rotation):
-    """Every `period`-th coordinate of a row. The index of the first sent coordinate grows by 1 at
-    each step, and begins again at 0 after `period` steps."""
+    """Sends every `period`-th coordinate of a row. The index of the first sent coordinate grows by
+    1 at each step, and returns to 0 after `period` steps."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         _, offset, _ = self.phase(step, seed)

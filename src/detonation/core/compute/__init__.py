@@ -2,5 +2,5 @@
 torch, and in compiled kernels where these exist.
 
 In core only `kernel_library` imports `detonation.kernels`. Every package of core may call the
-functions of this package, which know nothing of the format of messages.
+functions of this package. None of these functions depends on the format of messages.
 """

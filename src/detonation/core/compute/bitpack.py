@@ -121,7 +121,7 @@ def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
         placed = octets.mul(_places(width, 8 // width, octets.dtype, octets.device))
         return placed.sum(1, dtype=torch.uint8)
-    # eight packed numbers fill the first `width` of the eight bytes of a word
+    # eight packed numbers need `width` bytes: the first bytes of a word of eight bytes
     words = numbers.view(-1, 8).mul(_places(width, 8, torch.int64, numbers.device)).sum(1)
     return words.view(torch.uint8).view(-1, 8)[:, :width].contiguous().view(-1)
 
@@ -167,19 +167,20 @@ def unit_dtype(size: int) -> torch.dtype:
 
 @lru_cache(maxsize=16)
 def _places(width: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The factors that shift each of `count` numbers of `width` bits to its position in a word."""
+    """Powers of two: multiplied by them, `count` numbers of `width` bits move to their positions in
+    a word."""
     # [count]
     return (1 << width * torch.arange(count, dtype=torch.int64, device=device)).to(dtype)
 
 
 @lru_cache(maxsize=16)
 def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
-    """The moves that unpack the numbers of `width` bits in a word. After all moves, each number
-    begins `lane` bits after the previous number.
+    """The moves that unpack a word: they spread adjacent numbers of `width` bits, so that finally a
+    number begins every `lane` bits.
 
-    Each move splits every group of adjacent numbers into two halves, and shifts the upper half. The
-    first group contains all numbers of the word. A move consists of the shift in bits, the mask of
-    the lower halves, and the mask of the upper halves before the shift.
+    The first move shifts the upper half of the numbers, the next move the upper half of each half,
+    and so on down to single numbers. A move is a tuple: the shift in bits, the mask of the lower
+    halves, and the mask of the upper halves before the shift.
     """
     moves = []
     half = 32 // lane  # count of numbers that are shifted together

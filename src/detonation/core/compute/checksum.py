@@ -30,14 +30,14 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) -> Tensor:
-    """The checksum of each message: the sum of the message's 32-bit words, each multiplied by an
-    odd factor, modulo 2**64.
+    """The checksum of each message: a weighted sum of the message's 32-bit words, in which the
+    weight of a word depends on its position.
 
-    A message is padded with zeros to whole lines of `LINE_BYTES`. Each line has an even factor and
-    each column an odd factor; the factor of a word is the sum of the factors of its line and its
-    column. So the words of each line and of each column are summed first, in 32 bits. The checksum
-    detects every change within one word, and misses about one in four billion of all other changes.
-    The checksum does not protect against attackers, because attackers can compute it, too.
+    A message is padded with zeros to whole lines of `LINE_BYTES`. The words of each line and of
+    each column are summed first, modulo 2**32. Each line has an even factor, and each column an odd
+    factor. The sums, times their factors, are added modulo 2**64. The checksum detects every change
+    within one word, and misses about one in four billion of all other changes. The checksum does
+    not protect against attackers, because attackers can compute it, too.
 
     Args:
         messages: May be views of larger rows.

@@ -1,4 +1,4 @@
-"""Access of core to the compiled CPU kernels. No other module of core imports these kernels."""
+"""Gives core access to the compiled CPU kernels. No other module of core imports these kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ elements.
 
 
 def library_for(*tensors: Tensor) -> Library | None:
-    """The compiled kernels, if all `tensors` are contiguous, are on the CPU, and together are so
-    large that a kernel is worth its call; else None.
+    """The compiled kernels, if all `tensors` are contiguous, are on the CPU, and together have at
+    least `WORTH_A_CALL` elements; else None.
     """
     if sum(tensor.numel() for tensor in tensors) < WORTH_A_CALL:
         return None

@@ -83,8 +83,8 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
 def signals_within(
     signals: Sequence[Tensor | None], device: torch.device
 ) -> tuple[list[int], Tensor]:
-    """The indices of the signals that are not empty, and for each of these signals whether all its
-    values are within `SIGNAL_LIMIT`.
+    """The indices of the signals that are present and not empty; and for each of these signals
+    whether all its values are within `SIGNAL_LIMIT`.
 
     Shapes: any -> `[signals that are not empty]` bool.
     """
@@ -101,8 +101,12 @@ def signals_within(
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
-    """1 + the smallest index in `numbers` whose signal has a value outside of `SIGNAL_LIMIT`; 0 if
-    no signal has such a value. Computed on the device.
+    """1 + the smallest index of a signal that has a value outside of `SIGNAL_LIMIT`; 0 if no signal
+    has such a value. Computed on the device.
+
+    Args:
+        numbers: For each bucket, the indices of its signals.
+        within: For each bucket, whether each of these signals is within the limit.
 
     Shapes: `[signals]` bool each -> `[]` int64.
     """
@@ -111,14 +115,14 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
     if len(within) > 1:
         together = torch.cat(list(within))
     count = max(each) + 1
-    # `found` is `count` + 1 if all signals are within the limit; the remainder (%) makes it 0
+    # a signal within the limit counts as `count` + 1, which the remainder (%) below turns into 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 
 
 @lru_cache(maxsize=64)
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """A cached tensor on `device` that holds each of `numbers` plus 1.
+    """A tensor on `device` that holds each of `numbers` plus 1; cached.
 
     Shapes: -> `[numbers]` int64.
     """

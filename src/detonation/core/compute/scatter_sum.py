@@ -52,7 +52,7 @@ class SumOfSquares:
         self._at = 0
 
     def add(self, numbers: Tensor) -> None:
-        """Adds the squares of the numbers in row i of `numbers` to the sum with index i, for all i.
+        """Adds squares to the sums: the squares of the numbers in row i of `numbers` to sum i.
 
         Shapes: `[sums, n]` fp32.
         """
@@ -121,8 +121,7 @@ def scatter_sum(
 
 
 def beside_each_other(values: list[Tensor], indices: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """For each row, concatenates the values of all messages in replica order, and likewise the
-    indices.
+    """Concatenates the values of all messages in each row, in replica order; the indices likewise.
 
     Shapes: per replica `[rows, k]` fp32 and `[rows, k]` integer -> `[rows, replicas * k]` fp32, and
     int32.
@@ -192,7 +191,7 @@ def _units(chunk: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Offset of each row in the flattened indices, cached. If torch got the indices as a matrix, it
-    would compute these offsets again at every call.
+    """Offset of each row in the flattened indices, cached. torch could take the indices as a
+    matrix, but then it would compute these offsets again at every call.
     """
     return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]

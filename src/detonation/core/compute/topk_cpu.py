@@ -22,14 +22,16 @@ _LOWEST = -(1 << 31)
 
 
 def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
-    """The indices of the `count` largest magnitudes of every row, in rising order. The chunk is one
-    of `TOPK_CHUNKS`.
+    """The indices of the `count` largest magnitudes of every row, in rising order.
 
-    Sorts keys: a key is a magnitude whose lowest log2(chunk) bits are replaced by the index. So one
-    comparison of keys orders both magnitudes and indices, and magnitudes that differ only in these
-    bits count as equal. `some` rows are processed at a time; these rows should fit into a cache.
+    Sorts keys: a key is a magnitude whose lowest log2(chunk) bits are replaced by the inverted bits
+    of the index. So one comparison of keys orders both magnitudes and indices. Magnitudes that
+    differ only in these bits count as equal.
 
-    Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
+    Args:
+        some: Number of rows that are processed at a time; so few that they fit into a cache.
+
+    Shapes: `[rows, chunk]` fp32, chunk one of `TOPK_CHUNKS` -> `[rows, count]` int64.
     """
     rows, chunk = coefficients.shape
     magnitude = 0x7FFFFFFF & -chunk
@@ -53,9 +55,10 @@ def _maxima(keys: Tensor, count: int) -> Tensor:
     """The `count` largest keys of each column, in falling order. The sign bits of the returned keys
     may be wrong. Overwrites `keys`, which must not be negative.
 
-    Each time a maximum was found, one number is subtracted from all keys, modulo 2**32, so that
-    this maximum becomes the lowest int32. Then all smaller keys are positive, in their old order,
-    and the maxima that were found earlier are negative.
+    Finds one maximum after the other. Each maximum must be removed before the next search. For this
+    the function subtracts one number from all keys of the column, modulo 2**32: the number that
+    turns the maximum into the lowest int32. Then all smaller keys are positive, in their old order,
+    and all earlier maxima are negative.
 
     Shapes: `[chunk, columns]` int32 -> `[count, columns]` int32.
     """
@@ -64,12 +67,12 @@ def _maxima(keys: Tensor, count: int) -> Tensor:
     for last, line in pairwise(found):
         keys.sub_(last.bitwise_xor(_LOWEST))
         torch.amax(keys, 0, out=line)
-    # the cumulative sum adds back what the loop subtracted from the keys, except for sign bits
+    # adds back the numbers that the loop subtracted from the keys, up to errors in the sign bits
     return found.cumsum(0, dtype=torch.int32)
 
 
 def _rising(keys: Tensor, chunk: int) -> Tensor:
-    """The indices in the lowest bits of `keys`, in rising order."""  # [count, rows] uint8
+    """The indices that the lowest bits of `keys` hold, in rising order."""  # [count, rows] uint8
     count, rows = keys.shape
     lines = 1 << (count - 1).bit_length()
     network = _network(threading.get_ident(), lines, lines, rows, torch.uint8)
@@ -106,10 +109,8 @@ class SortingNetwork:
         self._found = self._now[size - count :]
 
     def largest(self) -> Tensor:
-        """The `count` largest numbers of each column. They are in rising order if `count` is the
-        number of lines; otherwise they may be in any order.
-
-        The next call overwrites the returned tensor.
+        """The `count` largest numbers of each column: in rising order if `count` is the number of
+        lines, else in any order. The next call overwrites the returned tensor.
 
         Shapes: -> `[count, columns]`.
         """
