@@ -1,5 +1,5 @@
-"""Inspectors check the signals of a message bucket by bucket and compute one status for all
-buckets.
+"""Inspectors: each checks the signals of a message for bad values, bucket by bucket, and computes
+one status for the whole message.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from detonation.core.runtime import Runtime
 
 
 class SignalInspector:
-    """Checks signals for bad values on the host, bucket by bucket, and computes one status for each
-    message. All messages have their buckets in the same order.
+    """Checks the signals of each message for bad values on the host, bucket by bucket, and computes
+    one status for each message. The order of buckets is the same in all messages.
     """
 
     def __init__(self, runtime: Runtime) -> None:

@@ -50,8 +50,8 @@ than memory.
 
 class Replier(Protocol):
     """Encodes the reply of an owner (a replica that aggregates some rows for all replicas). The
-    reply holds coefficients of the sum of the update and the owner's residual. `reads` is True for
-    messages that this replier can decode.
+    owner adds the aggregate to its residual, and replies with coefficients of the sum. `reads` is
+    True for messages that this replier can decode.
     """
 
     def reads(self, received: Received) -> bool: ...
@@ -92,7 +92,7 @@ class ReferenceEngine(Rule):
         self._encodes_codes = self._on_cpu and _sends_codes(codec, layout)
         # Rows are processed in multiples of `unit`, so that no codebook block is divided.
         unit = codec.unit if self._encodes_codes else 8
-        # number of rows that one operation processes; so few rows fit into the cache
+        # number of rows that one operation processes: so few that they fit into the cache
         self._cached_rows = max(unit, CACHE_BLOCK // codec.selection.chunk // unit * unit)
         self._released_rows = self._cached_rows
         self._absorbed_rows = self._cached_rows
@@ -235,7 +235,7 @@ class ReferenceEngine(Rule):
     ) -> Selected:
         """Encodes like `encode`, and writes the coefficients into the message buffer `run`."""
         as_it_is = self._as_it_is and not run.owners
-        # not for fp64 signals: other engines round them twice, to fp32 and to the messages' dtype
+        # not for fp64 signals: other engines round them to fp32 first, and then to the sent dtype
         if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
@@ -412,11 +412,11 @@ class ReferenceEngine(Rule):
                 part.sign_()
             signs = block.layout.views(part)
             _move(block.cut(weights), signs, [rates[piece.index] for piece in block.pieces])
-            del block, part, signs  # frees this part of the update before the next part
+            del block, part, signs  # frees this part before the next part is computed
 
     def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields the update in strips of about `at_once` tiles, one parameter after the other. A
-        strip can also end at a row at which messages cannot be cut.
+        strip may begin and end at any row, also where messages cannot be cut.
         """
         for strip in Bucket.strips(self.layout, at_once):
             sent = received.part(strip.rows.start, strip.rows.stop)
@@ -443,7 +443,7 @@ class ReferenceEngine(Rule):
 
 
 def _sends_codes(codec: Codec, layout: Layout) -> bool:
-    """True if messages are whole rows in codes of few bits."""
+    """True if messages hold whole rows, without a transform, as codes of a codebook."""
     is_plain = isinstance(codec.basis, Identity) and not layout.tiled
     return codec.dense and is_plain and not isinstance(codec.precision, Float)
 

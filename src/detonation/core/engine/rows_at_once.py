@@ -1,10 +1,10 @@
 """Block sizes: how many rows an accelerator processes at once, so that temporary tensors need no
-more memory than one bucket.
+more memory than one bucket in fp32.
 
-A bucket in fp32 is at most a quarter of the flat. All sizes in this module are bytes per row. Each
-block costs kernel launches, most of all in an exchange through owners and with a majority vote. In
-these two cases a flat of fewer than `LARGE` coordinates is processed in fewer blocks. These blocks
-need at most the memory of two buckets.
+A bucket is at most a quarter of the flat. All sizes in this module are bytes per row. Each block
+costs kernel launches, most of all in an exchange through owners and with a majority vote. In these
+two cases a flat of fewer than `LARGE` coordinates is processed in fewer blocks. These blocks need
+at most the memory of two buckets.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ MOST_BLOCKS = 32
 
 
 def kept_until_sent(codec: Codec) -> int:
-    """Bytes of the values and indices of an encoded row. The values and indices are kept until the
-    values are subtracted from the memory of unsent values, during the collective.
+    """Bytes per row of the values and indices that are kept after encoding. During the collective
+    these values are subtracted from the memory of unsent values, and then freed.
     """
     of_each = 4
     if not codec.dense:
@@ -36,9 +36,9 @@ def kept_until_sent(codec: Codec) -> int:
 
 
 def is_heavy(codec: Codec) -> bool:
-    """True if the values and indices of all encoded rows need more storage than half a bucket. Then
-    the values are subtracted from the memory of unsent values before the message is sent, and are
-    not kept.
+    """True if the values and indices of all encoded rows need more storage than half a bucket. In
+    this case they are not kept during the collective: the values are subtracted from the memory of
+    unsent values before the message is sent.
     """
     return 2 * BUCKETS * kept_until_sent(codec) > 4 * codec.selection.chunk
 
@@ -82,8 +82,8 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
 
 
 def released_at_once(codec: Codec, rows: int, room: Room) -> int:
-    """Number of rows from which sent values are subtracted at once, at most `rows`. The rows are
-    those of the memory of unsent values."""
+    """Number of rows per block, at most `rows`, in which the sent values are subtracted from the
+    memory of unsent values."""
     if room.few_launches:
         return _rows(rows, 8, room, 9)
     free = 4 * codec.selection.chunk
@@ -93,8 +93,8 @@ def released_at_once(codec: Codec, rows: int, room: Room) -> int:
 
 
 def replied_at_once(codec: Codec, answer: Codec, replicas: int, room: Room) -> int:
-    """Number of rows that an owner (a replica that aggregates some rows for all) aggregates and
-    answers at once."""
+    """Number of rows per block in which an owner (a replica that aggregates some rows for all)
+    aggregates messages and encodes its reply."""
     if room.few_launches:
         return room.rows
     width = replicas * codec.selection.k
@@ -131,7 +131,8 @@ def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: boo
 
 
 def _decoded(codec: Codec, width: int) -> int:
-    """Bytes of temporary tensors per row while `width` coefficients of all replicas are decoded."""
+    """Bytes of temporary tensors per row during decoding, if all replicas together sent `width`
+    coefficients per row."""
     line = 4 * codec.selection.chunk
     if codec.dense:
         if codec.precision == FP32:
@@ -149,7 +150,8 @@ def _decoded(codec: Codec, width: int) -> int:
 
 
 def _transforms(codec: Codec) -> int:
-    """Number of matrix products of the basis: 0 for the identity, 1 for chunks, 2 for tiles."""
+    """Number of matrix products in one transform of the basis: 0 for the identity, 1 for chunks, 2
+    for tiles."""
     if isinstance(codec.basis, Identity):
         return 0
     if isinstance(codec.basis, DCT):
@@ -160,9 +162,9 @@ def _transforms(codec: Codec) -> int:
 def _rows(rows: int, cost: int, room: Room, free: int) -> int:
     """Number of rows of one block, if `rows` rows are cut into equal blocks.
 
-    The temporary tensors of a block need `cost` bytes for each row of the block. All of them
-    together may use `free` bytes for each row of a bucket. A block may exceed this limit, because
-    it has at least `UNIT` rows, and a bucket has at most `MOST_BLOCKS` blocks.
+    The temporary tensors of a block need `cost` bytes for each row of the block. Together they may
+    use `free` bytes for each row of a bucket. A block may exceed this limit, because it has at
+    least `UNIT` rows, and because a bucket has at most `MOST_BLOCKS` blocks.
     """
     most = max(room.rows * free // cost, room.rows // MOST_BLOCKS, UNIT)
     if rows <= most:

@@ -1,5 +1,5 @@
-"""Chooses the exchange (all-reduce, all-gather, or two-stage all-reduce) of a scheme on a link, and
-how much memory the temporary tensors of a step may use.
+"""Chooses the exchange of a scheme on a link (all-reduce, all-gather, or two-stage all-reduce), and
+limits the memory of temporary tensors in a step.
 """
 
 import torch
@@ -15,9 +15,9 @@ from detonation.core.schemes import Scheme, collective_for, rows_of_a_turn
 
 
 def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
-    """Returns how many rows the temporary tensors of a step may hold: a quarter of all rows. If
-    messages are sent at the end of a round, returns an eighth, because the change of the parameters
-    needs storage, too.
+    """Returns the limit for temporary tensors of a step: as much memory as a quarter of the flat.
+    If messages are sent at the end of a round, the limit is an eighth of the flat, because the
+    change of the parameters needs memory, too.
     """
     is_round = scheme.signal == "parameters"
     is_vote = scheme.codec.selection.shared and not scheme.codec.summable

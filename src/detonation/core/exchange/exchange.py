@@ -58,8 +58,8 @@ class Exchange(ABC):
         # A simulated communicator on a CPU shares the buffer of the sender, so no buffer is reused.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(int(kept))
-        # Takes back receive buffers for reuse. None on an accelerator without kernels: there, the
-        # allocator of torch reuses the buffers.
+        # Takes back receive buffers for reuse.
+        # None on an accelerator without kernels, because torch's allocator reuses buffers there.
         self.recycle: Callable[[Tensor], None] | None = None
         if guard.on_kernels or guard.usual.device.type == "cpu":
             self.recycle = link.recycle
@@ -94,8 +94,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def play(self, message: Message, playback: PlayedMessages) -> None:
-        """Makes `receive` read the messages of all replicas from the recorded run `playback`
-        instead of collectives."""
+        """Makes `receive` return the messages of all replicas that the recorded run `playback`
+        contains. No collective runs."""
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
         """Creates the exchange for messages of one bucket, which has `rows` rows from row `first`
@@ -111,8 +111,8 @@ class Exchange(ABC):
 def zeros_are_negative(
     sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True
 ) -> bool:
-    """True if a replica encodes zeros as negative numbers. The signs of zeros are chosen such that
-    they cancel over all replicas and all messages.
+    """True if a replica encodes zeros as negative numbers. The signs of zeros cancel over all
+    replicas and all messages.
 
     One bit cannot encode zero: a coordinate that is zero decodes to plus or minus one magnitude,
     and would drift if this sign never changed. So the messages that contain this coordinate are
@@ -236,7 +236,7 @@ class AllReduce(Exchange):
 
         message.arriving.append(take)
 
-    # has no state: an all-reduce cannot check the norm of single messages, unlike an all-gather
+    # no state: an all-reduce cannot check the norms of single messages, and keeps no reference norm
     def state(self) -> dict[str, Tensor]:
         return {}
 
@@ -260,7 +260,7 @@ class AllGather(Exchange):
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(empty_octets, shape, device=self._guard.usual.device)
         new = partial(MessageRows, self._codec, rows, memory, first, room)
-        if self._workspace.depth:  # buffers are kept, so a run (a buffer and its views) is reused
+        if self._workspace.depth:  # reuses a run, which is a buffer with its views
             run = self._workspace.take(("run", first), rows, new)
         else:
             run = new()

@@ -40,7 +40,7 @@ class TwoStage(Exchange):
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
         engine: The engine of this replica; it may provide a `replier` that computes the answers of
             an owner.
-        first: The number of the first row in the whole flat.
+        first: The index of the first row in the whole flat.
     """
 
     secluded = True
@@ -173,8 +173,8 @@ class TwoStage(Exchange):
         return Collected(opened, self.owners)
 
     def _reply_to(self, message: Message) -> Message:
-        """Creates the owner's reply to `message`. Indices that all replicas know are kept in the
-        reply, grouped by the owner of each row."""
+        """Creates the owner's reply to `message`, without content. Indices that all replicas know
+        move from the message to the reply, grouped by the owner of each row."""
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         reply.missing = message.missing
         if message.shared:

@@ -53,8 +53,8 @@ class Unused:
         self._next = 0
 
     def forget(self) -> None:
-        """Forgets the remembered sets of missing gradients. All replicas call this method after
-        they have loaded a new state."""
+        """Forgets the remembered sets of missing gradients. All replicas must call this method
+        after they have loaded a new state."""
         self._known = []
         self._next = 0
 
