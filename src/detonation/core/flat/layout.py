@@ -1,4 +1,4 @@
-"""Layouts of a flat: the rows of the `[rows, chunk]` matrix that hold each parameter, in chunks or
+"""Layouts of a flat: which rows of the `[rows, chunk]` matrix hold which parameter, in chunks or in
 tiles.
 """
 
@@ -217,16 +217,16 @@ class Layout:
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A flat matrix of zeros. The matrix is in fp32, because in bf16 a multiplication by a
-        decay close to 1 would not change most numbers.
+        """A flat matrix of zeros in fp32. In bf16, a multiplication by a decay close to 1 would
+        leave most numbers unchanged.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
         return torch.zeros(self.rows, self.chunk, dtype=torch.float32, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat` in the local shape of each parameter. A layout with tiles has no such
-        views.
+        """Views of `flat` in the local shape of each parameter. Not for a layout with tiles, which
+        has no such views.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
@@ -307,7 +307,7 @@ class Layout:
             copy(self.views(flat), tensors)
 
     def padding(self, device: torch.device) -> Tensor:
-        """The positions of the padding in the flattened matrix, which belong to no parameter.
+        """The positions of the padding in the flattened matrix.
 
         Shapes: -> `[padded]` int64.
         """

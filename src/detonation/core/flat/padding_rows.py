@@ -13,13 +13,12 @@ _USED = "padding_row_is_used"
 
 
 def note_padding(model: nn.Module) -> None:
-    """For each embedding with a `padding_idx`, sets the attribute `padding_row` of the weight: the
-    index of the padding row within the local shard, or None if the local shard does not hold this
-    row.
+    """Sets the attribute `padding_row` of the weight of each embedding that has a `padding_idx`.
+    The attribute is the index of the padding row in the local shard.
 
-    The attribute is also None if the padding row gets a gradient. This happens in a weight that the
-    embedding shares with another module, such as an output layer, and in a weight that `mark_used`
-    marked.
+    The attribute is None if the local shard does not hold this row, or if the row gets gradients.
+    The row gets gradients if the embedding shares its weight with another module, such as an output
+    layer, or if `mark_used` has marked the weight.
     """
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for module in model.modules():
@@ -37,10 +36,12 @@ def note_padding(model: nn.Module) -> None:
 
 
 def used_rows(model: nn.Module) -> list[str]:
-    """Names of the embedding weights that `mark_used` marked: their padding rows get gradients."""
+    """Names of the embedding weights whose padding rows get gradients, as `mark_used` has marked
+    them."""
     return [bare_name(name) for name, p in model.named_parameters() if getattr(p, _USED, False)]
 
 
 def mark_used(parameter: Tensor, used: bool = True) -> None:
-    """Marks whether the padding row of `parameter` gets a gradient."""
+    """Marks an embedding weight: its padding row gets gradients, or no gradients if `used` is
+    False."""
     setattr(parameter, _USED, used)

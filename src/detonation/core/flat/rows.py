@@ -76,8 +76,8 @@ class Bucket:
 
     @classmethod
     def strips(cls, layout: Layout, rows: int) -> list[Bucket]:
-        """One bucket for each parameter of `layout`; a parameter in tiles is cut into strips of
-        about `rows` tiles; see `Slot.strips`.
+        """Cuts `layout` into buckets that each hold one parameter, or about `rows` tiles of one
+        parameter; see `Slot.strips`.
         """
         found = []
         for index, slot in enumerate(layout.slots):
@@ -98,8 +98,8 @@ class Bucket:
         return frozenset(piece.index for piece in self.pieces)
 
     def cut(self, tensors: Sequence[T]) -> Sequence[T]:
-        """The parts of `tensors` in the bucket. A part of a contiguous tensor shares memory with
-        this tensor.
+        """The parts of `tensors` that lie in this bucket. A part of a contiguous tensor shares
+        memory with the tensor.
 
         Shapes: one local shape per parameter -> one per piece: the local shape, or `[n]` for a part
         of it.
@@ -117,9 +117,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Assigns each of `rows` rows to an owner, the replica that aggregates this row. Groups of
-    `run` consecutive rows are assigned to the owners round robin. The rows that remain are divided
-    among the owners in equal parts.
+    """Assigns each of `rows` rows to an owner, the replica that aggregates this row. First, groups
+    of `run` consecutive rows are assigned to the owners round robin, so long as each owner gets a
+    group. Then the remaining rows are divided in order: each owner gets an equal part until no row
+    is left.
 
     So a row has the same owner in the whole flat and in a bucket, if the bucket begins and ends at
     multiples of `replicas` * `run` rows.
@@ -131,13 +132,13 @@ class RowOwners:
 
     @cached_property
     def owned(self) -> int:
-        """Number of rows that each replica owns. The last rows may be padding."""
+        """Number of rows that each replica owns, including padding rows at the end."""
         return -(-self.rows // self.replicas)
 
     @property
     def in_turns(self) -> int:
-        """Number of rows that each replica owns by round robin. Rows that are left over are not
-        counted.
+        """Number of rows that each replica owns by round robin, without its part of the remaining
+        rows.
         """
         return self._turns * self.run
 
@@ -201,8 +202,9 @@ class RowOwners:
     def _pairs(
         self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views of equal shape, one of `dealt` and one of `matrices`, for the same rows:
-        first the rows that are assigned round robin, then the remaining rows of each owner.
+        """Pairs of views for the same rows: in each pair one view of `dealt`, and one of
+        `matrices`, in equal shapes. First come the rows that are assigned round robin, then the
+        remaining rows of each owner.
         """
         pairs = []
         own = self._turns * self.run
@@ -227,8 +229,8 @@ class RowOwners:
 
     @cached_property
     def _remainder(self) -> tuple[int, int]:
-        """How the rows that were not assigned round robin are divided: the number of owners with a
-        full part, and the number of rows that the next owner gets.
+        """How the rows that are not assigned round robin are divided: the number of owners that get
+        a full part, and the number of rows that the next owner gets. Further owners get none.
         """
         own = self._turns * self.run
         if own == self.owned:
@@ -242,7 +244,7 @@ class RowOwners:
 
 
 class KeptRows:
-    """A copy of some rows of `memory`, with which a step in these rows can be undone.
+    """Holds a copy of some rows of `memory`, so that a step in these rows can be undone.
 
     Args:
         memory: `[rows, n]`.

@@ -96,8 +96,8 @@ class Piece(Tensor):
 
 
 def cut_like(parameter: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """If `parameter` is a `Piece`, those pieces of `tensors` that are on the ranks of `parameter`;
-    else `tensors`."""
+    """Cuts `tensors` in the same way as `parameter`. If `parameter` is a `Piece`, returns the
+    pieces of `tensors` that the same ranks hold; else returns `tensors`."""
     if not isinstance(parameter, Piece):
         return tensors
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
@@ -112,7 +112,8 @@ def whole_of(parameter: Tensor) -> Tensor:
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Local shards of a parameter's state tensors in `optimizer`; for a `Piece` only its rows."""
+    """The local shards of the state tensors that `optimizer` keeps for `parameter`. If `parameter`
+    is a `Piece`, each tensor holds only the rows of this piece."""
     found = {}
     for key, value in sorted(optimizer.state.get(whole_of(parameter), {}).items()):
         if not isinstance(value, Tensor):
@@ -134,15 +135,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """Number of elements of `tensor` over all shards. A plain tensor that represents a shard states
-    this number in an attribute `whole_numel`.
+    """Number of elements of `tensor` over all shards. If `tensor` is a plain tensor that holds a
+    shard, its attribute `whole_numel` gives this number.
     """
     return int(getattr(tensor, "whole_numel", tensor.numel()))
 
 
 def padding_row(tensor: Tensor) -> int | None:
-    """The index, in this local shard, of an embedding's padding row that gets no gradient; None
-    without such a row. Reads the attribute that `note_padding` sets.
+    """The index of an embedding's padding row in the local shard `tensor`; None if the shard does
+    not hold this row, or if the row gets gradients. Reads the attribute that `note_padding` sets.
     """
     return getattr(tensor, "padding_row", None)
 
@@ -195,9 +196,9 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     """The local gradient of each parameter, sharded like the parameter; None for a parameter
     without a gradient.
 
-    A gradient that shares memory with another gradient, or between its own coordinates, is replaced
-    by a copy, because the update is written into each gradient. For example, `torch.autograd.grad`
-    may return one tensor for two parameters, or an expanded number for many coordinates.
+    The update is written into each gradient later. So a gradient is replaced by a copy if it shares
+    memory with another gradient, or if several of its coordinates share memory. For example,
+    `torch.autograd.grad` may return one tensor for two parameters, or an expanded number.
 
     Raises:
         ValueError: A gradient is sparse.

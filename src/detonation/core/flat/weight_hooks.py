@@ -14,15 +14,15 @@ these hooks together."""
 
 
 def moved() -> None:
-    """Calls the hooks `ON_MOVE`, after weights have changed without an optimizer step. All ranks
-    must call this function.
+    """Calls the hooks in `ON_MOVE`. All ranks must call this function after weights have changed
+    without an optimizer step.
     """
     for hook in ON_MOVE:
         hook()
 
 
 def compared(model: nn.Module) -> None:
-    """Calls the hooks `ON_COMPARISON`, for a comparison of the replicas of `model`. All ranks must
-    call this function together."""
+    """Calls the hooks in `ON_COMPARISON` with `model`. All ranks must call this function together,
+    when the replicas of `model` are compared."""
     for hook in ON_COMPARISON:
         hook(model)

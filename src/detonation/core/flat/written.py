@@ -1,5 +1,5 @@
-"""Detects writes to weights outside of optimizer steps. Compares the identity, version and address
-of each weight with earlier values."""
+"""Detects writes to weights outside of optimizer steps: compares the identity, version and address
+of each weight with those at an earlier time."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,10 @@ WeightPlace = tuple[Mapping[str, Parameter | None], str]
 
 
 def stamp(tensor: Tensor) -> Stamp:
-    """Numbers that change when `tensor` is written, replaced, or moved to other memory.
+    """Three numbers, of which at least one changes when `tensor` is written, replaced, or moved to
+    other memory.
 
-    Reads nothing from a device. The stamps miss writes that torch does not count:
+    This function reads nothing from a device. It misses writes that torch does not count:
     `tensor.data.copy_`, writes in inference mode, and kernels that write by address.
     """
     mine: Any = getattr(tensor, "_local_tensor", tensor)
@@ -49,7 +50,8 @@ class WrittenWeights:
     _stamps: dict[str, Stamp] = field(default_factory=dict)
 
     def note(self) -> None:
-        """Stores the current stamp (see `stamp`) of each weight. `found` compares with these."""
+        """Stores the current stamp (see `stamp`) of each weight. `found` compares later stamps with
+        the stored stamps."""
         self._stamps = {name: stamp(tensor) for name, tensor in self._tensors()}
 
     def forget(self) -> None:
@@ -71,8 +73,8 @@ class WrittenWeights:
 
 
 def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
-    """For each name in `model.named_parameters()`, where the parameter is stored: the parameters of
-    the module that owns it, and its name in this module.
+    """Returns where each parameter of `model` is stored, by its name in the model: the parameters
+    of the module that owns the parameter, and the parameter's name in this module.
     """
     modules = dict(model.named_modules())
     found = {}
