@@ -158,8 +158,8 @@ class Memory:
             kept.forget()
 
     def keep(self, numbers: Tensor) -> KeptRows:
-        """Copies the rows of some parameters, so that a step of these parameters can be undone. See
-        `KeptRows`, also for `numbers`.
+        """Copies the rows of some parameters, so that a step of these parameters can be undone; see
+        `KeptRows`.
 
         Shapes: numbers `[rows]` int64.
         """
@@ -217,9 +217,9 @@ class LocalState:
     loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
-        """Read-only tensors by name. First comes the part of each flat that belongs to each
-        parameter, in the parameter's local shape. The name of such a part is "kind.parameter", such
-        as "residual.weight". Then come the tensors in `others`, under their own names.
+        """Read-only tensors by name: for each flat one part per parameter, in the parameter's local
+        shape, and then the tensors in `others`. The name of a part is "kind.parameter", such as
+        "residual.weight".
 
         Shapes: -> one local shape per kind and parameter.
         """

@@ -58,7 +58,7 @@ class Round:
 
     def ends(self, step: int) -> bool:
         """True if a round of local steps ends after `step`, under balance (a slow replica takes
-        fewer local steps). Such a round ends when a message is sent, if `offset` is 0.
+        fewer local steps). With `offset` 0, this is the step after which a message is sent.
         """
         return (step + 1 + self.delay) % self.every == 0
 
@@ -72,8 +72,8 @@ class LocalSteps:
     steps of every replica.
 
     A replica with fewer than `every` local steps skips steps at even intervals. All replicas run
-    the last step before a message is sent; `Round.ends` tells this step. The next steps may have no
-    effect: an update that is applied with a delay overwrites the steps after its message.
+    the last step before a message is sent (see `Round.ends`). The steps after a message may have no
+    effect: if the update is applied with a delay, it overwrites these steps.
 
     counts: Local steps of each replica per round, `[replicas]` int64 from 1 to every.
 

@@ -115,7 +115,7 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     finite = values.isfinite()
     nothing = values.new_zeros(())
     # One collective, so that counts and sums cover the same replicas even if a replica is lost.
-    # Ranks of a node may hold different values, so no rank may skip this collective for its values.
+    # All ranks run this collective, whatever their values: ranks of a node may differ in values.
     parts = finite.to(values.dtype), values.where(finite, nothing), values.where(~finite, nothing)
     counts, sums, others = link.all_reduce(torch.stack(parts).flatten(), apart=True)().view(3, -1)
     return torch.where(counts > 0, sums / counts, others).view(buffer.shape)

@@ -73,7 +73,7 @@ class Clip:
         for shards, part in self._parts:
             local = local_gradients(part)
             found = norms_of(local, next(iter(part.values())).device)
-            for communicator in shards:  # afterwards all shards have the same bits of the norms
+            for communicator in shards:  # afterwards the norms have the same bits on all shards
                 octets = found.square().view(torch.uint8)
                 everyone = communicator.all_gather(octets)()  # [shards, 4 * n]
                 squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found))

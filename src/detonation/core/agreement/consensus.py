@@ -73,7 +73,7 @@ class StopConsensus:
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
-        self.gates: list[StepGate] = []  # optional parts of a step, called in this order
+        self.gates: list[StepGate] = []  # gates are optional parts of a step, called in this order
         # most serious reason to stop of all ranks, and its step; the next check raises the error
         self._asked: tuple[Readback, int] | None = None
 
@@ -105,7 +105,7 @@ class StopConsensus:
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # The exchange between shards comes last, because maybe only some shards know a reason.
+        # The exchange between shards comes last, because only some shards may know a reason.
         # For example, only some shards received the last message of a lost replica.
         self._others = (*links, *self.shards)
         parameters = [p for each in replicators for p in each.parameters.values()]
@@ -311,7 +311,7 @@ class StopConsensus:
             mended = self._mended(replicator, tensors, others, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
-            if mended:  # a scheme that exchanges parameters also mends nonfinite weights
+            if mended:  # `repair` may replace nonfinite weights even if it gets no tensors
                 replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)
@@ -369,8 +369,8 @@ class StopConsensus:
 
     def _arrived(self, until: float) -> bool:
         """Counts the faults of new messages. A message is new if it was due at a step up to `until`
-        and no earlier call has checked it. Returns True if there were new messages, which all ranks
-        answer alike.
+        and no earlier call has checked it. Returns True if there were new messages. All ranks get
+        the same answer.
         """
         found = False
         for counts in self.counts:

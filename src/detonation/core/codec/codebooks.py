@@ -87,8 +87,8 @@ class BlockCodebook:
         return values.view(*messages, blocks * self.block)[..., :count].view(*messages, *shape)
 
     def look_up(self, packed: Tensor, levels: Tensor) -> Tensor:
-        """The level (decoded value) of each code, for whole blocks. On a CPU in plain torch, faster
-        versions in subclasses replace this method.
+        """The level (decoded value) of each code, for whole blocks. Subclasses replace this method
+        by a faster version for a CPU without kernels.
 
         Shapes: `[..., nbytes]` uint8, `[..., blocks, 2**width]` fp32 -> `[..., blocks, block]`.
         """
@@ -258,8 +258,8 @@ class E3M0(BlockCodebook):
         return encoded.view(*messages, sum(lengths))
 
     def encode_rest(self, values: Tensor, parts: Sequence[Tensor]) -> bool:
-        """In one pass, encodes `values` into the `parts` of a message, and subtracts the values
-        that receivers decode from `values`. Returns False, and does nothing, if there is no kernel.
+        """Encodes `values` into the `parts` of a message, and leaves only the rounding errors in
+        `values`, in one pass. Returns False, and does nothing, if there is no kernel.
 
         Shapes: `[rows, k]` fp32; `[1, length]` uint8 each.
         """

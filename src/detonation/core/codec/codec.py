@@ -220,7 +220,7 @@ class Codec:
             lengths = self.precision.lengths(run.rows, self.selection.k)
             encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
-        elif run.owners:  # writes bytes, because a message for an owner may start at any address
+        elif run.owners:  # writes bytes: a message for an owner may start at an unaligned address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:

@@ -195,7 +195,7 @@ class Arrived(Received):
         Shapes: `[replicas]` bool.
         """
         self.body.masked_fill_(skipped.unsqueeze(1), 0)
-        for known in ("levels", "_encoded"):  # drops what was computed from refused bytes
+        for known in ("levels", "_encoded"):  # drops results computed from refused messages
             vars(self).pop(known, None)
         if self._packed is not None:
             self._packed.blank(skipped)

@@ -52,7 +52,7 @@ class SumOfSquares:
         self._at = 0
 
     def add(self, numbers: Tensor) -> None:
-        """Adds squares to the sums: the squares of the numbers in row i of `numbers` to sum i.
+        """Adds the squares of the numbers in row i of `numbers` to sum i, for every row.
 
         Shapes: `[sums, n]` fp32.
         """

@@ -119,7 +119,8 @@ class SortingNetwork:
         return self._found
 
     def _merge(self, size: int) -> None:
-        """Sorts bitonic blocks of `size` lines, alternately in rising and falling order."""
+        """Adds the comparisons that sort bitonic blocks of `size` lines, alternately in rising and
+        falling order."""
         lines, columns = self._now.shape
         blocks = min(2, lines // size)
         step = size // 2
@@ -140,7 +141,8 @@ class SortingNetwork:
             step //= 2
 
     def _drop_half(self, size: int) -> None:
-        """Replaces every two sorted blocks by one bitonic block of the `size` largest numbers."""
+        """Adds the comparisons that replace every two sorted blocks by one bitonic block of the
+        `size` largest numbers."""
         one, other = self._now.view(-1, 2, size, self._now.shape[1]).unbind(1)
         half = len(self._now) // 2
         kept = self._next[:half]

@@ -181,7 +181,7 @@ class ReferenceEngine(Rule):
                 if self._by_block and memory:
                     sent = self.of_one(picked.values, picked).whole()
                     memory.release([self.update(sent, Mean())])
-                del block, picked  # frees the tensors of this block before the next block
+                del block, picked  # frees these tensors before the next block is computed
             del flat
         if bad is not None:
             values.masked_fill_(bad, 0.0)
@@ -474,8 +474,8 @@ def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[Si
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The first engine that supports `codec` and whose temporary tensors fit into `room`; the
-    engine in plain torch if there is no such engine.
+    """Creates the first engine that supports `codec`, or the engine in plain torch if there is no
+    such engine. `room` limits the memory of temporary tensors.
 
     Engines of installed packages are tried first, then built-in engines from the fastest to the
     slowest.

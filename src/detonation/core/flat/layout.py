@@ -276,7 +276,7 @@ class Layout:
                     break
             copy([target for target, _ in pairs], [source for _, source in pairs])
             at = end
-            del part, line, pairs  # frees this part of the flat before the next part
+            del part, line, pairs  # frees this part before the next part is computed
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Writes `tensors` into `flat`. Coordinates of absent tensors and the padding do not
