@@ -3,13 +3,14 @@
 import csv
 import errno
 import json
+import shutil
 
 import pytest
 import torch
 
 import own
 from detonation.data import load_dataset
-from detonation.data.tokens import load_tokenizer
+from detonation.data.tokens import all_ids, document_encoder, load_tokenizer
 
 
 def bytes_of(data):
@@ -234,6 +235,29 @@ def test_the_largest_id_of_a_tokenizer_with_a_gap_is_in_the_vocabulary(tmp_path,
     data = load_dataset({"labels": "text"}.get(task, task), arguments)
     assert data.train[torch.arange(4)]["input_ids"].max() == 600
     assert data.model["vocab"] == 601
+
+
+def test_the_cache_tells_tokenizers_with_equal_vocabularies_apart(tmp_path, cache):
+    words = own.tokenizer(tmp_path / "words")
+    split = shutil.copytree(words, tmp_path / "split")
+    settings = json.loads((split / "tokenizer_config.json").read_text())
+    settings["split_special_tokens"] = True
+    (split / "tokenizer_config.json").write_text(json.dumps(settings))
+    slow = [slow_tokenizer(tmp_path / each[0], each) for each in ("a b", "b c</w>")]
+    for text, pair in [(b"cat <end> dog", [words, split]), (b"abc", slow)]:
+        found = [all_ids([text], str(each)).tolist() for each in pair]
+        assert found == [list(document_encoder(str(each))(text)) for each in pair]
+        assert found[0] != found[1]
+
+
+def slow_tokenizer(folder, merges):
+    """The directory of a tokenizer in plain Python, whose merges are not in its vocabulary."""
+    folder.mkdir()
+    pieces = ["<unk>", "a", "b", "c</w>", "a@@", "b@@", "c", "ab@@", "bc"]
+    (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
+    return folder
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, cache):

@@ -5,8 +5,11 @@ import functools
 import hashlib
 import logging
 import os
+import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import file_digest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from detonation.choices import first_line, needs
 from detonation.data.packages import cache_dir
-from detonation.whole_files import open_lock, write_whole
+from detonation.whole_files import open_lock, reading, write_whole
 
 TEXT_VOCAB = 256
 _PIECE = 1 << 18
@@ -120,8 +123,8 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
         if joined:
             return torch.frombuffer(joined, dtype=torch.uint8)
         return torch.zeros(0, dtype=torch.uint8)
-    path = cache_dir() / "tokens" / f"{_digest(documents, tokenizer)}.int32"
     try:
+        path = cache_dir() / "tokens" / f"{_digest(documents, tokenizer)}.int32"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path.with_suffix(".lock")) as lock:
             # one rank of each machine encodes, while other ranks of this machine wait for the lock
@@ -145,11 +148,17 @@ def _encoded(documents: Sequence[bytes], tokenizer: str) -> bytearray:
 
 
 def _digest(documents: Sequence[bytes], tokenizer: str) -> str:
+    """Returns a hash of all that decides the ids: the tokenizer's class and its saved files, the
+    versions of its libraries, and the documents.
+    """
     made = load_tokenizer(tokenizer)
-    rules = repr(sorted(made.get_vocab().items()))
-    if made.is_fast:
-        rules = made.backend_tokenizer.to_str()
-    total = hashlib.sha256(f"{type(made).__name__} {made.eos_token_id} {rules}".encode())
+    libraries = [needs(name, "models").__version__ for name in ("transformers", "tokenizers")]
+    total = hashlib.sha256(f"{type(made).__name__} {libraries}".encode())
+    with tempfile.TemporaryDirectory() as folder:
+        made.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            with reading(file) as content:
+                total.update(file.name.encode() + file_digest(content, "sha256").digest())
     for document in documents:
         total.update(len(document).to_bytes(8, "little") + document)
     return total.hexdigest()
