@@ -197,6 +197,25 @@ def test_hidden_files_are_no_documents(tmp_path):
     )
 
 
+def test_linked_folders_are_read_and_a_link_that_leads_nowhere_is_named(tmp_path):
+    for name in ("in", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a" * 200)
+    (tmp_path / "elsewhere" / "b.txt").write_text("b" * 200)
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    source = {"source": str(tmp_path / "in"), "context": 8}
+    assert set(b"ab") <= set(bytes_of(load_dataset("text", source)))
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "in")
+    with pytest.raises(
+        ValueError, match=r"link/back is a link to \S*in, which contains it: remove"
+    ):
+        load_dataset("text", source)
+    (tmp_path / "elsewhere" / "back").unlink()
+    (tmp_path / "in" / "c.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"in/c\.txt cannot be read: No such file or directory"):
+        load_dataset("text", source)
+
+
 def test_tokens_are_those_of_the_tokenizer_with_an_end_after_each_document(tmp_path, cache):
     source, words = own.json_lines(tmp_path / "a.jsonl"), own.tokenizer(tmp_path / "words")
     arguments = {"source": str(source), "tokenizer": str(words), "context": 8}

@@ -408,7 +408,7 @@ def _visible(folder: Path) -> list[Path]:
     """Returns the visible entries of `folder`, sorted by name; none if `folder` is a file."""
     if not folder.is_dir():
         return []
-    return sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    return readers.visible(folder)
 
 
 def from_hub(

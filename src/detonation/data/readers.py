@@ -71,14 +71,15 @@ ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
 
 def files_of(path: Path) -> list[Path]:
     """Returns the files of a source, sorted by name: `path` itself, or all visible files in the
-    directory `path`.
+    directory `path` and in the folders that it links.
 
     Raises:
-        ValueError: There is none, or one has a suffix that cannot be read.
+        ValueError: There is none, one has a suffix that cannot be read, or a link leads back to a
+            folder that contains it.
     """
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _is_visible(file, path))
+        files = sorted(_visible_files(path, ()))
     require_suffix(files, {*PLAIN, *ROWS}, "text")
     if not files:
         raise ValueError(f"{path} holds no file of text ({_listed({*PLAIN, *ROWS})})")
@@ -109,10 +110,26 @@ def _listed(suffixes: Iterable[str]) -> str:
     return ", ".join(sorted(filter(None, suffixes)))
 
 
-def _is_visible(file: Path, folder: Path) -> bool:
-    """True if no part of the file's path below `folder` is hidden."""
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.is_file() and not hidden
+def _visible_files(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """Yields the files below `folder` that are not hidden.
+
+    Args:
+        above: The folders that contain `folder`, without links.
+    """
+    place = folder.resolve()
+    if place in above:
+        raise ValueError(f"{folder} is a link to {place}, which contains it: remove the link")
+    for each in visible(folder):
+        if each.is_dir():
+            yield from _visible_files(each, (*above, place))
+        elif each.is_file() or each.is_symlink():  # a broken link is refused when it is read
+            yield each
+
+
+def visible(folder: Path) -> list[Path]:
+    """Returns the entries of `folder` that are not hidden, sorted by name."""
+    with in_file(folder):
+        return sorted(each for each in folder.iterdir() if not each.name.startswith("."))
 
 
 @contextlib.contextmanager
