@@ -216,6 +216,25 @@ def test_images_of_any_size_are_scaled_and_cut_to_squares(tmp_path):
     assert data.validation.split.labels.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("size", [None, 4])
+def test_photos_are_turned_upright_as_their_cameras_say(tmp_path, size):
+    upright = Image.new("L", (4, 6))
+    upright.paste(200, (0, 0, 2, 2))
+    back = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90}
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for number in range(12):
+            orientation, turned = list(back.items())[number % 3]
+            stored = upright if turned is None else upright.transpose(turned)
+            exif = Image.Exif()
+            exif[Image.ExifTags.Base.Orientation] = orientation
+            stored.save(tmp_path / folder / f"{number:02}.png", exif=exif)
+    pixels = load_dataset("images", {"source": str(tmp_path), "size": size}).train.split.images
+    assert pixels.shape[1:] == ((4, 4, 1) if size else (6, 4, 1))
+    found = pixels[range(3)]
+    assert (found == found[:1]).all() and found[0, 0, 0] > found[0, -1, -1]
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_a_transparent_picture_lies_on_white(folder, mode):
     for number, path in enumerate(sorted(folder.rglob("*.png"))):

@@ -262,7 +262,7 @@ class Pictures:
         if self._form.size and picture.size != (width, height):
             bicubic = needs("PIL.Image", "data").Resampling.BICUBIC
             picture = ops.fit(picture, (width, height), bicubic)
-        _require_size(self._name(number), picture, (height, width))
+        _require_size(self._name(number), (picture.height, picture.width), (height, width))
         return np.asarray(picture).reshape(height, width, channels)
 
 
@@ -462,17 +462,18 @@ def _on_white(picture: Any) -> Any:
     return image.alpha_composite(white, picture.convert("RGBA"))
 
 
-def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
-    """Raises `ValueError` if the size of a picture differs from the size of the first picture."""
-    if (picture.height, picture.width) != shape:
+def _require_size(name: str, own: tuple[int, int], shape: tuple[int, int]) -> None:
+    """Raises `ValueError` if the shape of a picture differs from the shape of the first picture."""
+    if own != shape:
         raise ValueError(
-            f"{name} is {picture.width}x{picture.height}, the first image {shape[1]}x{shape[0]}: "
+            f"{name} is {own[1]}x{own[0]}, the first image {shape[1]}x{shape[0]}: "
             "set data.size to scale all images to one size"
         )
 
 
 def _readable(file: Path, form: Form, whole: bool = True) -> Any:
-    """Opens an image file; raises `ValueError` if pillow cannot read it.
+    """Opens an image file, and turns its pixels as its EXIF orientation says, as `datasets` and
+    pipelines of transformers do. Raises `ValueError` if pillow cannot read it.
 
     Args:
         whole: Decode the pixels, not only the header.
@@ -484,8 +485,7 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
                 return picture
             if form.size:  # lets pillow decode a JPEG at a lower resolution, which is faster
                 picture.draft(None, (2 * form.size, 2 * form.size))
-            picture.load()
-            return picture.copy()
+            return needs("PIL.ImageOps", "data").exif_transpose(picture)
     # pillow raises SyntaxError for a damaged PNG
     except (OSError, SyntaxError, image.DecompressionBombError) as error:
         raise ValueError(f"{file} is no image that pillow can read: {error}") from error
@@ -502,11 +502,26 @@ def _agreed(files: Sequence[Path], form: Form) -> Form:
     for file in files:
         picture = _readable(file, form, whole=False)
         colours.add(_channels(picture))
+        upright = _upright_shape(picture)
         if shape == (0, 0):
-            shape = (picture.height, picture.width)
+            shape = upright
         if form.size is None:
-            _require_size(str(file), picture, shape)
+            _require_size(str(file), upright, shape)
     return replace(form, channels=form.channels or max(colours), shape=shape)
+
+
+def _upright_shape(picture: Any) -> tuple[int, int]:
+    """Returns the height and width that a picture has after it is turned, without decoding it."""
+    image = needs("PIL.Image", "data")
+    # the method of a PNG would decode the picture, to find an orientation behind the pixels
+    orientation = image.Image.getexif(picture).get(image.ExifTags.Base.Orientation, 1)
+    if orientation >= _ON_ITS_SIDE:
+        return picture.width, picture.height
+    return picture.height, picture.width
+
+
+_ON_ITS_SIDE = 5
+"""The EXIF orientations from 5 to 8 exchange height and width."""
 
 
 def _channels(picture: Any) -> int:
