@@ -113,6 +113,8 @@ def test_parquet_and_directories_of_save_to_disk(tmp_path):
         ("a.jsonl", '{"text": "x"}\n[1]\n', {}, r"a\.jsonl, line 2 is '\[1\]', must be an object"),
         ("a.jsonl", '{"text": \n', {}, r"a\.jsonl, line 1 is not JSON"),
         ("a.jsonl", '{"body": "x"}\n', {}, r"a\.jsonl, row 1 has no column text; there are body"),
+        ("a.jsonl", '{"text": 0}\n', {}, r"a\.jsonl, row 1 has 0 in column text, must be text"),
+        ("a.jsonl", '{"text": ["x"]}\n', {}, r"a\.jsonl, row 1 has \['x'\] in column text, must"),
         (
             "a.txt",
             "x",
@@ -139,8 +141,8 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, name, content, arg
 @pytest.mark.parametrize("task", ["text", "translation"])
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".tsv"])
 def test_rows_that_are_not_utf_8_name_their_file_and_the_remedy(tmp_path, task, suffix):
-    if (task, suffix) == ("text", ".tsv"):
-        return  # no suffix of texts
+    if (task, suffix) in (("text", ".tsv"), ("translation", ".csv")):
+        return  # no suffix of texts, or of pairs
     file = tmp_path / f"latin{suffix}"
     file.write_bytes('{"text": "café", "translation": "café"}\tcoffee\n'.encode("latin-1") * 40)
     with pytest.raises(

@@ -132,9 +132,38 @@ def test_the_first_row_of_objects_gives_the_order_of_the_languages(tmp_path):
 def test_a_directory_is_no_file_of_pairs(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(
-        ValueError, match=r"pairs\S* is a directory: give one file of pairs, \.tsv, \.csv"
+        ValueError, match=r"pairs\S* is a directory: give one file of pairs, \.tsv, \.jsonl"
     ):
         load_dataset("translation", {"source": str(tmp_path / name)})
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ({"en": 5, "fr": "x"}, r"a\.jsonl: pair 41 has 5 in column en, must be text"),
+        ({"en": ["x"], "fr": "x"}, r"a\.jsonl: pair 41 has \['x'\] in column en, must be text"),
+        (None, r"a\.jsonl: pair 41 is None, must be \{language: sentence\}"),
+        ("one", r"a\.jsonl: pair 41 is one, must be \{language: sentence\}"),
+        ({"en": None, "fr": "x"}, None),
+    ],
+)
+def test_a_pair_that_is_none_is_named_and_half_a_pair_is_left_out(tmp_path, pair, message):
+    rows = [*({"en": f"one {n}", "fr": f"un {n}"} for n in range(40)), pair]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
+    if message is None:
+        assert len(load_dataset("translation", {"source": str(file)}).train) == 36
+        return
+    with pytest.raises(ValueError, match=message):
+        load_dataset("translation", {"source": str(file)})
+
+
+def test_a_csv_holds_no_pairs(tmp_path):
+    (tmp_path / "a.csv").write_text("translation\none\n")
+    with pytest.raises(
+        ValueError, match=r"as pairs: give a file of type \.tsv, \.jsonl, \.parquet$"
+    ):
+        load_dataset("translation", {"source": str(tmp_path / "a.csv")})
 
 
 def test_wrong_arguments_are_refused():

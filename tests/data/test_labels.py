@@ -117,6 +117,28 @@ def test_a_text_without_a_label_is_named(encoder, tmp_path, name, content):
         )
 
 
+def test_texts_and_labels_of_other_types_are_named(encoder, tmp_path):
+    source = tmp_path / "t.jsonl"
+    arguments = {"source": str(source), "label": "label", "tokenizer": encoder}
+    for row, message in [
+        ({"text": 5, "label": 1}, r"t\.jsonl, row 1 has 5 in column text, must be text"),
+        (
+            {"text": "a", "label": [1]},
+            r"t\.jsonl, row 1 has \[1\] in column label, must be one label",
+        ),
+    ]:
+        source.write_text(json.dumps(row))
+        with pytest.raises(ValueError, match=message):
+            load_dataset("text", arguments)
+
+
+def test_texts_of_which_each_is_repeated_are_told_so(encoder, tmp_path):
+    (tmp_path / "t.csv").write_text("text,label\n" + "a b,x\na b,y\n" * 20)
+    arguments = {"source": str(tmp_path / "t.csv"), "label": "label", "tokenizer": encoder}
+    with pytest.raises(ValueError, match="no text to hold out: each tenth text also occurs"):
+        load_dataset("text", arguments)
+
+
 def test_one_label_is_none(encoder, tmp_path):
     (tmp_path / "t.csv").write_text("text,label\n" + "a b,x\n" * 20)
     with pytest.raises(ValueError, match="it needs at least 10 texts and 2 labels"):

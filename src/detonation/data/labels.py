@@ -46,11 +46,16 @@ def labelled(
     train, held_out, meant = _read(source, split, column, label)
     names = sorted({name for _, name in train})
     known = {text for text, _ in train}
-    held_out = [(text, name) for text, name in held_out if name in names and text not in known]
     if len(names) < 2 or not held_out:
         raise ValueError(
             f"{source} has {len(train)} texts with {len(names)} labels: it needs at least 10"
             " texts and 2 labels"
+        )
+    held_out = [(text, name) for text, name in held_out if name in names and text not in known]
+    if not held_out:
+        raise ValueError(
+            f"{source} has no text to hold out: each tenth text also occurs among the others, or"
+            " its label does not; remove repeated texts"
         )
     made = load_tokenizer(tokenizer)
     name = source
@@ -100,10 +105,11 @@ def _read(
     meant: dict[str, str] = {}
     if readers.is_hub(source):
         rows = readers.hub_rows(source, split or "train")
-        texts = readers.column_of(rows, column, ["text"])
+        of_texts = readers.column_name(rows, column, ["text"])
+        texts = list(readers.texts_in(source, rows[of_texts], of_texts))
         names = readers.column_of(rows, label, [])
-        numbered = enumerate(readers.class_names(rows, label))
-        meant = {str(number): name for number, name in numbered}
+        classes = enumerate(readers.class_names(rows, label))
+        meant = {str(number): name for number, name in classes}
     else:
         readers.refuse(source, split=split)
         path = check_source(source, [SPEAKERS])
@@ -113,15 +119,24 @@ def _read(
                 f" {', '.join(sorted(readers.ROWS))}"
             )
         with readers.in_file(path):
-            texts = list(readers.values_of(path, column or "text"))
+            texts = list(readers.texts_of(path, column or "text"))
             names = list(readers.values_of(path, label))
-    pairs = []
-    for row, (text, name) in enumerate(zip(texts, names, strict=True), start=1):
-        if text and name in (None, ""):
-            raise ValueError(f"{source}, row {row} has a text without a value in column {label}")
-        if text:
-            pairs.append((str(text), str(name)))
+    numbered = enumerate(zip(texts, names, strict=True), start=1)
+    pairs = [
+        _pair(f"{source}, row {row}", text, name, label) for row, (text, name) in numbered if text
+    ]
     return [pair for number, pair in enumerate(pairs) if number % 10 != 9], pairs[9::10], meant
+
+
+def _pair(row: str, text: str, name: object, label: str) -> LabelledText:
+    if name in (None, ""):
+        raise ValueError(f"{row} has a text without a value in column {label}")
+    if not isinstance(name, str | int | float):
+        raise ValueError(
+            f"{row} has {str(name)[:40]} in column {label}, must be one label: name another column,"
+            " or give the text one label"
+        )
+    return text, str(name)
 
 
 def _speakers(folder: Path) -> tuple[_Texts, _Texts]:

@@ -200,8 +200,8 @@ def documents(path: Path, column: str | None) -> list[bytes]:
     for file in files:
         with in_file(file):
             if file.suffix.lower() in ROWS:
-                values = values_of(file, column or "text")
-                found.extend(str(value).encode() for value in values if value)
+                texts = texts_of(file, column or "text")
+                found.extend(text.encode() for text in texts if text)
             else:
                 found.append(_utf8(file.read_bytes()).removeprefix(codecs.BOM_UTF8))
     return found
@@ -218,6 +218,31 @@ def values_of(path: Path, name: str) -> Iterator[Any]:
                 " name one"
             )
         yield row[name]
+
+
+def texts_of(path: Path, name: str) -> Iterator[str]:
+    """Yields the texts in the column `name` of a file of rows; see `text_in`."""
+    return texts_in(str(path), values_of(path, name), name)
+
+
+def texts_in(source: str, values: Iterable[object], name: str) -> Iterator[str]:
+    """Yields the texts among the `values` of the column `name` of a source; see `text_in`."""
+    numbered = enumerate(values, start=1)
+    return (text_in(value, f"{source}, row {nth}", name) for nth, value in numbered)
+
+
+def text_in(value: object, row: str, name: str) -> str:
+    """Returns the text in the column `name` of a row; "" if it is null. Raises `ValueError` if it
+    is no text: a number or a list that is written as text may differ from what its author wrote.
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{row} has {str(value)[:40]} in column {name}, must be text: write it in quotes, or"
+            " name another column"
+        )
+    return value
 
 
 def is_hub(source: str) -> bool:

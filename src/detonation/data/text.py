@@ -142,8 +142,10 @@ def _label(source: str) -> str:
 
 def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
     if readers.is_hub(source):
-        texts = readers.column_of(readers.hub_rows(source, split or "train"), column, ["text"])
-        return [str(value).encode() for value in texts if value]
+        rows = readers.hub_rows(source, split or "train")
+        name = readers.column_name(rows, column, ["text"])
+        texts = readers.texts_in(source, rows[name], name)
+        return [text.encode() for text in texts if text]
     readers.refuse(source, split=split)
     if source in _NAMED:
         readers.refuse(source, column=column)

@@ -165,19 +165,23 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
         file = check_source(source, _NAMED)
         name = file.stem
     suffix = file.suffix.lower()
-    readable = f".tsv, {', '.join(sorted(readers.ROWS))}"
+    readable = ", ".join((".tsv", *_WITH_PAIRS))
     if file.is_dir():
         raise ValueError(f"{source} is a directory: give one file of pairs, {readable}")
     with readers.in_file(file):
-        if suffix in readers.ROWS:
+        if suffix in _WITH_PAIRS:
             found = readers.values_of(file, column or "translation")
             return name, _stripped(source, _in_order(source, found))
         readers.refuse(source, column=column)
         if suffix not in (".tsv", ""):
-            raise ValueError(f"{source} cannot be read as pairs: a source is {readable}")
+            raise ValueError(f"{source} cannot be read as pairs: give a file of type {readable}")
         with file.open(encoding="utf-8-sig") as lines:
             cells = (line.rstrip("\r\n").split("\t") for line in lines if line.strip())
             return name, _stripped(source, cells)
+
+
+_WITH_PAIRS = (".jsonl", ".parquet")
+"""Suffixes of files with rows whose values can be `{language: sentence}`; a CSV has only texts."""
 
 
 def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
@@ -187,15 +191,17 @@ def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
     first: list[str] = []
     for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):
-            yield [row]
-            continue
+            raise ValueError(
+                f"{source}: pair {number} is {str(row)[:40]}, must be {{language: sentence}}; name"
+                " another column, or correct the pair"
+            )
         first = first or list(row)
         if set(row) != set(first):
             raise ValueError(
                 f"{source}: pair {number} has the columns {', '.join(row)}, but the first pair"
                 f" has {', '.join(first)}: give all pairs the same columns"
             )
-        yield [row[name] for name in first]
+        yield [readers.text_in(row[name], f"{source}: pair {number}", name) for name in first]
 
 
 def _stripped(source: str, found: Iterable[Sequence[str]]) -> list[SentencePair]:
