@@ -1,6 +1,5 @@
 """Streams: a batch is a function of step and part, positions are exact, and nothing held out is trained on."""
 
-import gc
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -12,10 +11,11 @@ import own
 from detonation.cluster.shares import micro_batches
 from detonation.data import batch, load_dataset
 from detonation.data.dataset import Streamed
+from detonation.data.readers import documents
 from detonation.train.loop.examples import draws
 from detonation.train.recipe.schema import TrainConfig
 
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture
@@ -102,9 +102,14 @@ def test_a_strangers_position_is_one_line(source, position):
         (
             "a.pdf",
             {},
-            r"a stream needs files that all have the same suffix, one of \.jsonl, \.csv, \.parquet, \.txt",
+            r"a\.pdf cannot be read as text: give files of type \.csv, \.jsonl, \.md, \.parquet",
         ),
-        ("a.jsonl", {"column": "body"}, "no column body: name one of id, text"),
+        (
+            "a.md",
+            {},
+            r"a\.md cannot be read as a stream: .* type \.csv, \.jsonl, \.parquet, \.txt$",
+        ),
+        ("a.jsonl", {"column": "body"}, r"a\.jsonl, row 1 has no column body; there are id, text"),
         ("a.jsonl", {"context": 99_999}, "context must be at most"),
     ],
 )
@@ -171,17 +176,61 @@ def test_a_directory_is_streamed_as_it_is_read(source, tmp_path):
     assert torch.equal(drawn(loaded(tmp_path / "in"), 0), drawn(loaded(source), 0))
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_a_row_that_cannot_be_read_later_names_the_source(tmp_path):
     good = "".join(
         f"document {number}\n" for number in range(20_000)
     )  # the first 10,000 are read at once
     (tmp_path / "rows.csv").write_bytes(b"text\n" + good.encode() + "café\n".encode("latin-1"))
     data = loaded(tmp_path / "rows.csv")
-    with pytest.raises(ValueError, match=r"rows\.csv: .*can't decode byte 0xe9"):
+    with pytest.raises(ValueError, match=r"^\S*rows\.csv is not UTF-8 \(byte 0xe9\)"):
         drawn(data, step=9000, parts=1)
-    del data
-    gc.collect()  # datasets leaves the file to it
+
+
+@pytest.mark.parametrize("name", ["part[1].jsonl", "*.jsonl", "[v2]/rows.jsonl"])
+def test_the_name_of_a_file_is_no_pattern(tmp_path, name):
+    (tmp_path / "[v2]").mkdir()
+    own.json_lines(tmp_path / "part1.jsonl", count=300)
+    source = tmp_path / name
+    source.write_text("".join(f'{{"text": "right {i}"}}\n' for i in range(300)))
+    for each in (source, source.parent):
+        if each != tmp_path:
+            assert bytes(drawn(loaded(each), 0).flatten().tolist()).startswith(b"right 200")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_stream_has_the_texts_of_the_whole_data(tmp_path, suffix):
+    odd = ["00200", "200.10", "NA", "null", "true", "2020-01-02", " x ", "", "1e5", 'a,\n"b"']
+    held_out = [f"document {i}" for i in range(200)]
+    datasets.disable_progress_bars()
+    made, file = datasets.Dataset.from_dict({"text": held_out + odd}), tmp_path / f"rows.{suffix}"
+    getattr(made, {"jsonl": "to_json"}.get(suffix, f"to_{suffix}"))(file)
+    whole = documents(file, None)[200:]
+    assert whole == [text.encode() for text in odd if text]
+    ids = drawn(loaded(file), 0, parts=1, size=8)
+    assert bytes(ids.flatten().tolist()).startswith(b"".join(text + b"\n\n" for text in whole))
+
+
+def test_a_row_of_a_stream_that_holds_no_text_is_named(tmp_path):
+    source = own.json_lines(tmp_path / "rows.jsonl", count=300)
+    for value, message in [
+        ('{"text": 7}', r"rows\.jsonl, row 301 has 7 in column text, must be text"),
+        ('{"body": "x"}', r"rows\.jsonl, row 301 has no column text; there are body"),
+    ]:
+        source.write_text("".join(source.read_text().splitlines(True)[:300]) + value)
+        with pytest.raises(ValueError, match=message):
+            drawn(loaded(source), 999, parts=1)
+
+
+def test_a_saved_directory_is_streamed(tmp_path):
+    datasets.disable_progress_bars()
+    rows = {"text": [f"document {i}" for i in range(300)], "id": list(range(300))}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
+    data = loaded(tmp_path / "saved")
+    assert bytes(drawn(data, 0).flatten().tolist()).startswith(b"document 200\n\n")
+    with pytest.raises(ValueError, match="no column body: name one of text, id"):
+        loaded(tmp_path / "saved", column="body")
+    with pytest.raises(ValueError, match=r"saved, row 1 has 0 in column id, must be text"):
+        loaded(tmp_path / "saved", column="id")
 
 
 def test_ranks_that_divide_a_stream_read_each_of_its_parts_forwards(source):

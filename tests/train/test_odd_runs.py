@@ -6,16 +6,20 @@ import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import own
 from detonation import whole_files
 from detonation.checkpoint.files import disk
 from detonation.cluster.processes.failure import WorldError
 from detonation.data import Data
+from detonation.data.text import text
 from detonation.train.loop import checks
 from detonation.train.loop.checkpoints import (
+    _continue_stream,
     _examples_of_step,
     _other_data,
     _require_same_optimizer,
@@ -240,6 +244,20 @@ def test_data_of_which_a_part_has_changed_are_told_from_those_of_the_checkpoint(
     assert _other_data(saved, marked(1000)) == []
     (line,) = _other_data(saved, marked(1000, changed))
     assert "1000 training examples as before, but with other contents" in line
+
+
+def test_a_stream_without_its_saved_position_is_read_again(tmp_path):
+    pytest.importorskip("datasets")
+    source = own.json_lines(tmp_path / "a.jsonl", count=300)
+    stream = text(str(source), context=16, streaming=True)
+    session = SimpleNamespace(data=stream, rank=0, world_size=1)
+    drawn = [stream.train.draw(step, 0, 1, 2)["input_ids"] for step in range(9)]
+    foreign = stream.train.position(0, 1)
+    assert _continue_stream(session, [foreign]) == []
+    foreign["before"]["examples_iterable"] = {"shards": 1}
+    (line,) = _continue_stream(session, [foreign])
+    assert line.startswith("the stream is read again up to this step, because {'at': 18,")
+    assert torch.equal(stream.train.draw(8, 0, 1, 2)["input_ids"], drawn[8])
 
 
 @pytest.mark.parametrize("saved", [1000, [1000, "hash of 3 examples"]])

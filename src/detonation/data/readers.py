@@ -18,7 +18,8 @@ PLAIN = {"", ".txt", ".text", ".md"}
 """Suffixes of files that hold one document each."""
 _SAVED = ("dataset_dict.json", "state.json")
 """A directory that `save_to_disk` has written holds one of these files."""
-_BUILDERS = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+_AT_ONCE = 1024
+"""Number of rows of a Parquet file that are in memory at a time."""
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
@@ -51,7 +52,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     damaged = needs("pyarrow", "hub").ArrowException
     with path.open("rb") as file:
         try:
-            for batch in parquet.ParquetFile(file).iter_batches():
+            for batch in parquet.ParquetFile(file).iter_batches(_AT_ONCE):
                 yield from batch.to_pylist()
         # depending on the damage in the file, pyarrow raises ArrowException or OSError
         except (damaged, OSError) as error:
@@ -61,12 +62,19 @@ def _parquet(path: Path) -> Iterator[Row]:
             ) from error
 
 
+def _text_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as lines:
+        yield from ({"text": line.removesuffix("\n")} for line in lines)
+
+
 ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _json_lines,
     ".csv": _csv,
     ".parquet": _parquet,
 }
 """Readers of files with rows, by the suffix of the file."""
+_STREAMED = {**ROWS, ".txt": _text_lines}
+"""Readers of the files of a stream. In a stream each line of a text file is a row."""
 
 
 def files_of(path: Path) -> list[Path]:
@@ -211,7 +219,7 @@ def values_of(path: Path, name: str) -> Iterator[Any]:
     """Yields the values of the column `name` in a file of rows. Raises `ValueError` if a row lacks
     this column.
     """
-    for nth, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
+    for nth, row in enumerate(_STREAMED[path.suffix.lower()](path), start=1):
         if name not in row:
             raise ValueError(
                 f"{path}, row {nth} has no column {name}; there are {', '.join(map(str, row))}:"
@@ -309,8 +317,11 @@ def hub_rows(source: str, split: str) -> Any:
         return splits[split]
 
 
-def stream(source: str, split: str) -> Any:
+def stream(source: str, split: str, column: str) -> Any:
     """Opens one split, or a file or directory of rows, as a `datasets.IterableDataset`.
+
+    Rows of files have only the `column`. They are read as `documents` reads them, because the
+    readers of `datasets` take names of files as patterns, and guess the types of texts.
 
     Raises `ValueError` for the same reasons as `hub_rows`.
     """
@@ -322,23 +333,23 @@ def stream(source: str, split: str) -> Any:
             return hub_rows(source, split).to_iterable_dataset()
         if source.startswith(PREFIX):
             return datasets.load_dataset(name, config, split=split, streaming=True)
-        files = [path]
-        if path.is_dir():
-            files = files_of(path)
-        builder, *others = {_BUILDERS.get(file.suffix.lower()) for file in files}
-        if others or builder is None:
-            raise ValueError(
-                f"a stream needs files that all have the same suffix, one of {', '.join(_BUILDERS)}"
-            )
-        return datasets.load_dataset(
-            builder, data_files=list(map(str, files)), split="train", streaming=True
-        )
+        files = files_of(path)
+        require_suffix(files, _STREAMED, "a stream")
+        # `datasets` may give each part of the stream its own items of a list of arguments
+        arguments = {"files": files, "column": column}
+        return datasets.IterableDataset.from_generator(_text_rows, gen_kwargs=arguments)
+
+
+def _text_rows(files: Sequence[Path], column: str) -> Iterator[Row]:
+    for file in files:
+        with in_file(file):
+            yield from ({column: text} for text in texts_of(file, column))
 
 
 @contextlib.contextmanager
 def one_line(source: str) -> Iterator[None]:
     """Context manager that turns errors of the library `datasets` into a one-line `ValueError` that
-    names the source.
+    names the source, if they do not name it themselves.
     """
     bars = getattr(sys.modules.get("datasets"), "disable_progress_bars", None)
     if bars is not None:
@@ -352,7 +363,10 @@ def one_line(source: str) -> Iterator[None]:
             f"{source}: the hub cannot be reached from here ({first_line(error)})"
         ) from error
     except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"{source}: {first_line(error)}") from error
+        message = first_line(error)
+        if source not in message:
+            message = f"{source}: {message}"
+        raise ValueError(message) from error
 
 
 def refuse(source: str, **settings: Any) -> None:

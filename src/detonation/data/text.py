@@ -163,9 +163,9 @@ def _streamed(
     if not readers.is_hub(source):
         readers.refuse(source, split=split)
         check_source(source, [*_NAMED, labels.SPEAKERS])
-    found = readers.stream(source, split or "train")
-    encode = document_encoder(tokenizer)
     name = column or "text"
+    found = readers.stream(source, split or "train", name)
+    encode = document_encoder(tokenizer)
     with readers.one_line(source):
         first = list(islice(found, HELD_OUT))
         file = found.shard(found.num_shards, 0)
@@ -174,7 +174,8 @@ def _streamed(
         raise ValueError(f"{source} holds no rows")
     if name not in first[0]:
         raise ValueError(f"{source} has no column {name}: name one of {', '.join(first[0])}")
-    held_out = [str(row[name]).encode() for row in first if row[name]]
+    texts = readers.texts_in(source, (row[name] for row in first), name)
+    held_out = [text.encode() for text in texts if text]
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
         raise ValueError(
@@ -288,7 +289,8 @@ class TextStream:
         return not rest and (parts == 1 or files * self._rows >= _LEAST_OF_PART)
 
     def _ids(self, row: Any) -> Sequence[int]:
-        document = str(row[self._column] or "").encode()
+        text = readers.text_in(row[self._column], f"{self._source}, a row", self._column)
+        document = text.encode()
         if not document or _digest(document) in self._held_out:
             return []
         return self._encode(document)

@@ -13,6 +13,7 @@ from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
+from detonation.choices import first_line
 from detonation.core.link import PeerLost
 from detonation.data import Streamed
 from detonation.train.loop.session import Session
@@ -110,15 +111,26 @@ def resume(
     changed += _other_batch(saved, as_json(to_table(session.config)))
     changed += _other_data(extra.get("data"), session.data_mark)
     loaded = load_found(found, session.model, session.optimizer)
-    positions = extra.get("positions")
-    if isinstance(session.data.train, Streamed) and isinstance(positions, list):
-        if len(positions) == session.world_size:
-            session.data.train.go_to(session.rank, session.world_size, positions[session.rank])
-        else:  # a different number of ranks divides the stream differently
-            changed.append(
-                "the stream is read again up to this step, because the number of ranks changed"
-            )
+    changed += _continue_stream(session, extra.get("positions"))
     return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}", *changed]
+
+
+def _continue_stream(session: Session, positions: object) -> list[str]:
+    """Continues a stream at the saved position of this rank. If the stream must be read from its
+    start instead, returns a line that says why.
+    """
+    stream = session.data.train
+    if not isinstance(stream, Streamed) or not isinstance(positions, list):
+        return []
+    again = "the stream is read again up to this step, because"
+    if len(positions) != session.world_size:
+        # a different number of ranks divides the stream differently
+        return [f"{again} the number of ranks changed"]
+    try:
+        stream.go_to(session.rank, session.world_size, positions[session.rank])
+    except ValueError as error:  # an older version wrote it, or the files of the stream changed
+        return [f"{again} {first_line(error)}"]
+    return []
 
 
 def resume_beside(session: Session, directory: Path, most: int | None) -> Loaded | None:
