@@ -168,6 +168,16 @@ def test_a_part_that_reads_its_large_files_again_tells_so(tmp_path, caplog):
     assert told.startswith(f"{tmp_path / 'in'}: part 1 of 2 reads its own files again after ")
 
 
+def test_a_stream_knows_the_names_and_sizes_of_its_files(tmp_path):
+    by_part(tmp_path / "in", (205, 195))
+    (tmp_path / "in" / "00").mkdir()
+    own.json_lines(tmp_path / "in" / "00" / "more.jsonl", count=3)
+    names = ["00/more.jsonl", "00.jsonl", "01.jsonl"]
+    sizes = [(tmp_path / "in" / name).stat().st_size for name in names]
+    assert list(loaded(tmp_path / "in").files.items()) == list(zip(names, sizes, strict=True))
+    assert loaded(tmp_path / "in" / "00.jsonl").files == {".": sizes[1]}
+
+
 def test_a_directory_is_streamed_as_it_is_read(source, tmp_path):
     """Without its directories and hidden files."""
     (tmp_path / "in" / "inner.jsonl").mkdir(parents=True)
@@ -227,6 +237,7 @@ def test_a_saved_directory_is_streamed(tmp_path):
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
     data = loaded(tmp_path / "saved")
     assert bytes(drawn(data, 0).flatten().tolist()).startswith(b"document 200\n\n")
+    assert list(data.files) == ["data-00000-of-00001.arrow"]
     with pytest.raises(ValueError, match="no column body: name one of text, id"):
         loaded(tmp_path / "saved", column="body")
     with pytest.raises(ValueError, match=r"saved, row 1 has 0 in column id, must be text"):

@@ -231,11 +231,12 @@ class Numbers:
         return {"x": self.values[indices]}
 
 
-def marked(count, changed=()):
+def marked(count, changed=(), files=None):
     """The mark of `count` numbers, of which some are changed."""
     values = torch.arange(count)
     values[list(changed)] *= -1
-    return checks.mark_of_data(Data("own", "own", "images", Numbers(values), Numbers(values)))
+    data = Data("own", "own", "images", Numbers(values), Numbers(values), files=files or {})
+    return checks.mark_of_data(data)
 
 
 @pytest.mark.parametrize("changed", [range(100, 200), range(700, 720), range(5, 1000, 10)])
@@ -244,6 +245,23 @@ def test_data_of_which_a_part_has_changed_are_told_from_those_of_the_checkpoint(
     assert _other_data(saved, marked(1000)) == []
     (line,) = _other_data(saved, marked(1000, changed))
     assert "1000 training examples as before, but with other contents" in line
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"a": 1, "b": 2}, None),
+        ({"a": 1, "b": 2, "c": 3}, "3 files, was 2"),
+        ({"a": 1, "b": 3}, "2 files as before, but with other contents"),
+        ({"b": 2, "a": 1}, "2 files as before, but with other contents"),
+    ],
+)
+def test_a_stream_whose_files_have_changed_is_told(files, told):
+    lines = _other_data(marked(9, files={"a": 1, "b": 2}), marked(9, files=files))
+    end = "from now on the stream may skip or repeat documents"
+    expected = [f"the data have changed since the checkpoint: {told}; {end}"]
+    assert lines == (expected if told else [])
+    assert _other_data(marked(9), marked(9, files=files)) == []  # of a build without files
 
 
 def test_a_stream_without_its_saved_position_is_read_again(tmp_path):

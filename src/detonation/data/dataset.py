@@ -69,6 +69,8 @@ class Data:
         model: Arguments that a model must match, such as `{"vocab": 256}`.
         exported: What an exported model says about the data: `labels`, the names of the classes in
             the order of their numbers, and `preprocessor`, which becomes preprocessor_config.json.
+        files: Names and sizes of the files of a stream, in the order in which they are read. A
+            resumed run tells if they have changed.
 
     Raises:
         ValueError: The examples lack a method.
@@ -81,6 +83,7 @@ class Data:
     validation: Examples
     model: Mapping[str, int] = field(default_factory=dict)
     exported: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         methods: Sequence[str] = _OF_EXAMPLES

@@ -5,6 +5,7 @@ import contextlib
 import csv
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -317,8 +318,9 @@ def hub_rows(source: str, split: str) -> Any:
         return splits[split]
 
 
-def stream(source: str, split: str, column: str) -> Any:
-    """Opens one split, or a file or directory of rows, as a `datasets.IterableDataset`.
+def stream(source: str, split: str, column: str) -> tuple[Any, dict[str, int]]:
+    """Opens one split, or a file or directory of rows, as a `datasets.IterableDataset`. Returns it,
+    and the names and sizes of its files, if they are on this machine.
 
     Rows of files have only the `column`. They are read as `documents` reads them, because the
     readers of `datasets` take names of files as patterns, and guess the types of texts.
@@ -327,23 +329,32 @@ def stream(source: str, split: str, column: str) -> Any:
     """
     datasets = needs("datasets", "hub")
     name, config = _parts(source)
-    path = Path(source).expanduser()
+    saved = Path(name).expanduser()
     with one_line(source):
-        if is_saved(Path(name).expanduser()):
-            return hub_rows(source, split).to_iterable_dataset()
+        if is_saved(saved):
+            whole = hub_rows(source, split)
+            parts = [Path(part["filename"]) for part in whole.cache_files]
+            return whole.to_iterable_dataset(), _sizes(parts, saved)
         if source.startswith(PREFIX):
-            return datasets.load_dataset(name, config, split=split, streaming=True)
+            return datasets.load_dataset(name, config, split=split, streaming=True), {}
+        path = Path(source).expanduser()
         files = files_of(path)
         require_suffix(files, _STREAMED, "a stream")
         # `datasets` may give each part of the stream its own items of a list of arguments
         arguments = {"files": files, "column": column}
-        return datasets.IterableDataset.from_generator(_text_rows, gen_kwargs=arguments)
+        rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs=arguments)
+        return rows, _sizes(files, path)
 
 
 def _text_rows(files: Sequence[Path], column: str) -> Iterator[Row]:
     for file in files:
         with in_file(file):
             yield from ({column: text} for text in texts_of(file, column))
+
+
+def _sizes(files: Iterable[Path], source: Path) -> dict[str, int]:
+    """Returns the size of each file, by its name relative to `source`."""
+    return {os.path.relpath(file, source): file.stat().st_size for file in files}
 
 
 @contextlib.contextmanager

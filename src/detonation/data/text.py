@@ -74,8 +74,8 @@ def text(
         return labels.labelled(source, context, tokenizer, split, column, label)
     sizes = {"vocab": vocabulary(tokenizer)}
     if streaming:
-        stream, first = _streamed(source, context, tokenizer, split, column)
-        return Data(_label(source), source, "text", stream, first, sizes)
+        stream, first, files = _streamed(source, context, tokenizer, split, column)
+        return Data(_label(source), source, "text", stream, first, sizes, files=files)
     ids = all_ids(_read(source, split, column), tokenizer)
     unit = "bytes"
     if tokenizer:
@@ -157,14 +157,14 @@ def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
 
 def _streamed(
     source: str, context: int, tokenizer: str, split: str | None, column: str | None
-) -> tuple["TextStream", TextBlocks]:
+) -> tuple["TextStream", TextBlocks, dict[str, int]]:
     if source in _NAMED:
         raise ValueError(f"{source} is read as a whole: leave data.streaming out")
     if not readers.is_hub(source):
         readers.refuse(source, split=split)
         check_source(source, [*_NAMED, labels.SPEAKERS])
     name = column or "text"
-    found = readers.stream(source, split or "train", name)
+    found, files = readers.stream(source, split or "train", name)
     encode = document_encoder(tokenizer)
     with readers.one_line(source):
         first = list(islice(found, HELD_OUT))
@@ -183,7 +183,7 @@ def _streamed(
             f" be at most {len(ids)}"
         )
     stream = TextStream(source, found, rows, name, encode, context, held_out)
-    return stream, TextBlocks(ids, context)
+    return stream, TextBlocks(ids, context), files
 
 
 @final

@@ -230,15 +230,24 @@ def _other_data(saved: object, now: list[object]) -> list[str]:
     was = [saved]
     if isinstance(saved, list) and saved:
         was = saved
-    if len(was) != len(now):  # an older version hashed 3 examples, or none: compare the counts
+    if len(was) != len(now):
+        # an older version hashed 3 examples, or none, and no files: compare the counts
         was = was[:1]
         now = now[:1]
     if saved is None or was == now:
         return []
-    counts = f"{now[0]} training examples, was {was[0]}"
+    what = "training examples"
+    effect = "the order of examples differs"
+    if len(now) > _WITHOUT_FILES:
+        what = "files"
+        effect = "the stream may skip or repeat documents"
+        was = was[_WITHOUT_FILES:]
+        now = now[_WITHOUT_FILES:]
+    counts = f"{now[0]} {what}, was {was[0]}"
     if was[0] == now[0]:
-        counts = f"{now[0]} training examples as before, but with other contents"
-    return [
-        f"the data have changed since the checkpoint: {counts}; from now on the order of examples"
-        " differs"
-    ]
+        counts = f"{now[0]} {what} as before, but with other contents"
+    return [f"the data have changed since the checkpoint: {counts}; from now on {effect}"]
+
+
+_WITHOUT_FILES = 3
+"""Length of a mark of data without the files of a stream; see `mark_of_data`."""

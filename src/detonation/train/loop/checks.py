@@ -3,6 +3,7 @@ find parts that do not fit together.
 """
 
 import functools
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -318,7 +319,8 @@ def _load_data(task: str, arguments: str) -> Data:
 
 def mark_of_data(data: Data) -> list[object]:
     """Returns the number of training examples, a hash of some of them, and how many are hashed. For
-    a stream, all three are those of the held-out examples.
+    a stream, all three are those of the held-out examples, and the number of its files and a hash
+    of their names and sizes follow if they are known.
     """
     examples = data.train
     if isinstance(examples, Streamed):
@@ -326,7 +328,11 @@ def mark_of_data(data: Data) -> list[object]:
     count = len(examples)
     positions = torch.arange(_MARKED) * count // (_MARKED - 1)
     chosen = examples[positions.clamp(max=count - 1)]
-    return [count, digest(chosen[key] for key in sorted(chosen))[:16], _MARKED]
+    mark = [count, digest(chosen[key] for key in sorted(chosen))[:16], _MARKED]
+    if data.files:
+        listed = json.dumps(list(data.files.items()))
+        mark += [len(data.files), hashlib.sha256(listed.encode()).hexdigest()[:16]]
+    return mark
 
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
