@@ -249,6 +249,8 @@ def with_numpy(mesh, folder):
         ("both", NUMPY, NUMPY),
         ("saved", NUMPY, PLAIN),
         ("here", PLAIN, NUMPY),
+        ("narrow", NARROW, NARROW),
+        ("narrow here", PLAIN, NARROW),
     ):
         (lr, seed), (other_lr, other_seed) = saved, here
         model, other = built(Plain), built(Plain)
@@ -270,10 +272,11 @@ def with_numpy(mesh, folder):
 
 
 NUMPY, PLAIN = (np.float64(0.5), np.int64(3)), (0.5, 3)
+NARROW = (np.float32(0.5), np.int64(3))  # unlike float64, it is no float of Python
 
 
 def test_numbers_of_numpy_are_saved_and_loaded_as_numbers(tmp_path):
-    assert worlds.run(with_numpy, 2, 1, tmp_path) == [[0.25] * 3] * 2
+    assert worlds.run(with_numpy, 2, 1, tmp_path) == [[0.25] * 5] * 2
 
 
 def test_replicas_that_may_be_lost_need_no_default_group_to_save(tmp_path):

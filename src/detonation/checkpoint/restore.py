@@ -34,6 +34,7 @@ from detonation.checkpoint.snapshot import (
     weights,
 )
 from detonation.choices import first_names
+from detonation.core.agreement import python_number
 from detonation.core.flat.tensors import local
 from detonation.core.link import Coordinates
 from detonation.core.memory import require_same_keys
@@ -330,6 +331,7 @@ def _option(key: str, current: Any, saved: Any) -> Any:
 
     Raises `CorruptCheckpoint` if its type differs from that of `current`.
     """
+    current = python_number(current)  # numbers of NumPy were saved as Python numbers
     if isinstance(current, tuple | list) and isinstance(saved, list) and len(current) == len(saved):
         return type(current)(
             _option(key, inner, other) for inner, other in zip(current, saved, strict=True)
