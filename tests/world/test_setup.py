@@ -386,6 +386,21 @@ def test_statistics_that_are_not_finite_become_those_of_the_other_replicas():
     torch.testing.assert_close(found, (one + other) / 2)
 
 
+def scales_of_float8(mesh):
+    """A float8 buffer after replicas with different values synchronized it."""
+    model = nn.Linear(32, 8)
+    values = torch.full((3,), 1.0 + mesh.get_rank())
+    model.register_buffer("scale", values.to(torch.float8_e4m3fn))
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full())
+    advance(mesh, model, optimizer, 1)
+    optimizer.synchronize()
+    return model.scale.float().tolist()
+
+
+def test_buffers_of_float8_become_their_mean():
+    assert worlds.run(scales_of_float8, 2, 1) == [[1.5] * 3] * 2
+
+
 def test_running_statistics_become_their_mean():
     ranks = worlds.run(buffers, 2, 1)
     (first, sent, lines), (second, _, none) = ranks

@@ -111,7 +111,9 @@ def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     So nonfinite values in the batch of one replica do not spoil the statistics of other replicas. A
     number that is infinite on all replicas, such as the maximum of an empty set, stays infinite.
     """
-    values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
+    # without promote_types, because torch promotes no float8 type
+    wide = {torch.float64: torch.float64}.get(buffer.dtype, torch.float32)
+    values = buffer.to(device, wide).flatten()
     finite = values.isfinite()
     nothing = values.new_zeros(())
     # One collective, so that counts and sums cover the same replicas even if a replica is lost.
