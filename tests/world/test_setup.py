@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -866,6 +866,44 @@ def from_the_meta_device(mesh):
         apart,
         caught(advance, mesh, model, dt.replicate(sgd(model), model, mesh["replicate"], dt.loco())),
     )
+
+
+class Stage(nn.Module):
+    """A module that only holds others: it has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+
+class Nested(nn.Module):
+    """Layers in lists of lists, of dicts and of modules without a forward."""
+
+    def __init__(self):
+        super().__init__()
+        pairs = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        named = nn.ModuleDict({"one": nn.Linear(8, 8), "more": nn.ModuleList([nn.Linear(8, 8)])})
+        own = nn.ParameterList([torch.ones(8)])
+        self.stages = nn.ModuleList([pairs, named, Stage(), own, nn.Linear(8, 8)])
+
+    def forward(self, x):
+        pairs, named, stage, own, last = self.stages
+        for layer in (*pairs, named["one"], *named["more"], stage.inner):
+            x = layer(x)
+        return last(x * own[0])
+
+
+def of_nested_lists(mesh):
+    """The parts of the model that became units, after a forward and a backward pass."""
+    model = dt.shard(Nested(), mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+
+
+def test_nested_lists_of_layers_are_sharded_by_layer():
+    layers = ["0.0", "0.1", "1.one", "1.more.0", "2.inner", "4"]
+    assert worlds.run(of_nested_lists, 1, 1) == [["", *(f"stages.{name}" for name in layers)]]
 
 
 def test_weights_that_are_made_after_sharding_must_be_made_equal():

@@ -4,7 +4,8 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -30,13 +31,27 @@ from detonation.wire.wire import ShardWire
 
 def layers_of(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the elements of every outermost `nn.ModuleList`, such as the layers of a
-    transformer.
+    transformer. An element without a forward method, such as a nested list, is divided further.
     """
     for child in module.children():
+        parts_of: Callable[[Any], Iterator[nn.Module]] = layers_of
         if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from layers_of(child)
+            parts_of = _called_parts_of
+        yield from parts_of(child)
+
+
+def _called_parts_of(layers: nn.ModuleList) -> Iterator[nn.Module]:
+    return chain.from_iterable(map(_called_parts, layers))
+
+
+def _called_parts(module: nn.Module) -> list[nn.Module]:
+    """Returns `module`, or the outermost modules inside it that have a forward method.
+
+    The hooks of FSDP run only in `forward`, so a module that is never called cannot be a unit.
+    """
+    if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+        return [module]
+    return [*chain.from_iterable(map(_called_parts, module.children()))]
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
@@ -285,7 +300,8 @@ def shard(
 
     Afterwards every rank holds its shard of the weights of rank 0. Each element of an outermost
     `nn.ModuleList` (such as a layer of a transformer) becomes an FSDP unit, unless the element
-    shares a parameter with the rest of the model. The model itself becomes the last unit.
+    shares a parameter with the rest of the model. If an element has no forward method, as a nested
+    list has none, its parts become units. The model itself becomes the last unit.
 
     Args:
         mesh: the mesh of `init_mesh`.
