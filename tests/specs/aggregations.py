@@ -25,8 +25,11 @@ def aggregated(lines: Tensor, values: Tensor, how: str) -> Tensor:
         return mean * longer.nan_to_num(1.0, posinf=1.0).clamp(max=replicas**0.5)
     assert how == "clipped_mean"
     norms = torch.stack([norm(each) for each in values])
-    median = norms.sort().values[(replicas - 1) // 2]
-    weights = (median / norms).clamp(max=1.0)
+    lengths = norms[norms > 0].sort().values  # an empty message says nothing about lengths
+    weights = torch.ones(replicas)
+    if len(lengths):
+        median = lengths[(len(lengths) - 1) // 2]
+        weights = torch.where(norms > median, median / norms, weights)
     return in_order(lines * weights.view(-1, 1, 1)) / replicas
 
 

@@ -36,6 +36,7 @@ class Case:
 
     Args:
         carried: The link that `auto` chooses; the option or the specification's default else.
+        quiet: The first replicas, as many as this, have gradients of zeros.
     """
 
     scheme: str
@@ -43,10 +44,11 @@ class Case:
     replicas: int = 2
     base: str = "sgd"
     carried: str | None = None
+    quiet: int = 0
 
     def __str__(self) -> str:
         given = ",".join(f"{key}={value}" for key, value in self.options.items())
-        return f"{self.scheme}-{given}-{self.replicas}-{self.base}"
+        return f"{self.scheme}-{given}-{self.replicas}-{self.base}-{self.quiet}"
 
 
 def of_each(scheme: str, option: str, values: list[Any], **others: Any) -> list[Case]:
@@ -88,6 +90,7 @@ CASES = [
     *of_each("demo", "precision", ["bf16", *CODES], topk=4, chunk=16),
     *of_each("demo", "precision", CODES, topk=4, chunk=16, error_feedback=False),
     *[Case("demo", {"aggregate": each, "topk": 5, "chunk": 32}, 3) for each in AGGREGATIONS],
+    *[Case("demo", {"aggregate": "clipped_mean", "decay": 0.0}, 4, quiet=n) for n in (1, 2, 4)],
     Case("demo", {"link": "all-gather"}, 3),
     Case("demo", {"link": "owner"}, 2),
     Case("demo", {"link": "owner", "topk": 2, "precision": "4bit"}, 3),
@@ -255,7 +258,7 @@ def weights() -> dict[str, Tensor]:
 
 
 @lru_cache
-def given(replicas: int) -> list[list[dict[str, Tensor]]]:
+def given(replicas: int, quiet: int = 0) -> list[list[dict[str, Tensor]]]:
     """Gradients by step, replica and name; some coordinates never have one."""
     generator = torch.Generator().manual_seed(1)
 
@@ -264,7 +267,12 @@ def given(replicas: int) -> list[list[dict[str, Tensor]]]:
         found["0.weight"][3:5] = 0
         return found
 
-    return [[one() for _ in range(replicas)] for _ in range(STEPS)]
+    found = [[one() for _ in range(replicas)] for _ in range(STEPS)]
+    for of_replicas in found:
+        for gradients_of_one in of_replicas[:quiet]:
+            for gradient in gradients_of_one.values():
+                gradient.zero_()
+    return found
 
 
 class Given(nn.Module):
@@ -285,7 +293,7 @@ def trained(axis: Any, replica: int, replicas: int, case: Case) -> dict[str, Ten
     base = BASES[case.base][1](model.parameters())
     scheme = SCHEMES[case.scheme](**case.options)
     optimizer = dt.replicate(base, model, axis, scheme, kernels=False)
-    for of_replicas in given(replicas):
+    for of_replicas in given(replicas, case.quiet):
         for name, parameter in model.named_parameters():
             parameter.grad = of_replicas[replica][name].clone()
         optimizer.step()
@@ -300,7 +308,8 @@ def specified(case: Case) -> list[dict[str, Tensor]]:
     options = {key: value for key, value in case.options.items() if value != "auto"}
     if case.carried:
         options["link"] = case.carried
-    found = function(weights(), given(case.replicas), BASES[case.base][0], **options)
+    gradients_of_all = given(case.replicas, case.quiet)
+    found = function(weights(), gradients_of_all, BASES[case.base][0], **options)
     return found if isinstance(found, list) else [found] * case.replicas
 
 

@@ -118,7 +118,8 @@ class NormWeighing(Aggregation, Protocol):
 @dataclass(frozen=True)
 class ClippedMean:
     """Mean over all replicas. A message whose norm exceeds the median norm is first scaled down to
-    the median norm (SparseLoCo, arXiv 2508.15706).
+    the median norm (SparseLoCo, arXiv 2508.15706). Messages of zeros do not count for the median:
+    otherwise, if half of the replicas sent nothing, nothing of the others would arrive.
 
     So one faulty or hostile replica that sends far too large values cannot dominate the update.
     """
