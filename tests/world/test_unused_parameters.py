@@ -96,3 +96,27 @@ def of_shards(mesh, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_law_10_a_parameter_that_is_empty_on_some_shards_has_no_state_on_any(overlap):
     assert worlds.run(of_shards, 2, 2, overlap) == [True] * 4
+
+
+def other_heads_in_a_node(mesh, first):
+    """The error where the ranks of a node use other heads, from step `first` on."""
+    model = dt.shard(built(Heads), mesh)
+    safety = dt.Safety(verify_every=2)
+    optimizer = dt.replicate(adamw(model), model, mesh["replicate"], dt.full(), safety=safety)
+    rank = mesh.get_rank()
+    for step in range(first):
+        moved_parts(model, optimizer, step, "ab"[step % 2])
+    try:
+        moved_parts(model, optimizer, first, "ab"[rank])
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_ranks_of_a_node_that_use_other_heads_are_refused_as_fsdp_mixes_their_gradients(first):
+    texts = worlds.run(other_heads_in_a_node, 1, 2, first)
+    for text, unused in zip(texts, "ba", strict=True):
+        assert text.startswith(f"at step {first} the ranks of a node have gradients of different")
+        assert (
+            f"lacks ['{unused}.weight', '{unused}.bias', 'c.weight']" in text and "\n" not in text
+        )

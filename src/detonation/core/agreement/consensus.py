@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from detonation.core import runtime
@@ -25,6 +26,7 @@ from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import Piece
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
+from detonation.core.integrity.message import hash63
 from detonation.core.link import Level, Link, links_of_shards
 from detonation.core.replicator import Replicator, Transfer
 from detonation.core.runtime import Readback, Runtime
@@ -71,6 +73,9 @@ class StopConsensus:
         # why the last step failed after its messages were sent; "" if that did not happen
         self.half_step = ""
         self.shards = links_of_shards(parameters.values())
+        self._sharded = {
+            name: each for name, each in parameters.items() if isinstance(each, DTensor)
+        }
         self._others = self.shards
         self._asks = False
         self.gates: list[StepGate] = []  # gates are optional parts of a step, called in this order
@@ -141,6 +146,28 @@ class StopConsensus:
             counts.options = options.encode()
         if self.decides_on_device:
             self.begin(step)
+
+    def compare_use(self, step: int) -> None:
+        """Raises `ValueError` if the shards of this replica have gradients of different parameters.
+        Collective over the shards.
+
+        FSDP2 adds the gradients that the ranks have, in order. So if the ranks used different
+        parameters, it has added gradients of different parameters.
+        """
+        if not self.shards:
+            return
+        missing = [name for name, each in self._sharded.items() if each.grad is None]
+        number = hash63(repr(missing))
+        ends = torch.tensor([number, -number], dtype=torch.int64, device=self.runtime.device)
+        for link in self.shards:
+            ends = link.collect(ends, apart=True).view(-1, 2).amax(0)
+        largest, smallest = ends.tolist()
+        if largest != -smallest:
+            raise ValueError(
+                f"at step {step} the ranks of a node have gradients of different parameters (this"
+                f" rank lacks {missing[:3]}), which FSDP2 mixes: use the same parameters on all"
+                " ranks, for example by adding 0 times the output of each other head"
+            )
 
     def idle(self, step: int) -> bool:
         """True if a gate (an optional part of the step) makes this replica skip `step`."""

@@ -213,10 +213,9 @@ class Replicated(OptimizerWrapper):
     def _enter(
         self, overlapping: bool
     ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
-        """Begins a step. Builds the levels before the first step, and makes pending changes: lost
-        or new replicas, and added or removed parameters. If `overlap` has already sent gradients of
-        this step (`overlapping`), all changes wait for the next step. Returns the consensus, the
-        replicators that act before the weights move (then the padding rows), and all others.
+        """Begins a step. Builds the levels before the first step, and adopts changes of replicas
+        and parameters, unless `overlap` has sent gradients (`overlapping`). Returns the consensus,
+        the replicators that act before the weights move (then the padding rows), and all others.
         """
         if self.memory_lost:
             states.warn_of_lost_memory(self)
@@ -229,6 +228,8 @@ class Replicated(OptimizerWrapper):
         held_back = self._held_back
         self._held_back = False
         assert self._consensus is not None
+        if self.step_count % self._verify_every == 0:
+            self._consensus.compare_use(self.step_count)
         exactly = self._consensus.runtime.exact_arithmetic
         if self._renumbers and not overlapping:
             with exactly():
