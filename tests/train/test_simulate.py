@@ -331,7 +331,7 @@ def test_what_can_never_arrive_is_an_error_not_a_hang():
             wire.all_gather(torch.zeros(1, dtype=torch.uint8))()
 
     with pytest.raises(
-        RuntimeError, match="virtual replica 1 waits for a collective that other replicas do not"
+        RuntimeError, match="simulated replica 1 waits for a collective that other replicas do not"
     ):
         simulate_replicas(unequal, 3)
 

@@ -25,8 +25,8 @@ _log = logging.getLogger("detonation")
 
 
 def failure_file(folder: Path, rank: int) -> Path:
-    """Returns the path of the file in which `rank` writes its failure for the process that started
-    it.
+    """Returns the path of the file to which `rank` writes its failure. The process that started
+    `rank` reads this file.
     """
     return folder / f"failure-{rank}.json"
 
@@ -35,8 +35,8 @@ class RankExits:
     """Waits until all ranks of a world on this machine have ended. Removes each ended rank from
     `pids`, which holds the process ids by rank.
 
-    If there is a `meeting` point (the store of a run that may lose replicas), the failures of a
-    lost replica do not count, as long as the other replicas continue.
+    `meeting` is the store of a run that may lose replicas, and None for other runs. The failures of
+    a lost replica do not count while the other replicas continue.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class RankExits:
                 self._take(rank, os.waitstatus_to_exitcode(status))
 
     def _take(self, rank: int, code: int) -> None:
-        """Records the exit code of `rank`. If the rank failed, kills the other ranks of its
-        replica.
+        """Records the exit code of `rank`. If the rank failed and the other replicas can continue,
+        kills the remaining ranks of its replica.
         """
         if code:
             failure = self._failure_of(rank, code)
@@ -122,8 +122,8 @@ class RankExits:
             os.kill(self._pids[rank], signal.SIGKILL)
 
     def _knows_cause(self) -> bool:
-        """True if a failure is known that no other rank has caused, or if the launcher has waited
-        `ROOT_CAUSE_WAIT_S` seconds for such a failure.
+        """True if one of the failures cannot be an effect of another rank's end. Also True once the
+        launcher has waited `ROOT_CAUSE_WAIT_S` seconds for such a failure.
         """
         if any(not failure.network for failure in self._failures):
             return True
@@ -133,8 +133,8 @@ class RankExits:
         return now > self._cause_deadline
 
     def _root_cause(self) -> Failure | None:
-        """Returns the root cause of the failures. Failures of lost replicas count only if all other
-        failures are lost connections.
+        """Returns the root cause of the failures. The failures of lost replicas count only if all
+        other failures may be effects of another rank's end, such as a lost connection.
         """
         if self._failures and all(failure.network for failure in self._failures):
             return root_cause([*self._failures, *self._survived])

@@ -118,8 +118,8 @@ def report_end_to(report: Callable[[Exception], object]) -> None:
 
 
 def end_for(error: Exception) -> NoReturn:
-    """Reports `error` and ends this process, from any thread. For processes whose main thread is
-    busy and cannot raise the error.
+    """Reports `error` and ends this process. Any thread may call this function, for example while
+    the main thread is busy and cannot raise the error.
 
     The exit code is 2 if the error is bad input (a `ValueError`), otherwise 1.
     """
@@ -132,7 +132,7 @@ def end_for(error: Exception) -> NoReturn:
         else:
             _report_end(error)
     finally:
-        end_now(code)  # also if nobody reads what this process prints
+        end_now(code)  # even if the report failed, because nobody reads the output any more
 
 
 def _end_alone(reason: str) -> NoReturn:
@@ -178,9 +178,10 @@ def join_world(asked: str | None = None) -> torch.device:
     """Joins the default process group of a launcher's world, unless this process has a group
     already. Returns this rank's device.
 
-    Without a launcher, this process is a world of one rank. The new group can send tensors of the
-    CPU and of a device of type `asked`; if `asked` is None, this function chooses the device type.
-    A process that has a group keeps its current GPU. Raises `ValueError` like `meet`.
+    Without a launcher, this process is a world of one rank. The new group can send tensors on the
+    CPU and on this rank's device. `asked` is the type of this device; if it is None, this function
+    chooses the type. A process that already has a group and uses a GPU keeps this GPU, unless
+    `asked` is "cpu". Raises `ValueError` like `meet`.
     """
     position = launch_position(os.environ)
     if dist.is_initialized():
@@ -249,7 +250,7 @@ def meet(
         keep_to_loopback(os.environ)
         return store, device
     require_start(store, position, device)
-    # not earlier: a rank that has reached the store can resolve the name of its own machine
+    # choose the interface now: a rank that has reached the store can resolve MASTER_ADDR
     _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device
 
@@ -299,8 +300,8 @@ def set_timeouts(
     nodes.
 
     A rank counts as lost after `silence_limit_s(silence_s, ...)` seconds without a heartbeat.
-    Collectives wait longer, because a rank that sends heartbeats may be late. The error message
-    about a lost rank names its replica, which is computed from `shards`.
+    Collectives wait longer for a rank, because a rank that sends heartbeats may only be late. The
+    error message about a lost rank names its replica, which is computed from `shards`.
     """
     if _heartbeat is not None:
         _heartbeat.set_limit(silence_limit_s(silence_s, message_bytes, rate_bits_per_s), shards)

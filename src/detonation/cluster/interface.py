@@ -28,7 +28,9 @@ _OF_THE_LINK = "20"
 
 @dataclass(frozen=True)
 class Way:
-    """The route of this machine to a host: an interface, and this machine's address on it."""
+    """The route from this machine to a host: an interface, and the address of this machine on that
+    interface.
+    """
 
     interface: str
     address: str
@@ -97,8 +99,8 @@ def way_over(interface: str, host: str = "") -> Way:
 
 
 def find_way(host: str) -> Way | None:
-    """Returns the route of `way_towards`, but raises a `ValueError` that lists the interfaces if
-    there is no route.
+    """Returns the route to `host`, as `way_towards` does. If there is no route, raises a
+    `ValueError` that lists the interfaces of this machine.
 
     Systems other than Linux do not list addresses. On these systems the function may return None;
     the network library then chooses the interface.

@@ -57,7 +57,7 @@ class _Rank:
     """One rank of a world, and the function that it runs.
 
     folder: the directory for the result or the failure of the rank. parent: the id of the process
-    that started the rank. where: the arguments of `join_replicas` if the run survives lost
+    that started the rank. where: the arguments of `join_replicas` if the run continues after lost
     replicas, else None.
     """
 
@@ -152,8 +152,8 @@ def _starter(world_size: int, enter: Callable[[int], None] | None) -> Callable[[
 
 
 def _raise_failure(failure: Failure, stop: Stop, world_size: int) -> NoReturn:
-    """Raises `SystemExit` if this process forwarded the signal that ended a rank, else
-    `WorldError`.
+    """Raises `SystemExit` if a rank was ended by a signal that this process forwarded. Otherwise
+    raises `WorldError`.
     """
     if stop and failure.kind == signal.Signals(stop.number).name:
         raise SystemExit(128 + stop.number)
@@ -348,7 +348,9 @@ def run_under_launcher(
 def _report_end(
     position: LaunchPosition, fail: Callable[[Exception], int], error: Exception
 ) -> None:
-    """Shows `error` of this rank, which ends, in the same way as an error of the main thread."""
+    """Shows the `error` that ends this rank. The output is the same as for an error that the main
+    thread raises.
+    """
     fail(_posted(position, error))
     _close_board()
 
@@ -391,9 +393,10 @@ def _reported(
     heartbeat: Heartbeat | None, failure: Failure, position: LaunchPosition
 ) -> WorldError:
     """Returns the error that this rank raises after `failure`. A rank that failed on its own posts
-    its error on the heartbeat board. A rank that lost a connection finds out which rank is lost.
+    its error for the other ranks (see `Heartbeat.report`). A rank that lost a connection finds out
+    which rank is lost.
     """
-    # before the first heartbeat all ranks of a machine raise the same error, so only one prints it
+    # before the first heartbeat all ranks of a machine raise one error, so one rank prints it
     if heartbeat is None:
         told = failure.complete and bool(position.local_rank)
         return WorldError(failure, position.world_size, told)
@@ -418,8 +421,9 @@ def _lost(position: LaunchPosition, reason: Reason) -> WorldError:
 
 
 def _is_told(position: LaunchPosition, by: int) -> bool:
-    """True if this rank need not print the report of rank `by`, because `by` itself or the first
-    rank of this machine prints the report on this machine.
+    """True if another rank of this machine prints the report of rank `by`, so that this rank need
+    not. If `by` is on this machine, `by` prints its report; otherwise the first rank of this
+    machine does.
     """
     if by == position.rank:
         return False

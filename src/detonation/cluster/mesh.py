@@ -55,8 +55,8 @@ def _called_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """Returns the `backend_override` of `init_device_mesh` for the axis between replicas, or None
-    if the default process group suffices.
+    """Returns the argument `backend_override` of `init_device_mesh` for the axis between replicas.
+    Returns None if the default process group suffices.
 
     With NCCL, this axis gets its own NCCL communicator, even if the axis contains all ranks. The
     kernels of this communicator run on a high-priority stream, so that short messages between
@@ -70,7 +70,7 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     if backends.get("cuda") != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # replace the timeout of `Options` by the timeout that torch gives new process groups by default
+    # give this process group the default timeout of new groups instead of that of `Options`
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
     # The new process group must support each device type that the default process group supports.
     # If NCCL is the only backend, the plain name "nccl" lets NCCL split the default process group.
@@ -299,9 +299,9 @@ def shard(
     replicas the same weights. Collective.
 
     Afterwards every rank holds its shard of the weights of rank 0. Each element of an outermost
-    `nn.ModuleList` (such as a layer of a transformer) becomes an FSDP unit, unless the element
-    shares a parameter with the rest of the model. If an element has no forward method, as a nested
-    list has none, its parts become units. The model itself becomes the last unit.
+    `nn.ModuleList`, such as a layer of a transformer, becomes an FSDP unit. The exception is an
+    element that shares a parameter with the rest of the model. If an element has no forward method,
+    such as a nested list, its parts become units. The model itself becomes the last unit.
 
     Args:
         mesh: the mesh of `init_mesh`.

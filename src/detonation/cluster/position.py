@@ -117,8 +117,8 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 def _srun_started(env: Mapping[str, str]) -> bool:
     """True if srun started this process as a task that computes.
 
-    False in a shell of salloc, of `srun --pty` or of a batch script. Such a shell is one process,
-    although it sees the task count of the whole job.
+    False in the shell of salloc, of `srun --pty` or of a batch script. The environment of such a
+    shell has the task count of the whole job, although the shell is only one process.
     """
     if "SLURM_PROCID" not in env or not _SLURM_COUNTS & env.keys():
         return False
@@ -155,8 +155,8 @@ def _slurm(env: Mapping[str, str]) -> LaunchPosition:
 
 
 def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
-    """Returns the number of tasks of this SLURM step on this node, from a list of SLURM such as
-    "8(x2),4"; None if SLURM does not give the number.
+    """Returns the number of tasks of this SLURM step on this node; None if SLURM's variables do not
+    give the number. One of these variables lists the tasks of all nodes, such as "8(x2),4".
     """
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     per_node = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]

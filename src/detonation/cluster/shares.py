@@ -34,9 +34,9 @@ def micro_batches(
     """Returns the share of `rank` in the `examples` of a step, divided into micro-batches.
 
     Each example is in the share of exactly one rank, and the shares differ by at most one example.
-    A replica has `together` ranks. They all get the same number of micro-batches, at least one,
-    because under FSDP2 these ranks wait for each other in each pass. A rank with fewer examples
-    repeats its last example with weight 0.
+    A replica has `together` ranks. Under FSDP2 these ranks wait for each other in each pass, so
+    they all get the same number of micro-batches, at least one. A rank with fewer examples repeats
+    its last example with weight 0.
 
     Args:
         largest: Largest number of examples in a micro-batch. A micro-batch never crosses a multiple

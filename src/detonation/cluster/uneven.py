@@ -27,9 +27,10 @@ class UnevenAxis(Communicator):
     """The mesh axis between replicas with different numbers of ranks.
 
     Each parameter is cut at all rows at which any replica cuts it into shards. In each replica, one
-    rank (an owner) holds the piece between two neighbouring cuts. The owners of a piece form a
-    process group. So each rank sends only rows of its own shard. If the cuts of large nodes include
-    the cuts of small nodes, messages are as large as between large nodes alone.
+    rank holds the piece between two neighbouring cuts. The ranks that hold the same piece, one in
+    each replica, form a process group. So each rank sends only rows of its own shard. If the cuts
+    of large nodes include the cuts of small nodes, messages are as large as between large nodes
+    alone.
 
     Args:
         nodes: Ranks of each replica, in order; the ranks of a replica are neighbours.
@@ -38,7 +39,7 @@ class UnevenAxis(Communicator):
             backend of the default group.
     """
 
-    shared = True  # gradients are sent in the optimizer's `step` only
+    shared = True  # so gradients are sent in the optimizer's `step` only, not during backward
 
     def __init__(self, nodes: Sequence[Sequence[int]], shard: DeviceMesh, backend: Any) -> None:
         self._nodes = nodes
@@ -57,9 +58,9 @@ class UnevenAxis(Communicator):
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """Cuts all `parameters` into pieces. Returns the pieces of each group of owners (the ranks
-        that hold a piece). The groups are sorted. Pieces may be empty. A group without this rank
-        gets no pieces here.
+        """Cuts all `parameters` into pieces. Returns the pieces by the group of ranks that hold
+        them; the groups are sorted. Pieces may be empty. A group that does not contain this rank
+        has no pieces here.
         """
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         everyone = {ranks for run in runs.values() for ranks in run}
@@ -126,9 +127,8 @@ class UnevenAxis(Communicator):
                     dist.broadcast(piece, first, group)
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """Returns all pieces into which `parameters` are cut, for `Clip`, which clips gradients.
-        The order of the pieces is equal on all ranks. A piece that only other ranks hold is empty
-        here.
+        """Returns all pieces of `parameters` for `Clip`, which clips gradients. All ranks return
+        the pieces in the same order. A piece that only other ranks hold is an empty tensor here.
         """
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
@@ -200,9 +200,9 @@ class UnevenAxis(Communicator):
         return f"nodes of {[len(ranks) for ranks in self._nodes]} ranks"
 
     def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
-        """Returns the first row and the end row of each piece of a parameter with `rows` rows that
-        FSDP2 shards. The key of a piece is the tuple of the ranks that hold this piece, one rank in
-        each replica.
+        """Returns the first row and the end row of each piece of a sharded parameter with `rows`
+        rows. The key of a piece is the tuple of the ranks that hold this piece, one rank in each
+        replica.
         """
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}

@@ -1,5 +1,5 @@
-"""Loopback: a communicator without a network, which returns this replica's own message as the
-message of each peer.
+"""Loopback: a communicator without a network. It returns this replica's own message in the place of
+the messages of all other replicas.
 """
 
 from collections.abc import Callable

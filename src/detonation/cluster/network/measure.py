@@ -1,5 +1,5 @@
-"""Measures the latency and the rate of a mesh axis, and how much slower a message is after a pause.
-All groups of the axis send at the same time.
+"""Measures the latency and the rate of a mesh axis, and how much slower a message becomes after a
+pause. All process groups of the axis send at the same time.
 """
 
 import math
@@ -156,15 +156,15 @@ def probe_axis(
 
 
 def fit_line(samples: Sequence[Sample]) -> Operation:
-    """Fits the line seconds = latency + 8 * bytes / rate to `samples`, with the smallest relative
-    squared error and a latency >= 0.
+    """Fits the line seconds = latency + 8 * bytes / rate to `samples`. The fit minimises the
+    squared relative errors, with a latency >= 0.
     """
     x = torch.tensor([s.bytes_sent for s in samples], dtype=torch.float64)
     y = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
     latency = 0.0
     slope = 0.0
     scale = y
-    # divide each error by the fitted time: dividing by `y` would overweight accidental short times
+    # divide each error by the fitted time: division by `y` would overweight times that are too short
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))
@@ -178,12 +178,13 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Corrects the fitted lines of operations that were measured only with small messages. A line
-    gives the seconds of an operation for the bytes of a message, see `fit_line`.
+    """Improves the fitted lines (see `fit_line`) of operations that were measured only with small
+    messages.
 
-    The *leader* is the operation that was measured with the largest message of all. A line is
-    corrected if its largest message has at most a quarter of the leader's bytes. For messages
-    beyond the measured ones, a corrected line rises about as fast as the line of the leader.
+    The *leader* is the operation that was measured with the largest message of all. If the largest
+    message of another operation has at most a quarter of this size, its line is fitted again, with
+    one assumed sample. In this sample, a message of the leader's largest size takes the other
+    operation's own latency plus the leader's transfer time.
     """
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest = furthest.samples[-1].bytes_sent
@@ -219,7 +220,7 @@ def _samples(
             if shown and repeats < _FEWEST:
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
-        start(size)()  # first exchange without measuring, to widen TCP's congestion window
+        start(size)()  # this exchange is not measured: it widens TCP's congestion window
         sent_before = link.bytes_sent
         times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
@@ -241,8 +242,8 @@ def _timed(
     """Returns the seconds of each of `repeats` exchanges after a pause of `silent_s` seconds,
     averaged over ranks. Collective.
 
-    The average over ranks is the time that an exchange adds to a step, because a rank that starts
-    the exchange late waits less.
+    A rank that starts the exchange late waits less. So only the average over ranks is the time that
+    an exchange adds to a step.
     """
     times = []
     for _ in range(repeats):

@@ -111,8 +111,8 @@ class SimulatedCommunicator(Communicator):
         return lambda: gathered()[:, self.replica]
 
     def together(self, mine: _T, act: Callable[[list[_T]], object]) -> None:
-        """Calls `act` once with a list of the value `mine` of each replica. The call comes after
-        all replicas have called `together` and before any replica continues. `act` must not wait.
+        """Calls `act` once with the list of the values `mine` of all replicas. This happens after
+        all replicas have called `together`, and before any replica continues. `act` must not wait.
         """
         self._collective(mine, lambda values: torch.tensor(act(values) is None))()
 
@@ -211,7 +211,7 @@ class _Scheduler:
             self._idle += 1
             if self._idle > self.replicas:
                 raise RuntimeError(
-                    f"virtual replica {replica} waits for a collective that other replicas do"
+                    f"simulated replica {replica} waits for a collective that other replicas do"
                     " not start: call the same collectives on all replicas"
                 )
             self._next(replica)

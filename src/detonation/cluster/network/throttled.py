@@ -30,8 +30,8 @@ class NodeLink:
     each in bytes / rate seconds.
 
     Construction is collective over the default process group, if there is one. The ranks of this
-    group are spread over `nodes` nodes, and this rank is on the node number `node`. `speed` may
-    change between two steps.
+    group are spread over `nodes` nodes, and this rank is on the node with the number `node`.
+    `speed` may change between two steps.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ThrottledCommunicator(NodeLink, Communicator):
 
         def wait() -> Tensor:
             result = wait_for_result()
-            # each peer has started this exchange, so `_left` has the time of its message's end
+            # every peer has started this exchange, so `_left` holds when its message is sent
             self.arrive(kind, self._left[self._peers, exchange], self.size(), message.nbytes)
             return result
 
@@ -137,8 +137,9 @@ class ThrottledCommunicator(NodeLink, Communicator):
 
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
-    """Creates a file, opens this file on all ranks, and removes its name. Returns the descriptor of
-    the file, and a float64 view of the mapped file, filled with zeros. Collective.
+    """Creates memory that all ranks share: a file that each rank maps. Removes the name of the
+    file. Returns the descriptor of the file, and the memory as a float64 tensor of zeros.
+    Collective.
     """
     path = torch.zeros(4096, dtype=torch.uint8, device=device)
     rank = -1

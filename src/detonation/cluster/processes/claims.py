@@ -2,9 +2,10 @@
 equal counts of replicas and shards.
 
 Replicas that are separate worlds get their numbers from users. A user may give one number to two
-replicas, or different counts to replicas. A rank that waits for the other replicas writes a claim
-of its number, again and again, to the store where they meet, each time with a higher count. So a
-claim that changes belongs to a live process, and keys of earlier starts do not matter.
+replicas, or different counts to replicas. The replicas meet in a store. While a rank waits for the
+other replicas, it repeatedly writes a claim of its number to this store, each time with a higher
+count. So a claim that changes belongs to a live process, and claims of earlier starts do not
+matter.
 """
 
 import json
@@ -30,7 +31,8 @@ class Claim:
     """The claim of a rank to its number. `rank` belongs to `replica` of `replicas` with `shards`
     ranks each.
 
-    If the claim conflicts with the claim of another process, the methods write the reason to the
+    The methods compare this claim with the claims of other processes. If another process claims the
+    same number, or has other counts of replicas or shards, the methods write the reason to the
     store for the waiting ranks, and raise `RefusedStart`.
     """
 
@@ -70,9 +72,10 @@ class Claim:
         axis.set(_SIZE, self._size)
 
     def hold(self, axis: Store) -> None:
-        """Claims the index of this rank in the store `axis`, which only this start of the run uses.
+        """Claims the number of this rank in the store `axis`, which only this start of the run
+        uses.
 
-        Raises `RefusedStart` if another process claimed this index, or if the first rank was
+        Raises `RefusedStart` if another process claimed this number, or if the first rank was
         started with another count of replicas or shards.
         """
         claim = json.dumps(self._own)

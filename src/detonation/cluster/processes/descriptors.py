@@ -61,7 +61,7 @@ def allow_open_files(ranks: int = 1) -> None:
 
 
 def few_open_files() -> str:
-    """Returns a warning to append to a log line, if a few foreign connections to gloo's ports can
+    """Returns a warning for the end of a log line if a few foreign connections to gloo's ports can
     end this process. Returns "" if the process may open enough files, or if the kernel drops
     foreign connections.
     """
@@ -130,15 +130,17 @@ def drop_strangers(group: Any, store: Store) -> None:
         return
     for key in keys:
         entry = store.get(key)
-        with suppress(OSError, ValueError):  # no packet filter, or an unknown format of `entry`
+        # the system has no packet filter, or `entry` has an unknown format
+        with suppress(OSError, ValueError):
             _drop_at(_address_in(entry))
 
 
 def _address_in(entry: bytes) -> tuple[str, int]:
     """Returns host and port from the `entry` that gloo stores for a rank.
 
-    An entry holds the length of the host name, the name, the length of the address, and the address
-    as the operating system stores it. Raises `ValueError` or `OSError` for entries of another form.
+    An entry holds four values: the length of the host name, the host name, the length of the
+    address, and the address in the format of the operating system. Raises `ValueError` or `OSError`
+    for entries of another form.
     """
     address = entry[16 + int.from_bytes(entry[:8], sys.byteorder) :]
     family = int.from_bytes(address[:2], sys.byteorder)
@@ -164,9 +166,9 @@ def _drop_at(address: tuple[str, int]) -> None:
 def _listens(number: int) -> bool:
     """True if a descriptor is a socket that listens.
 
-    Asks the system without a Python socket, because `_own_socket` resets whether the socket blocks,
-    and so could undo a change that a thread of gloo makes at the same time. A connection of gloo
-    that blocks stops all exchanges of its group.
+    Asks the operating system without creating a Python socket. `_own_socket` would reset the
+    blocking mode of the socket, and might undo a change that a thread of gloo makes at the same
+    time. A connection of gloo in blocking mode stops all exchanges of its group.
     """
     listens = ctypes.c_int()
     size = ctypes.c_uint(ctypes.sizeof(listens))

@@ -34,8 +34,8 @@ class Failure:
 
     kind: the class of the exception, or the name of the signal. text: the message. when:
     `time.time()` of the failure. network: True if the end of another rank can cause this failure.
-    bad_input: True if the user can fix the cause. complete: True if the text already names its
-    subject, so that "rank N:" is not added to it.
+    bad_input: True if the user can fix the cause. complete: True if the text already says who
+    failed, so that it gets no prefix "rank N:".
     """
 
     rank: int
@@ -49,7 +49,9 @@ class Failure:
 
 
 class RunError(DetonationError, RuntimeError):
-    """A failure whose message is complete without the class of the error and the rank."""
+    """An error whose message is clear without the class of the error and without the number of the
+    rank.
+    """
 
 
 class StopRequested(RunError):
@@ -70,8 +72,7 @@ class SecondaryFailure(RunError):
 
 
 class WorldError(DetonationError, RuntimeError):
-    """Raised when a rank failed. The message is the root cause, and not the effects of the failure
-    on other ranks.
+    """Raised when a rank failed. The message names the root cause, not its effects on other ranks.
 
     reported: True if another process of the same launcher has already reported the failure.
     """
@@ -101,8 +102,8 @@ def failure_from_exception(rank: int, error: BaseException) -> Failure:
 def failure_from_exit_code(rank: int, code: int) -> Failure:
     """Describes the failure of `rank`, which ended with exit code `code` and left no message.
 
-    If a signal with number n ended the rank, `code` is -n, or 128 + n if the signal was a request
-    to stop; see `interrupts.end`.
+    If a signal with number n ended the rank, `code` is -n. If this signal was a request to stop,
+    `code` may also be 128 + n; see `interrupts.end`.
     """
     if code - 128 in REQUESTS:
         code = -(code - 128)
@@ -127,8 +128,8 @@ def root_cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def describe(error: BaseException) -> str:
-    """Describes an error in one line: its message. If the message alone is unclear, the class of
-    the error comes first.
+    """Describes an error in one line, by its message. If the message alone is unclear, the class of
+    the error precedes it.
     """
     lines = str(error).strip().splitlines()
     if not lines:

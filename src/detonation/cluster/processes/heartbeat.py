@@ -3,9 +3,9 @@ for a lost rank.
 
 A process group cannot distinguish a slow peer from a dead peer, and gloo cannot be interrupted. A
 rank may wait for the whole timeout of a collective if its peer is stopped or cut off, or if a rank
-that is not its neighbour dies. So a thread of each rank increments a counter on a heartbeat board
-that all ranks share. A rank counts as lost if its counter does not change for longer than a limit.
-The rank that notices the loss posts a notice on the board, and all ranks end.
+that is not its neighbour dies. So a thread of each rank increments a counter on a heartbeat board,
+a file or store that all ranks share. A rank counts as lost if its counter does not change for
+longer than a limit. The rank that notices the loss posts a notice on the board, and all ranks end.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ _READING_S = 2.0
 
 
 class FileBoard:
-    """A heartbeat board in a folder, for ranks of one machine.
+    """A heartbeat board (the counters of all ranks, and a notice) in a folder, for ranks of one
+    machine.
 
     Each rank writes its counter to the board. The first rank that knows why all ranks must end
     posts the reason there, as a notice. The methods raise `RuntimeError` or `OSError` if the board
@@ -58,7 +59,7 @@ class FileBoard:
 
     def post_notice(self, notice: str) -> str:
         """Posts `notice` on this heartbeat board, unless the board has a notice already. Returns
-        the notice that the board has after that.
+        the notice that the board then has.
         """
         draft = self._notice.with_name(f"notice-{os.getpid()}")
         with os.fdopen(replaced(draft), "wb") as file:
@@ -79,9 +80,10 @@ class FileBoard:
 
 
 class StoreBoard:
-    """A heartbeat board in the store of the rendezvous, over a connection of its own.
+    """A heartbeat board (the counters of all ranks, and a notice) in the store of the rendezvous.
+    The board has its own connection to the store.
 
-    Any process that reaches the store can write to the board. With a `token`, which only the ranks
+    Any process that reaches the store can write to the board. With a `token` that only the ranks
     have, the board ignores notices of other processes. `host` describes the process that hosts the
     store.
     """
@@ -120,7 +122,10 @@ class StoreBoard:
     def read_counts(self, ranks: Sequence[int]) -> list[int]:
         values = self._store.multi_get([_key(rank) for rank in ranks])
         if not all(value.isdigit() for value in values):
-            raise RuntimeError(f"a foreign process has written the heartbeats {values}")
+            raise RuntimeError(
+                f"a foreign process has written the heartbeats {values}: let only the ranks reach"
+                " the store"
+            )
         return [int(value) for value in values]
 
     def post_notice(self, notice: str) -> str:
@@ -160,8 +165,8 @@ class StoreBoard:
 
     def close(self, others: int) -> None:
         """Records in the store that this rank will not use the heartbeat board any more. On the
-        machine that hosts the store, waits until all `others` other ranks have recorded this, too,
-        but at most `_READING_S` seconds.
+        machine that hosts the store, waits at most `_READING_S` seconds until the `others` other
+        ranks have recorded the same.
         """
         deadline = time.monotonic() + _READING_S
         closed = self._store.add(_key("closed"), 1)
@@ -185,8 +190,8 @@ _MISSED = 6
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason why all ranks end, and the rank that reports this reason. bad_input: see
-    `Failure`.
+    """The reason why all ranks end, and the rank that reports this reason. bad_input: True if the
+    user can fix the cause.
     """
 
     text: str
@@ -244,7 +249,7 @@ class Heartbeat:
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, in which all ranks wait for each other, and stops the heartbeat."""
-        # a lost store is no error now: the store may end with the first rank that leaves
+        # from now on a lost store is no error: the store may end with the first rank that leaves
         self._leaving = True
         barrier()
         self.stop()
@@ -262,7 +267,7 @@ class Heartbeat:
         `text` is the error of the connection.
 
         Waits briefly for missing heartbeats. If some ranks send none meanwhile, the reason names
-        these ranks. Returns the reason that the board has after that.
+        these ranks. Returns the reason that the board then has.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)
@@ -280,7 +285,7 @@ class Heartbeat:
             return own
 
     def close(self) -> None:
-        """Ends the use of the heartbeat board after a failure.
+        """Ends this rank's use of the heartbeat board after a failure.
 
         When this method returns, the other ranks have read the reason or are lost.
         """
@@ -289,8 +294,8 @@ class Heartbeat:
                 self._board.close(self._world_size - 1)
 
     def _beat(self) -> None:
-        """Increments this rank's counter again and again, and reads the counter of the next rank
-        and the notice of a failure.
+        """Repeatedly increments this rank's counter. Each time also reads the counter of the next
+        rank, and the notice that says why all ranks must end.
         """
         count = 1
         neighbour = [(self._rank + 1) % self._world_size]
@@ -311,9 +316,9 @@ class Heartbeat:
             self._answered = time.monotonic()
 
     def _watch(self) -> None:
-        """Ends the process in each of three cases: the next rank shows no heartbeat for too long;
-        the heartbeat board, which has a counter of each rank, does not answer for too long; or a
-        rank has posted a notice that says why all ranks must end.
+        """Ends the process in three cases. First, the next rank sends no heartbeat for too long.
+        Second, the heartbeat board, which holds the counters of all ranks, does not answer for too
+        long. Third, a rank has posted a notice that says why all ranks must end.
         """
         neighbour = (self._rank + 1) % self._world_size
         latest = 0
@@ -343,7 +348,7 @@ class Heartbeat:
 
     def _explained(self, text: str, silence: float) -> Reason:
         """Finds out why this rank lost a connection, and posts the reason on the heartbeat board.
-        Returns the reason that the board has after that.
+        Returns the reason that the board then has.
 
         The calling thread must hold the lock `_reporting`.
         """
@@ -364,7 +369,8 @@ class Heartbeat:
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
     def _post(self, reason: Reason) -> Reason:
-        """Posts `reason` on the heartbeat board. Returns the reason that the board has after that.
+        """Posts `reason` on the heartbeat board, unless the board has a reason already. Returns the
+        reason that the board then has.
 
         A process without the token of this run (see `StoreBoard`) may overwrite the posted reason
         immediately. The board then has no valid reason, and this method returns `reason`.

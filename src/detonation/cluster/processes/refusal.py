@@ -10,9 +10,9 @@ The other replicas end with that reason, unless all replicas are already prepare
 lost without a reason in the store, the other replicas continue.
 
 Before replicas have met, their store may contain reasons of an earlier start. So a reason that a
-rank finds at its start counts only for `FRESH_S` seconds after it was written, and only once for
-each rank. A failed replica that starts again removes its reason. A reason that arrives
-while the rank waits always counts, because clocks of machines may differ.
+rank finds at its start counts only until it is `FRESH_S` seconds old, and only once for each rank.
+A failed replica that starts again removes its reason. A reason that arrives while the rank waits
+always counts, because clocks of machines may differ.
 """
 
 import json
@@ -71,8 +71,8 @@ def refuse_world(position: LaunchPosition, error: ValueError) -> ValueError:
 
 
 def require_start(store: Store, position: LaunchPosition, device: torch.device) -> None:
-    """Raises an error on all ranks if one rank cannot start, if two ranks share a GPU, or if GPU
-    and CPU ranks are mixed.
+    """Raises an error on all ranks if a rank cannot start, if two ranks share a GPU, or if some
+    ranks use GPUs and others the CPU.
 
     Collective: a rank that cannot start calls `refuse_world` instead of this function.
     """
@@ -112,8 +112,8 @@ class Preparation:
         self._announces = self._all_prepared = False
 
     def begin(self) -> None:
-        """From now on, this rank obeys refusals of other replicas until all replicas are
-        `prepared`, even if training steps have begun.
+        """From now on, this rank ends if another replica refuses the start. This holds until all
+        replicas are `prepared`, even if training steps have begun.
         """
         self._announces = True
 
@@ -134,11 +134,11 @@ class Preparation:
             )
 
     def refused(self, store: Store, ranks: Sequence[int], under_way: bool) -> RefusedStart | None:
-        """Returns the error to raise if another replica did not start; None otherwise, and None
-        after all `ranks` are prepared.
+        """Returns the error to raise if a replica refused the start. Returns None if no replica
+        did, or if all `ranks` are prepared.
 
-        store: a store on a separate connection. under_way: True if training has begun; then ranks
-        that do not announce the end of their set-up count as prepared.
+        store: a store on a separate connection. under_way: True if training has begun; the method
+        then returns None unless this rank has called `begin`.
         """
         if self._all_prepared or (under_way and not self._announces):
             return None

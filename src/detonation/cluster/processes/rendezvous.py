@@ -59,7 +59,7 @@ def rendezvous_store(
     timeout_s: float | None = None,
 ) -> Store:
     """Opens the store that all ranks share: a file in `folder`, else a server at
-    MASTER_ADDR:MASTER_PORT. If the environment lacks these two variables, they are set from
+    MASTER_ADDR:MASTER_PORT. If the environment lacks these two variables, sets them from
     `position`.
 
     If torchrun's agent runs, it hosts the server, on all interfaces of its machine. Otherwise rank
@@ -334,9 +334,9 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 
 
 def hosts_store(env: Mapping[str, str], rank: int) -> bool:
-    """True if the end of `rank` may end the store before ranks on other machines have read from it.
-    If the agent of torchrun hosts the store, the agent ends once any rank on its machine has
-    failed.
+    """True if the store may end together with `rank`, before ranks on other machines have read from
+    it. If the agent of torchrun hosts the store, the agent ends as soon as any rank on its machine
+    has failed.
     """
     if _agent_hosts_store(env):
         return env.get("GROUP_RANK") == "0" and env.get("GROUP_WORLD_SIZE") != "1"
@@ -364,8 +364,8 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
 
 
 def asked_interface(env: Mapping[str, str]) -> str:
-    """Returns the interface that the user chose; "" if this process chose the interface in
-    `env`.
+    """Returns the interface that the user chose; "" if the interface in `env` is the choice of this
+    process.
     """
     name = env.get(GLOO_INTERFACE, "").partition(",")[0]
     if name == _found:
@@ -386,9 +386,9 @@ def keep_to_one_interface(
     Collective over the ranks of `store`.
 
     If all ranks share a loopback interface, they use it. Otherwise gloo gets the interface that
-    leads to MASTER_ADDR, because by default gloo listens on the address of the machine's name,
-    which may be loopback. NCCL never chooses loopback, and may use several interfaces. An interface
-    that the user chose always takes precedence.
+    leads to MASTER_ADDR. By default, gloo would listen on the address of the machine's name, which
+    may be loopback. NCCL never chooses loopback, and may use several interfaces. An interface that
+    the user chose always takes precedence.
 
     Returns:
         The addresses on which the ranks listen, as text; "" for loopback.
@@ -457,7 +457,7 @@ def _agent_hosts_store(env: Mapping[str, str]) -> bool:
 def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.socket]:
     """Listens on `address`. Returns the address for local connections, and the socket.
 
-    `address` may belong to a service or a router instead of this machine, or it may be loopback
+    `address` may belong to a service or a router instead of this machine. It may also be loopback,
     although other machines must reach it. In both cases the socket listens on gloo's interface, or
     on all interfaces if gloo has none.
 

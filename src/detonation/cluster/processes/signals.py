@@ -19,8 +19,8 @@ launchers forward signals that all processes have already received.
 
 
 class Stop:
-    """A request to stop: the number of the signal that asked this process to stop; 0 if no signal
-    asked.
+    """A request to stop: holds the number of the signal that asked this process to stop. The number
+    is 0 while no signal has asked.
 
     has_launcher: True if a launcher started the process. A signal may then arrive twice: directly,
     and later from the launcher. The second arrival may be late, because the launcher was busy.
@@ -53,8 +53,8 @@ class Stop:
         self._awaits_copy = False
 
     def repeats(self, number: int) -> bool:
-        """True if this signal only repeats the first request to stop: the program `timeout` sends a
-        signal to a command, and after that to the command's whole process group.
+        """True if this signal only repeats the first request to stop. For example, the program
+        `timeout` sends a signal to a command, and then again to the command's whole process group.
         """
         return number == self.number and time.monotonic() - self._since <= SAME_REQUEST_S
 
@@ -122,8 +122,8 @@ def die_with_agent(env: Mapping[str, str]) -> None:
     """Applies `die_with_parent` to a rank of torchrun: otherwise the rank would go on after the
     agent of torchrun was killed.
 
-    Does nothing under srun. After `die_with_parent`, Linux ends the rank also when only the thread
-    that started it ends. Only torchrun certainly starts ranks from its main thread.
+    Does nothing under srun. After `die_with_parent`, Linux ends the rank as soon as the thread that
+    started the rank ends. Only torchrun certainly starts ranks from its main thread.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         die_with_parent(os.getppid())

@@ -1,5 +1,5 @@
-"""Logs for which ranks a rank waits, if this rank makes no progress in a step that other ranks have
-not begun.
+"""Logs which ranks are missing, if a rank makes no progress in a step that these ranks have not
+begun.
 
 A collective cannot distinguish a slow network from a rank that never calls the collective. So each
 rank publishes its progress in the store of its process group. This costs a few bytes per change of
@@ -215,8 +215,8 @@ class Awaited:
             self._due = line_s
 
     def wait(self, away: Callable[[], Collection[int] | str], poll_s: float = _POLL_S) -> None:
-        """Waits `poll_s` seconds, until the next poll. `away` returns the missing ranks, or a
-        description of what is missing. Raises `TimeoutError` after the limit.
+        """Waits `poll_s` seconds, until the next poll. Raises `TimeoutError` after the limit.
+        `away` returns the missing ranks, or a text that says what is missing.
         """
         seconds = time.monotonic() - self._began
         self._look()
@@ -289,7 +289,7 @@ class Watch:
         atexit.unregister(self.stop)
 
     def explain(self, error: BaseException) -> None:
-        """Puts the ranks that this rank waits for in front of the text of a network error."""
+        """Adds to the start of a network error's text which ranks this rank waits for."""
         if self._text and is_network_error(error):
             error.args = (f"{self._text}: {error}",)
 

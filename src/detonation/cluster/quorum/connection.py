@@ -29,8 +29,8 @@ class Connection:
     does not answer; "" while it answers. tried: True if an attempt to reach the store has failed.
     ended: True if no process listens at the address now, or if a new process listens there. since:
     start time of the request that still has no answer; 0 if there is no such request. told: True if
-    the log says that the store is lost. told_members: True if this client has given the store the
-    list of the run's stores.
+    this client has logged that the store is lost. told_members: True if this client has given the
+    store the list of the run's stores.
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -77,7 +77,7 @@ class Connection:
         self.ended = isinstance(error, ConnectionRefusedError)
 
     def answers(self, requests: Mapping[str, Swap]) -> dict[str, bytes]:
-        """Sends `requests` to the store; returns the bytes that the cell of each key has
+        """Sends `requests` to the store. Returns, for each key, the bytes that the store holds
         afterwards.
 
         Raises `DistError` or `RuntimeError` if the store is lost.

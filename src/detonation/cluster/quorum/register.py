@@ -167,9 +167,9 @@ class Proposal:
             self._ballot = (max(cell.promised[0] for cell in known) + 1, self._who)
 
     def _settled(self, cell: Cell, value: bytes | None) -> bool:
-        """True if the chosen `cell` already has the `value` that this change writes, so that
-        nothing must be written. False if an earlier attempt of this proposal is undecided, because
-        a majority may still accept that attempt.
+        """True if the proposal can end without a write, because the chosen `cell` already has the
+        `value` of this change. False if an earlier attempt of this proposal is undecided: a
+        majority may still accept that attempt.
         """
         return value == cell.value and (not self._tried or self._counts(cell) is not None)
 

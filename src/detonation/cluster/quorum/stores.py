@@ -41,8 +41,8 @@ _log = logging.getLogger("detonation")
 
 
 class Call:
-    """The proposals for one or more keys that one thread makes together. The thread waits until all
-    of them are decided.
+    """One or more proposals, each for one key, that a thread makes together. The thread waits until
+    all of them are decided.
     """
 
     def __init__(self, proposals: Mapping[str, Proposal | Removal]) -> None:
@@ -179,8 +179,8 @@ class Stores:
         return ", ".join(f"{each.name} ({each.why})" for each in self._connections if each.why)
 
     def _drop_over(self) -> None:
-        """Forgets each call that no thread waits for and that has no more requests to connected
-        stores. So a removal still reaches all connected stores after its thread has returned.
+        """Forgets each call for which no thread waits any more, once no connected store needs its
+        requests. So a removal still reaches all connected stores after its thread has returned.
         """
         ready = [each.number for each in self._connections if each.is_open]
         self._calls = [
@@ -265,8 +265,8 @@ class Stores:
             self._changed.notify_all()
 
     def _judge(self, connection: Connection) -> None:
-        """Stops using a store whose process is not in the list of the run's stores: the process was
-        restarted and has lost its promises, or it started too late.
+        """Stops using a store whose process is not in the list of the run's stores. Such a process
+        was restarted and has lost its promises, or it started too late.
         """
         if self._members is None or connection.identity in self._members:
             return
@@ -276,7 +276,8 @@ class Stores:
         fresh = Connection(connection.number, connection.host, connection.port)
         fresh.ended = True
         fresh.why = connection.why
-        self._connections[connection.number] = fresh  # the thread of the old connection ends
+        # this ends the thread of the old connection
+        self._connections[connection.number] = fresh
 
     def _lose(self, connection: Connection, error: Exception) -> None:
         with self._changed:

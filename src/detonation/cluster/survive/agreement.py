@@ -109,10 +109,10 @@ class Agreement:
     """What all ranks have agreed on for one epoch: the members, by their numbers at the start of
     the run, and the report of each rank.
 
-    guest: the replica that may join next; -1 for none. The ranks will wait for this replica at the
-    turn that follows from this agreement. apart: pairs of replicas that could not reach each other.
-    late: replicas that did not begin an exchange in time. postponed: True if the joining replica
-    for which all ranks waited lacked the training state, so that it joins later.
+    guest: the replica that may join next; -1 for none. The ranks will wait for this replica at a
+    turn (see `Turns`) that follows from this agreement. apart: pairs of replicas that could not
+    reach each other. late: replicas that did not begin an exchange in time. postponed: True if the
+    joining replica for which all ranks waited lacked the training state, so that it joins later.
     """
 
     epoch: int
@@ -180,7 +180,7 @@ class Agreement:
         return {rank // shards for rank, report in self.reports.items() if report.leaves}
 
     def leaves_out(self, replica: int) -> str:
-        """Returns a text that says why `replica` is not a member any more and must end."""
+        """Returns the reason, as text, why `replica` is not a member any more and must end."""
         verb = "goes"
         if len(self.members) > 1:
             verb = "go"
@@ -221,8 +221,8 @@ class GuestEntry:
 
     @property
     def turn_in_words(self) -> str:
-        """The numbers of the optimizer and of its turn, as text. If a joining replica is postponed,
-        its next entry has another text.
+        """The numbers of the optimizer and of its turn, as text. A replica that is postponed joins
+        at a later turn, so its next entry has another text.
         """
         return f"{self.user} {self.turn}"
 
@@ -297,8 +297,8 @@ def agreement_record(
 
 
 def expected_by_all(guests: Iterable[int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Returns the joining replicas among `guests` for which all ranks wait, according to their
-    `reports`.
+    """Returns the joining replicas among `guests` for which all ranks wait. The `reports` of the
+    ranks say for which replica each rank waits.
     """
     return [
         guest
@@ -345,8 +345,8 @@ def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int
 def those_that_go_on(
     members: Sequence[int], pairs: Sequence[Sequence[int]], late: Collection[int]
 ) -> list[int]:
-    """Returns the members that continue, if the two replicas of each of the `pairs` cannot reach
-    each other and some replicas are `late` for an exchange.
+    """Returns the members that continue. The two replicas of each of the `pairs` cannot reach each
+    other, and the replicas in `late` have not begun an exchange in time.
 
     Late replicas are removed first. Then, as long as both replicas of a pair remain, the replica in
     most such pairs is removed. If several replicas are in equally many pairs, the replica with the
@@ -377,9 +377,9 @@ def axis_store(base: Store, number: int) -> Store:
 
 
 def serve_one_axis(base: Store) -> None:
-    """Fixes 0 as the number of the only elastic axis in the store `base`; `axis_store` makes the
-    names of keys from this number. So the ranks of the axis need not meet to agree on a number, and
-    a rank may be lost before all ranks have met.
+    """Gives the only elastic axis in the store `base` the number 0. `axis_store` uses this number
+    in the names of keys. Because it is fixed, the ranks need not meet to agree on a number, so a
+    rank may be lost before all ranks have met.
     """
     base.set(f"{_AXES}/latest", "0")
 

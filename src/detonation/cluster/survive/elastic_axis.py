@@ -186,7 +186,7 @@ def serve_meeting(address: str, tell: Callable[[str], None]) -> NoReturn:
     point = MeetingPoint(Survival(1, 1, address), 0)
     point.serve()
     tell(joined_address(point.host, point.port))
-    while True:  # loops because a signal handler may return before another thread ends this process
+    while True:  # loop: a signal handler may return before another thread ends this process
         signal.pause()
 
 
@@ -431,7 +431,7 @@ class Guest:
         self.giver = -1
         self.postponed = 0
         self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
-        # ask at once: members wait for requests of joining replicas in the order of their numbers
+        # ask now: members wait for the requests of joining replicas in the order of their numbers
         self._store.set(axis_key("ask", self.number), "1")
         if self._shard == 0:
             self._ask_for_dead(range(replicas, self.number), silence_s)
@@ -449,7 +449,7 @@ class Guest:
             time.sleep(_ASK_POLL_S)
         for guest in away:
             for rank in ranks_of_replicas([guest], self._shards):
-                # write the key `loopback`, for which members wait, because the rank has ended
+                # members wait for the key `loopback`, which the ended rank cannot write any more
                 self._store.set(axis_key("loopback", rank), "")
                 note_gone(self._store, rank)
             self._store.set(axis_key("ask", guest), "1")

@@ -163,9 +163,9 @@ class GroupAhead:
 def group_ahead(
     membership: Membership, agreement: Agreement, timeout_s: float
 ) -> tuple[GroupAhead, str]:
-    """Begins to form the process group of the members of `agreement` and its joining replica
-    (guest), while training continues. Returns the group, and a log line with the address on which
-    this rank listens.
+    """Begins to form a process group while training continues. Its members are the members of
+    `agreement` and the joining replica (guest). Returns the group, and a log line with the address
+    on which this rank listens.
 
     The group is of no use if the members change before the step at which the replica joins.
     """
@@ -204,8 +204,7 @@ NumberedKind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 @dataclass(frozen=True)
 class SurvivedLoss:
-    """A change of the members after which the other replicas continued: a loss, a departure or a
-    join.
+    """A loss, a departure or a join of replicas, after which the other replicas continued.
 
     replicas: the replicas that were lost or left. next_step: the first step that no rank had begun.
     recovered_s: seconds from noticing the change until all collectives continued. came: the
@@ -254,9 +253,9 @@ class NumberedCollective:
 
 
 def floor_after(floor: int, kept: Mapping[int, NumberedCollective]) -> int:
-    """Returns the highest number up to which this rank has finished all collectives. At least all
-    collectives up to `floor` are finished. kept: the collectives that the rank still holds, by
-    number.
+    """Returns the highest number up to which this rank has finished all collectives. All
+    collectives up to `floor` are certainly finished. kept: the collectives that the rank still
+    holds, by number.
     """
     while (following := kept.get(floor + 1)) and following.finished:
         floor += 1
@@ -264,7 +263,7 @@ def floor_after(floor: int, kept: Mapping[int, NumberedCollective]) -> int:
 
 
 def lost_of(layout: Sequence[int], members: Sequence[int]) -> list[int]:
-    """Indices of the replicas in `layout` that are not in `members`."""
+    """Returns the indices of the replicas in `layout` that are not in `members`."""
     return [number for number, member in enumerate(layout) if member not in members]
 
 
@@ -273,8 +272,8 @@ NOBODY = -2
 
 
 def holder_of(number: int, kind: NumberedKind, reports: Sequence[RankReport]) -> int:
-    """Returns the index of the report of the rank from which other ranks copy the result of
-    collective `number`.
+    """Chooses the rank from which other ranks copy the result of collective `number`. Returns the
+    index of this rank's report.
 
     Returns `ALL` if all ranks have the result. Returns `NOBODY` if all ranks must repeat the
     collective: either no rank has the result, or it is an all-to-all, in which each rank receives

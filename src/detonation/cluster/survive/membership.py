@@ -176,7 +176,7 @@ class Membership:
 
     def call_if_left(self) -> None:
         """Makes all remaining ranks call `agree` if a rank has ended. Use this method while no
-        collective is running: otherwise a failing collective shows the loss.
+        collective is running; a running collective would fail, and so show the loss.
 
         Raises the error of this rank if this rank cannot continue.
         """
@@ -467,7 +467,7 @@ class Membership:
         self._hear(dict(zip(watched, found, strict=True)), count)
         lost = self._finds_loss(members, count)
         if lost:
-            # if all ranks have agreed meanwhile, no rank reads this key of the old epoch any more
+            # harmless if all ranks have agreed meanwhile: no rank reads keys of an old epoch
             self._beats.set(call, "1")
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
@@ -550,8 +550,8 @@ class Membership:
                 self.changed.release()
 
     def limit_s(self) -> float:
-        """Returns the seconds without a heartbeat of a rank, or without an answer of the store,
-        after which the rank or the store counts as lost.
+        """Returns a time limit in seconds. A rank counts as lost after this time without a
+        heartbeat, and the store counts as lost after this time without an answer.
         """
         least = self.silence_s
         if not self.under_way:

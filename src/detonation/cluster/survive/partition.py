@@ -69,8 +69,8 @@ class PartitionWatch:
 
     @property
     def judges(self) -> bool:
-        """True while this rank does not know yet whether it can reach a replica that has not
-        answered for some seconds. Until this is known the rank must not write its report.
+        """True while a replica has not answered for some seconds, and this rank does not know yet
+        whether it can reach that replica. Until this is known, this rank must not write its report.
         """
         now = time.monotonic()
         if not self._waits[0] or now - self._since < WAIT_LINE_S:
@@ -133,7 +133,7 @@ class PartitionWatch:
     def _end(self, failure: Exception) -> None:
         try:
             self._membership.end(failure)
-        except Exception:  # `end` is the user's function
+        except Exception:  # the user's function `end` may raise any error
             _log.exception("the function end, called because of %r, raised an error", failure)
 
     def _watch_wait(self, now: float) -> None:
@@ -186,8 +186,8 @@ class PartitionWatch:
         """Returns for how many seconds each rank has not answered. Omits ranks that have never
         answered.
 
-        The seconds count from the time at which this rank has waited in an exchange for
-        `WAIT_LINE_S` seconds, or from the last answer of the other rank if this answer came later.
+        The seconds count from the last answer of the other rank. But they count at the earliest
+        from the time at which this rank has waited in its exchange for `WAIT_LINE_S` seconds.
         Before that time, the seconds may be negative.
         """
         asked = self._since + WAIT_LINE_S
@@ -248,8 +248,9 @@ class PartitionWatch:
         return [rank for rank in self._peers() if rank in progress and progress[rank][0] < mine]
 
     def _progress(self) -> dict[int, tuple[int, Standing]]:
-        """Returns, for each rank, the number of the last exchange that the rank has started, and
-        the rank's progress in its training loop. Both are part of its latest heartbeat.
+        """Returns two values for each rank: the number of the last exchange that the rank has
+        started, and its progress in its training loop. Both are part of the rank's latest
+        heartbeat.
         """
         membership = self._membership
         beats = {rank: membership.beat(rank) for rank in self._peers()}

@@ -1,5 +1,6 @@
-"""Addresses on which a process of an elastic axis listens, a port that shows other ranks whether
-the process is alive and reachable, and the functions by which all ranks meet at the start.
+"""How the processes of an elastic axis find and reach each other. `Ways` chooses the addresses on
+which a process listens. `Port` shows other ranks whether the process is alive and reachable.
+`meet_at` waits at the start until all ranks have met.
 """
 
 import contextlib
@@ -125,9 +126,9 @@ def refuses(name: str) -> bool:
 class Presence:
     """Finds out, for a process that is not a member, whether the replicas of a run still exist.
 
-    A replica is gone if one of its ranks has left, has ended according to its launcher or its
-    operating system, or has sent no heartbeat for `silence_s`. replicas, shards: counts of replicas
-    and shards at the start of the run.
+    A replica is gone if one of its ranks has left, has ended, or has sent no heartbeat for
+    `silence_s`. The launcher or the operating system of a rank shows whether it has ended.
+    replicas, shards: counts of replicas and shards at the start of the run.
     """
 
     def __init__(self, store: Store, replicas: int, shards: int, silence_s: float) -> None:

@@ -109,9 +109,9 @@ class SurvivingCommunicator(AxisEnd):
         # the replicas that leave now, in the present step of the optimizer `acting`
         self.handed: Sequence[int] = ()
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
-        # the `AxisUser` of a loop that itself calls this axis, without an optimizer of `replicate`
+        # the `AxisUser` of a training loop that calls this axis itself, without `replicate`
         self._own: AxisUser | None = None
-        for agreement in let_in:  # a report holds earlier decisions on replicas that leave or join
+        for agreement in let_in:  # reports also hold earlier decisions on leaving and joining
             for report in agreement.reports.values():
                 leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
                 self.departing |= leaving
@@ -147,7 +147,7 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             entry = self.users.entry
             if entry:
-                # wait for a running recovery: this rank has reported that the step has not begun
+                # a running recovery relies on this rank's report that the step has not begun
                 self.settle()
             user = AxisUser(self, hand_over)
             self.users.add(user, holds=self._recovering or bool(self.departing))
@@ -268,8 +268,8 @@ class SurvivingCommunicator(AxisEnd):
         """Leaves the run together with the remaining replicas; waits for them at most `limit_s`
         seconds. Collective.
 
-        Until all replicas have taken their last step, this replica takes part in recoveries,
-        because another replica may need a result that only this replica has.
+        Another replica may need a result that only this replica has. So this replica takes part in
+        recoveries until all replicas have taken their last step.
         """
         deadline = time.monotonic() + limit_s
         membership = self._membership
@@ -278,7 +278,7 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            # a recovery that still runs would create a group that nobody ends, so wait for it
+            # wait for a running recovery, because nobody would end the group that it creates
             self._changed.wait_for(lambda: not self._recovering, limit_s)
         membership.leave(limit_s)
         self._group.abandon()
@@ -294,7 +294,7 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        # gather the times at which the messages leave, in a collective that survives a loss, too
+        # gather when the messages leave: `_start` completes this even if a replica is lost
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
@@ -482,9 +482,9 @@ class SurvivingCommunicator(AxisEnd):
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _note(self, agreement: Agreement) -> None:
-        """Records which replicas leave and which replica joins because of `agreement`, before a
-        turn (a step of an optimizer) that no rank has reached. Replicas leave only if enough
-        replicas remain. A replica that is already recorded keeps its turn.
+        """Records which replicas leave and which replica joins because of `agreement`. They do so
+        before a turn (a step of an optimizer) that no rank has reached. Replicas leave only if
+        enough replicas remain. A replica that is already recorded keeps its turn.
         """
         membership = self._membership
         shards = membership.shards

@@ -130,12 +130,12 @@ class AxisUsers:
         return [user.number for user in present]
 
     def let_go(self) -> None:
-        """No longer keeps alive the optimizers that `hold` and `add` have kept alive."""
+        """Drops the references by which `hold` and `add` keep optimizers alive."""
         self._held = []
 
     def company(self, of: "AxisUser", gone: Collection[int]) -> list["AxisUser"]:
-        """Returns the optimizers that hand over their unsent state in the same step as the
-        optimizer `of`, when a replica leaves. The result is the same on all ranks.
+        """Returns the other optimizers that hand over their unsent state when a replica leaves in a
+        step of the optimizer `of`. The result is the same on all ranks.
 
         gone: numbers of the optimizers that a rank had dropped when all ranks agreed on the
         departure.
@@ -187,8 +187,8 @@ def told_departures(departing: Mapping[int, Departure]) -> list[tuple[int, list[
 def company(
     turns: Sequence[Turns], present: Collection[int], of: int, gone: Collection[int]
 ) -> list[int]:
-    """Returns the numbers of the optimizers in `present` that hand over their unsent state in the
-    same step as the optimizer `of`, when a replica leaves.
+    """Returns the numbers of the other optimizers in `present` that hand over their unsent state
+    when a replica leaves in a step of the optimizer `of`.
 
     gone: numbers of the optimizers that a rank had dropped when all ranks agreed on the departure.
     """
@@ -200,8 +200,8 @@ def due_before(pending: Sequence[Agreement], user: int, turn: int) -> list[Agree
     `user`.
 
     An agreement takes effect before `turn` if no remaining rank had begun `turn` when the ranks
-    made the agreement. Then all earlier agreements take effect, too: if a rank had begun `turn`
-    before an earlier agreement, this rank was lost later.
+    made the agreement. Then all earlier agreements take effect, too: a rank that had begun `turn`
+    before one of them was lost later.
     """
     due = [n for n, each in enumerate(pending, 1) if turn >= turn_of(each.next_turns, user)]
     return [*pending[: max(due, default=0)]]
@@ -223,8 +223,8 @@ def changes_of(members: Sequence[int], agreements: Iterable[Agreement]) -> list[
 
 
 def leaving_before(departing: Mapping[int, Departure], user: int, turn: int) -> list[int]:
-    """Returns the replicas in `departing` that must leave now, before `turn` begins. A turn is a
-    step of the optimizer `user`; replicas that had to leave before an earlier turn count, too.
+    """Returns the replicas in `departing` that must leave before `turn`, a step of the optimizer
+    `user`. The result includes replicas that had to leave before an earlier turn.
     """
     return [
         member for member, departure in departing.items() if turn_of(departure.turns, user) <= turn

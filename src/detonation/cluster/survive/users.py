@@ -167,9 +167,9 @@ class Host:
         return [rank for rank, key in keys.items() if store.get(key).decode() != turn]
 
     def copy_turn(self, guest: int, number: int, turn: int) -> float:
-        """Returns the turn (step of the optimizer) after which all shards of this replica give the
-        joining replica `guest` copy `number` of the training state. Returns infinity while a shard
-        of `guest` does not wait for this copy yet.
+        """All shards of this replica send a copy of the training state to the joining replica
+        `guest` after the same turn (step of the optimizer). Returns this turn for copy `number`.
+        Returns infinity while a shard of `guest` does not wait for this copy yet.
 
         The shards of this replica are in the same turn or one turn apart. So with several shards
         the copy is made one turn later than with one shard.
@@ -257,7 +257,8 @@ class AxisEnd(ElasticCommunicator):
         self.layout = members
         self.replica = members.index(self.axis.host.membership.replica)
         self.channels = 0
-        self.adopted = turn  # makes channel names unique: the same members may meet again
+        # part of each channel name: it distinguishes two times at which the members are the same
+        self.adopted = turn
 
 
 class AxisUser(AxisEnd):
@@ -308,8 +309,8 @@ class AxisUser(AxisEnd):
         return self.turns.ahead
 
     def step_of(self, turn: float) -> float:
-        """Returns the step that the optimizer takes in `turn` (a step number that never falls), if
-        training does not go back before this turn.
+        """Returns the step that the optimizer takes in `turn` (a step number that never falls). The
+        result holds unless training goes back or forward before this turn.
         """
         return turn - self.turns.ahead
 
@@ -323,8 +324,8 @@ class AxisUser(AxisEnd):
         return self.lets_in and self._has_guest(step)
 
     def _has_guest(self, step: int) -> bool:
-        """True if all ranks have agreed that a replica joins before `step`, or before an earlier
-        step that this optimizer has not begun.
+        """True if all ranks have agreed that a replica joins before `step`. Also True for a join
+        before an earlier step that this optimizer has not begun.
         """
         axis = self.axis
         return (
@@ -367,7 +368,7 @@ class AxisUser(AxisEnd):
 
         left: replicas that have left before this step.
         """
-        # hold one lock: between the change of members and the begin of the step, report nothing
+        # hold the lock, so that no report sees the new members before the step has begun
         with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(left)
@@ -473,7 +474,7 @@ class AxisUser(AxisEnd):
             users.end_others([each for each in range(len(users.turns)) if each != self.number])
 
     def _begin(self, step: int) -> None:
-        # a replica that must wait joins before this turn, which no rank may have begun
+        # a replica joins before this turn, but not now: no rank may count the turn as begun
         if self._has_guest(step) and not self.lets_in:
             return
         turns = self.turns
