@@ -231,7 +231,7 @@ class CommHook:
         update = parameter.grad
         if update is None:
             return own
-        # no rank of this node used the parameter, so its update is not in the bucket
+        # if no rank of this node used the parameter, its update is not in the bucket yet
         if update is not view:
             view.copy_(update)
         if own is None:

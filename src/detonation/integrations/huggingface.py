@@ -35,7 +35,7 @@ try:
     from accelerate.utils import DistributedType
     from transformers.trainer_callback import TrainerCallback
 except ImportError as error:
-    raise ImportError(f"{error}: pip install '.[hf]' in a clone") from error
+    raise ImportError(f"{error}: run pip install '.[hf]' in a clone") from error
 
 _PART_OF_REPLICAS = "detonation"
 """Name of the directory in a checkpoint that holds the exact state of every rank. The library
@@ -50,8 +50,8 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
     """A `ParallelismConfig` of Accelerate with which FSDP2 shards only inside each replica.
 
     A scheme connects the replicas. Consecutive ranks are the shards of one replica. Each rank reads
-    different data, as with Accelerate's own `ParallelismConfig`. With the `axis` of `elastic` each
-    replica is a separate world, and all replicas read the same data unless you give each replica
+    different data, as with Accelerate's own `ParallelismConfig`. With the `axis` of `elastic`, each
+    replica is a separate world. All replicas then read the same data, unless you give each replica
     its own part.
 
     Args:
@@ -172,9 +172,9 @@ class Replicate(TrainerCallback):
     or without PEFT. `max_grad_norm` clips the gradients on which replicas agree, as in hybrid
     sharding. Each checkpoint holds the state of the replicas, and
     `train(resume_from_checkpoint=...)` continues bit for bit. The logs contain the `bytes_sent` of
-    this rank so far, and the `grad_norm` of the gradients on which replicas agree (none if nothing
-    is clipped). The last step completes open rounds, so that all replicas evaluate and save the
-    same model.
+    this rank so far. They also contain the `grad_norm` of the gradients on which replicas agree;
+    without clipping, they contain no `grad_norm`. The last step completes open rounds, so that all
+    replicas evaluate and save the same model.
 
     Attributes:
         optimizer: Replicated optimizer, for its `stats`; None until training begins.
@@ -214,7 +214,7 @@ class Replicate(TrainerCallback):
         optimizer. Then loads the state of the replicas.
         """
         trainer, checkpoint = _training()
-        # check again, because a callback that `add_callback` adds gets no call of `on_init_end`
+        # check again: a callback that was added by `add_callback` gets no call of `on_init_end`
         check_setup(trainer.accelerator.state, trainer.model)
         check_smoothing(trainer)
         # an earlier call of `train` has already replicated the optimizer
@@ -255,8 +255,9 @@ class Replicate(TrainerCallback):
         self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds the sent bytes to the logs. Replaces the gradient norm of this replica by the norm
-        of the gradients on which replicas agree, or removes it if that norm is not measured.
+        """Adds the sent bytes to the logs. Replaces the logged gradient norm of this replica by the
+        norm of the gradients on which replicas agree. If that norm is not measured, removes the
+        logged norm.
         """
         if not self.optimizer:
             return
@@ -296,7 +297,7 @@ class _LastRound(TrainerCallback):
     on_epoch_end = on_evaluate = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._optimizer = None  # then `on_evaluate` does nothing if `evaluate` is called later
+        self._optimizer = None  # a later call of `evaluate` then completes no round
 
 
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
@@ -367,7 +368,8 @@ def check_smoothing(trainer: Any) -> None:
 
     The Trainer shifts the labels if the class of the model has the name of a causal language model.
     FSDP2 renames this class, so without this check the model would learn to copy its input. Inside
-    an adapter of PEFT, FSDP2 renames the class only if it shards this module by itself.
+    an adapter of PEFT, FSDP2 renames the class only if it shards the adapted model as a separate
+    unit.
     """
     # import here, because loops with Accelerate alone do not need these slow modules
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -401,7 +403,7 @@ def _training() -> tuple[Any, str | None]:
         if "resume_from_checkpoint" in frame.f_locals and hasattr(trainer, "callback_handler"):
             return trainer, frame.f_locals["resume_from_checkpoint"]
     raise RuntimeError(
-        "Replicate is a callback of the Trainer: Trainer(..., callbacks=[Replicate(...)])"
+        "Replicate runs outside of a Trainer: pass it as Trainer(..., callbacks=[Replicate(...)])"
     )
 
 
@@ -506,7 +508,7 @@ def _save_part(
 ) -> None:
     """Saves the exact state of every rank in the directory `part`. Collective."""
     state = AcceleratorState()
-    # An earlier run may have left a later step in this directory, so remove the directory.
+    # This directory may hold a later step of an earlier run, so remove the directory.
     # One rank of each node removes this directory, because nodes need not share a file system.
     if state.is_local_main_process:
         shutil.rmtree(part, ignore_errors=True)

@@ -24,8 +24,9 @@ _FOLDER = re.compile(r"checkpoint_[0-9]+")
 def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
     """Makes `train(resume_from_checkpoint=True)` skip incomplete checkpoints.
 
-    A constructor of a Trainer calls this function, directly or not. The function finds this Trainer
-    on the call stack, and replaces its method `train`. Without a Trainer it does nothing.
+    A constructor of a Trainer calls this function, directly or through a callback. The function
+    finds this Trainer on the call stack, and replaces the Trainer's method `train`. Without a
+    Trainer the function does nothing.
 
     Args:
         name: Pattern of the names of the Trainer's checkpoints.

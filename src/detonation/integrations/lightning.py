@@ -167,7 +167,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         self._device_mesh = init_mesh(replicas, shards, self.root_device.type)
         module = self.lightning_module
         assert module is not None
-        # refuse before Lightning sets up the callbacks, because `WeightAveraging` then copies
+        # refuse before Lightning sets up its callbacks: `WeightAveraging` copies the model there
         for callback in module.trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
@@ -179,8 +179,8 @@ class ReplicaStrategy(ModelParallelStrategy):
             module.configure_model = partial(self._shard, module)  # type: ignore[method-assign]
 
     def setup(self, trainer: Trainer) -> None:
-        """Refuses settings with which replicas would become different, and sets up the model and
-        the optimizers.
+        """Refuses settings that would make replicas different. Then sets up the model and the
+        optimizers.
         """
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
@@ -336,7 +336,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         Collective.
         """
         assert self.model is not None
-        # rank 0 counts for all ranks, so that all of them refuse
+        # all ranks take the counts of rank 0, so that either all ranks refuse or none
         written = self.broadcast(len([*(path / PART).glob("[0-9]*")]))
         whole = self.broadcast((path / _METADATA_FILENAME).exists())
         if whole and written != len(self.replicated):

@@ -43,7 +43,7 @@ try:
     from torchtitan.tools.logging import logger
     from torchtitan.trainer import Trainer
 except ImportError as error:
-    raise ImportError(f"{error}: pip install '.[titan]' in a clone") from error
+    raise ImportError(f"{error}: run pip install '.[titan]' in a clone") from error
 
 
 def with_replicas(
@@ -84,7 +84,10 @@ def with_replicas(
         found = getattr(config, name)
         if type(found) is not theirs:
             kinds = f"{type(found).__qualname__}, must be {theirs.__qualname__}"
-            raise ValueError(f"config.{name} is of class {kinds}")
+            raise ValueError(
+                f"config.{name} is of class {kinds}: call with_replicas once, with torchtitan's"
+                " own classes"
+            )
         setattr(config, name, derive(found, ours))
     sharding = _Sharding(config.model_spec, scheme, settings)
     config.model_spec = replace(
@@ -97,8 +100,8 @@ def with_replicas(
 
 
 class _Sharding:
-    """The functions of a `ModelSpec` that shard the model inside a replica and replicate the
-    optimizer.
+    """Provides two functions for a `ModelSpec`: one shards the model inside a replica, the other
+    replicates the optimizer.
     """
 
     def __init__(self, spec: Any, scheme: Scheme | str, settings: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Two collectives between the nodes of a replica. One is an all-gather of quantized differences
-between weights and a common copy of these weights, the reference. The other is an all-to-all of
-quantized gradients with error feedback.
+"""Two collectives between the nodes of a replica. One is an all-gather of weights: ranks send the
+quantized differences between their weights and the reference, a copy of the weights that is equal
+on all nodes. The other is an all-to-all of quantized gradients with error feedback.
 """
 
 import logging
@@ -32,13 +32,14 @@ from detonation.wire.wire import BLOCK
 
 @dataclass(frozen=True)
 class BlockIntegers:
-    """Encodes numbers in 4 or 8 bits, as evenly spaced levels between minus and plus the largest
-    magnitude of a block of 128 numbers. One more code marks a number that was not sent.
+    """Encodes numbers in 4 or 8 bits. In a block of 128 numbers, the encoded levels are evenly
+    spaced between minus and plus the largest magnitude of the block. One more code marks a number
+    that was not sent.
 
     A message consists of packed integers, followed by the bf16 scales of its blocks. The last block
     is padded with zeros. On an accelerator the message is padded to a multiple of `ALIGNMENT`
     bytes. A block with a nonfinite number decodes to nonfinite numbers. The encoding is an odd
-    function, like that of every precision; see `codec.precision`.
+    function, as for every precision; see `codec.precision`.
     """
 
     width: int
@@ -51,8 +52,8 @@ class BlockIntegers:
     def encode(
         self, values: Tensor, places: Tensor | None = None, marked: Tensor | None = None
     ) -> Tensor:
-        """Quantizes each line of `values`. `places` are positions in a line. If `marked` is True
-        for a position, the number at this position is encoded as not sent.
+        """Quantizes each line (last dimension) of `values`. `places` are positions in a line. If
+        `marked` is True for a position, the number at this position is encoded as not sent.
         """
         # shapes: values [..., n] fp32, places and marked [m] -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
@@ -63,7 +64,7 @@ class BlockIntegers:
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # shape [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # shape [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # A scale of 0 becomes the smallest normal number.
+        # Division by a scale of 0 would give infinity, so the smallest normal number replaces 0.
         # The code of a NaN is undefined, so the bit mask below keeps this code within its own bits.
         normal = scales.float().clamp_(min=torch.finfo(torch.float32).tiny)
         per_step = normal.reciprocal_().unsqueeze(-1)
@@ -99,8 +100,8 @@ class BlockIntegers:
         )
 
     def marked(self, encoded: Tensor, count: int, places: Tensor) -> Tensor:
-        """Returns, for each message in `encoded` and each position in `places`, True if the message
-        marks the number at this position as not sent. Each message has `count` numbers.
+        """Returns which numbers each message in `encoded` marks as not sent: one bool for each
+        position in `places`. Each message has `count` numbers.
         """
         # shapes: encoded [..., bytes] uint8, places [m] int64 -> [..., m] bool
         return self._codes(encoded, count)[..., places] == 0
@@ -208,8 +209,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         output_tensor.copy_(total)
 
     def _leave(self, unused: Sequence[bool], before: Tensor, total: Tensor) -> None:
-        """For each parameter that no rank of the replica used, restores the residual from `before`
-        and sets the sum of the gradients to zero.
+        """Restores the residual from `before` for each parameter that no rank of the replica used.
+        Also sets the sum of this parameter's gradients to zero.
         """
         assert self.residual is not None
         end = 0
@@ -288,8 +289,9 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         return self.residual
 
     def _summed_in_node(self, parts: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Sums gradients over the ranks of this node. A rank gets the sums for the shards of its
-        own local rank on all nodes. Also returns which parameters no rank of this node used.
+        """Sums gradients over the ranks of this node. This rank gets one sum for each node: that
+        for the rank with the same local rank on that node. Also returns which parameters no rank of
+        this node used.
         """
         # shapes: [nodes, local * n], [parameters] int64 -> [nodes, n], [parameters] bool
         unused = None
@@ -340,8 +342,8 @@ WEIGHT_MOVES = WeightMoves()
 def watch_optimizers() -> None:
     """From now on, counts each optimizer step on sharded weights as a change of the weights.
 
-    Steps on an unsharded model are not counted, because a single rank may train such a model, and
-    the other ranks would not know of such steps.
+    Steps on an unsharded model are not counted. A single rank may train such a model, and the other
+    ranks would not know of its steps.
     """
     register_optimizer_step_post_hook(_announce)
 
@@ -362,9 +364,9 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class DifferenceGather(DefaultAllocMixin, AllGather):
     """The all-gather of the weights of one FSDP unit whose shards are on several nodes.
 
-    All nodes hold equal copies of a reference: the weights as they were last gathered. After an
-    optimizer step, each rank sends to the other nodes, once, the difference between its shard and
-    the reference. All ranks add the same differences to the reference, so the copies stay bitwise
+    All nodes hold equal copies of a reference: the weights as they were last gathered. Once after
+    each optimizer step, a rank sends the difference between its shard and the reference to the
+    other nodes. All ranks add the same differences to the reference, so the copies stay bitwise
     equal. The output is the reference, gathered inside the node. Without a step since the last
     gather, no message leaves the node.
 

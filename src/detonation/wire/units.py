@@ -73,8 +73,9 @@ class ShardUnit:
         self._hook_loading(cast(nn.Module, module))
 
     def _watch_backward(self, module: FSDPModule, reduce: ErrorFeedbackReduce) -> None:
-        """Sets `reduce.lacks`, the missing gradients. If no rank has a gradient for a parameter,
-        removes the zeros that FSDP2 puts in the place of this gradient.
+        """From now on, each backward sets `reduce.lacks` to the parameters without a gradient. If
+        no rank has a gradient for a parameter, backward also removes the zeros that FSDP2 puts in
+        the place of this gradient.
         """
         group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
         reduces = group.post_backward
@@ -254,7 +255,7 @@ def resync_weights(model: nn.Module) -> None:
     after a write to the weights outside of an optimizer step.
 
     `load_checkpoint` makes this call, and so does `load_state_dict` of the model or of a module in
-    it. A model without compressed communication between shards (a shard wire) does not need it.
+    it. A model without compressed communication between shards (a shard wire) needs no such call.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
@@ -271,8 +272,8 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def shard_bytes_sent(model: nn.Module) -> int:
-    """Returns the number of bytes that this rank has sent to other nodes of its replica by
-    compressed communication between shards (the shard wire); 0 without a shard wire.
+    """Returns how many bytes this rank has sent through the shard wire, the compressed
+    communication between the nodes of a replica. Returns 0 without a shard wire.
 
     Gradients in fp32 use torch's own reduce-scatter, so their bytes are not counted.
 

@@ -56,13 +56,14 @@ def shard_wire(
     resync_every: int = 0,
     link: str = "",
 ) -> ShardWire:
-    """Compresses the traffic of `shard` between nodes, for a model that does not fit into one node.
+    """Makes the settings with which `shard` compresses the messages between the nodes of one
+    replica, for a model that does not fit into one node.
 
-    Weights: each node keeps a reference copy of the gathered weights, split over its ranks. After a
-    step, each rank sends once the quantized difference between its shard and the reference. Every
-    rank adds the same differences to the reference, so gathered weights are bitwise equal on all
-    ranks. A rounding error is part of the next difference and does not accumulate. Gathers without
-    a step in between (backward, evaluation, further micro-batches) stay inside the node.
+    Weights: each node keeps a reference copy of the gathered weights, split over its ranks. Once
+    after each step, a rank sends the quantized difference between its shard and the reference.
+    Every rank adds the same differences to the reference, so gathered weights are bitwise equal on
+    all ranks. A rounding error is part of the next difference and does not accumulate. Gathers
+    without a step in between (backward, evaluation, further micro-batches) stay inside the node.
 
     Gradients are summed inside the node without quantization. Each sum is quantized and sent to the
     node that holds the shard of its parameters. Each rank adds the rounding error to its next
