@@ -167,7 +167,9 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def source_addresses(target: str) -> Iterator[str]:
-    """For each address of the host `target`, yields the source address of packets to it."""
+    """Yields, for each address of the host `target`, the address of this machine from which packets
+    to `target` leave.
+    """
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

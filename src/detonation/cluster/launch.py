@@ -288,8 +288,8 @@ def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
     """Blocks signals while a rank starts, so that the handler of every signal finds the new rank in
     `pids`.
 
-    The forked rank briefly runs in the parent's stack, where a signal handler must not raise an
-    exception.
+    The forked rank briefly runs in the parent's call stack, where a signal handler must not raise
+    an exception.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     stop_requested = bool(stop)

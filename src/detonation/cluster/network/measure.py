@@ -287,7 +287,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
             if replica in pair:
                 other = sum(pair) - replica
                 peer = ranks[other]
-        # times of short messages, then of long messages; the lower replica of a pair stores them
+        # times of short messages, then of long messages; the lower-numbered replica of a pair fills in
         times = [0.0] * (2 * size)
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(

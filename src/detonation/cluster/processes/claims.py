@@ -23,7 +23,7 @@ _SIZE = "detonation/counts"
 
 
 def this_process() -> str:
-    """Returns a name of this process that users can understand on other machines, too."""
+    """Returns a name of this process that is clear to users on other machines, too."""
     return f"process {os.getpid()} on {platform.node()}"
 
 

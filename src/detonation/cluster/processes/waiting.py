@@ -65,7 +65,7 @@ class Standing:
         """
         steps, where = text.split(" ")
         if where not in _SAID:
-            raise ValueError(f"{where!r} is no position in a training loop")
+            raise ValueError(f"{where!r} must be inside, outside, saving or left")
         return cls(int(steps), where)
 
     def __str__(self) -> str:

@@ -165,7 +165,9 @@ class MeetingPoint:
         )
 
     def left_out(self) -> list[int]:
-        """Ranks of replicas that are no longer members, although they were not asked to leave."""
+        """Returns the ranks of replicas that are no longer members, although nobody asked them to
+        leave.
+        """
         members = {*range(self._replicas)}
         if self._store:
             members = self._members()

@@ -563,8 +563,8 @@ class Membership:
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:
-        """Returns an `Awaited` with which this rank waits during training for ranks that are alive,
-        at most `patience_s` seconds. This object logs for which ranks this rank waits.
+        """Returns an `Awaited`. With it this rank waits during training for ranks that are alive,
+        at most `patience_s` seconds, and logs for which ranks it waits.
         """
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S, ends=False)
 
