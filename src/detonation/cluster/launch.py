@@ -396,7 +396,7 @@ def _reported(
     its error for the other ranks (see `Heartbeat.report`). A rank that lost a connection finds out
     which rank is lost.
     """
-    # before the first heartbeat all ranks of a machine raise one error, so one rank prints it
+    # before the first heartbeat all ranks of a machine raise the same error: the first prints it
     if heartbeat is None:
         told = failure.complete and bool(position.local_rank)
         return WorldError(failure, position.world_size, told)

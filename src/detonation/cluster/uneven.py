@@ -58,9 +58,9 @@ class UnevenAxis(Communicator):
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """Cuts all `parameters` into pieces. Returns the pieces by the group of ranks that hold
-        them; the groups are sorted. Pieces may be empty. A group that does not contain this rank
-        has no pieces here.
+        """Cuts all `parameters` into pieces. Returns, for each group of ranks, the pieces that
+        these ranks hold; the groups are sorted. Pieces may be empty. A group that does not contain
+        this rank has no pieces here.
         """
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         everyone = {ranks for run in runs.values() for ranks in run}

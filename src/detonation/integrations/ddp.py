@@ -80,7 +80,7 @@ def comm_hook(
             " leave mixed_precision out, and use torch.autocast"
         )
     if model._comm_hooks:
-        raise ValueError("the model already has a communication hook, and can have only one")
+        raise ValueError("the model already has a communication hook: register only one hook")
     ranks = dist.get_process_group_ranks(model.process_group)
     if mesh is None:
         axis = DeviceMesh.from_group(model.process_group, next(model.parameters()).device.type)

@@ -473,8 +473,8 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
     """Makes `save_state` and `load_state` include the state of the replicated optimizer in
     `wrapper`.
 
-    The folders of several optimizers are numbered in the order of `prepare`: `detonation`,
-    `detonation_1`, ...
+    The folders of several optimizers are numbered in the order of the calls of `prepare`:
+    `detonation`, `detonation_1`, ...
     """
 
     def parts(path: str) -> Iterator[Path]:

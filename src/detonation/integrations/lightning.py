@@ -278,7 +278,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         # remove old metadata first, so that after an interrupted save the metadata is missing
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
-        if self.local_rank == 0:  # another run may have left the state of a later step
+        if self.local_rank == 0:  # another run may have left the state of a later step here
             shutil.rmtree(path / PART, ignore_errors=True)
         self.barrier()
         if trains:

@@ -160,7 +160,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         self.unused: set[str] = set()
         self.residual: Tensor | None = None
         self._places: tuple[dict[str, int], Tensor | None] = ({}, None)
-        self._laid_out: dict[str, int] = {}  # count of elements of each parameter in the residual
+        self._laid_out: dict[str, int] = {}  # number of elements per parameter in the residual
 
     def __call__(
         self,
@@ -183,7 +183,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         here = self._link.replica
         residual = self._residual_for(count, sums.device)
         before = residual.clone() if self.lacks else residual
-        # slices, because a list of indices would be copied to the device and block the host
+        # use slices: a list of indices would be copied to the device and block the host
         others = torch.cat([sums[:here], sums[here + 1 :]])
         signal = others.float().add_(residual)  # shape [nodes - 1, n]
         encoded = self._codec.encode(signal, places, unused)
@@ -500,7 +500,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])
         for row, message in zip(reference, arrived, strict=True):
-            # one node at a time, so that only one decoded shard exists
+            # decode one node at a time, so that only one decoded shard is in memory
             row.copy_(row.float().add_(self._codec.decode(message, len(own))))
         self._link.recycle(arrived)
 

@@ -164,7 +164,7 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     latency = 0.0
     slope = 0.0
     scale = y
-    # divide each error by the fitted time: division by `y` would overweight times that are too short
+    # divide each error by the fitted time: division by `y` would overweight short outliers
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))
@@ -287,7 +287,7 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
             if replica in pair:
                 other = sum(pair) - replica
                 peer = ranks[other]
-        # times of short messages, then of long messages; the lower-numbered replica of a pair fills in
+        # times of short, then of long messages; the lower-numbered replica of each pair stores them
         times = [0.0] * (2 * size)
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(

@@ -153,8 +153,8 @@ def _address_in(entry: bytes) -> tuple[str, int]:
 def _drop_at(address: tuple[str, int]) -> None:
     """Makes the kernel drop new connections to the socket of gloo that listens at `address`.
 
-    Only inheritable sockets are changed: gloo's sockets are inheritable, and Python's are not. So
-    even if a forged entry of the store names the address of a Python server, the server works on.
+    Changes only inheritable sockets: gloo's sockets are inheritable, and Python's are not. So a
+    Python server keeps working even if a forged entry of the store names its address.
     """
     for descriptor in Path("/proc/self/fd").iterdir():
         number = int(descriptor.name)

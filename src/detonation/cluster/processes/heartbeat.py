@@ -165,8 +165,8 @@ class StoreBoard:
 
     def close(self, others: int) -> None:
         """Records in the store that this rank will not use the heartbeat board any more. On the
-        machine that hosts the store, waits at most `_READING_S` seconds until the `others` other
-        ranks have recorded the same.
+        machine that hosts the store, waits until the `others` other ranks have recorded the same,
+        but at most `_READING_S` seconds.
         """
         deadline = time.monotonic() + _READING_S
         closed = self._store.add(_key("closed"), 1)
@@ -215,8 +215,8 @@ EndProcess = Callable[[Reason], NoReturn]
 class Heartbeat:
     """The heartbeat of this rank, which runs from construction until `stop`.
 
-    If a rank is lost, `end` is called in another thread, because the main thread may wait inside
-    the network library.
+    If a rank is lost, another thread calls `end`, because the main thread may wait inside the
+    network library.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ def end_now(code: int) -> NoReturn:
     """Flushes the output and ends this process with exit code `code` immediately, from any thread.
 
     The network libraries have threads of their own, which may hold Python objects or wait for a
-    lost peer. If the interpreter shuts down while these threads run, it may hang or abort.
+    lost peer. If the interpreter shuts down while these threads run, the process may hang or abort.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

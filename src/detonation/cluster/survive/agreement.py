@@ -148,7 +148,7 @@ class Agreement:
 
     @property
     def gone(self) -> set[int]:
-        """The indices of the optimizers on this axis that at least one rank no longer uses."""
+        """The numbers of the optimizers on this axis that at least one rank has dropped."""
         return {
             user
             for report in self.reports.values()
@@ -348,10 +348,10 @@ def those_that_go_on(
     """Returns the members that continue. The two replicas of each of the `pairs` cannot reach each
     other, and the replicas in `late` have not begun an exchange in time.
 
-    Late replicas are removed first. Then, as long as both replicas of a pair remain, the replica in
-    most such pairs is removed. If several replicas are in equally many pairs, the replica with the
-    highest number is removed. So a replica that only few replicas can reach is removed, and the
-    larger of two partitions continues.
+    The function removes late replicas first. As long as both replicas of a pair remain, it then
+    removes the replica that is in the most such pairs. If several replicas are in equally many
+    pairs, it removes the replica with the highest number. So a replica that only few replicas can
+    reach is removed, and the larger of two partitions continues.
 
     >>> those_that_go_on([0, 1, 2], [[0, 1], [1, 2]], [])  # one against the rest
     [0, 2]
@@ -378,7 +378,7 @@ def axis_store(base: Store, number: int) -> Store:
 
 def serve_one_axis(base: Store) -> None:
     """Gives the only elastic axis in the store `base` the number 0. `axis_store` uses this number
-    in the names of keys. Because it is fixed, the ranks need not meet to agree on a number, so a
+    in the names of keys. Because this number is fixed, the ranks need not meet to agree on it. So a
     rank may be lost before all ranks have met.
     """
     base.set(f"{_AXES}/latest", "0")
@@ -405,7 +405,7 @@ def next_axis_store(
         mine = str(base.add(f"{_AXES}/made", 1) - 1)
         own = axis_store(base, int(mine))
         offer(own)
-        # the first heartbeat of rank 0, for which all other ranks wait
+        # all other ranks wait for this first heartbeat of rank 0
         own.set(axis_key("beat", 0), beat_of(0, 1.0))
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     meeting = PrefixStore(f"{_AXES}/meet", base)

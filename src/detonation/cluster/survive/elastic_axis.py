@@ -165,9 +165,7 @@ class MeetingPoint:
         )
 
     def left_out(self) -> list[int]:
-        """Returns the ranks of replicas that are no longer members, although nobody asked them to
-        leave.
-        """
+        """Returns the ranks of removed replicas, except replicas that were asked to leave."""
         members = {*range(self._replicas)}
         if self._store:
             members = self._members()

@@ -294,7 +294,7 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        # gather when the messages leave: `_start` completes this even if a replica is lost
+        # gather the times at which the messages leave: `_start` survives the loss of a replica
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
@@ -402,7 +402,7 @@ class SurvivingCommunicator(AxisEnd):
         self._floor = floor_after(self._floor, self._kept)
 
     def _watch(self) -> None:
-        """Recovers from one loss after the other, in its own thread, until the axis is closed."""
+        """Recovers from each loss of replicas, in its own thread, until the axis is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -512,7 +512,7 @@ class SurvivingCommunicator(AxisEnd):
             ended = each.flight is not None and each.flight.ended
             if each.result is None and each.kind != "all_to_all" and ended:
                 floor = each.floor
-                each.floor = 0  # `_take` deletes collectives up to `floor`: let it delete none
+                each.floor = 0  # so that `_take`, which deletes collectives up to it, deletes none
                 self._take(each)
                 each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]
