@@ -73,7 +73,7 @@ def test_a_follower_takes_no_byte_more_than_its_copy_was_announced_with(excess):
     thread.join(LIMIT_S)
     if excess:
         assert not stream.inbox
-        assert f"a frame of {6 + excess:,} bytes, but at most 6 may arrive" in stream.trouble
+        assert f"a frame has {6 + excess:,} bytes, but at most 6 may arrive" in stream.trouble
     else:
         assert stream.inbox[0].path.stat().st_size == 10
 

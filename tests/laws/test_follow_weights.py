@@ -545,7 +545,7 @@ def test_parameters_of_another_dtype_are_named_with_what_to_call(tmp_path):
     mixed = network().to(BF16)
     mixed[0].float()
     dt.Feed.of_weights(mixed, tmp_path / "mixed").publish(0)
-    with pytest.raises(ValueError, match=r"give a model of published types and shapes$"):
+    with pytest.raises(ValueError, match=r"give a model with the published types and shapes$"):
         dt.follow(network().to(BF16), tmp_path / "mixed")
 
 

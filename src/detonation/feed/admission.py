@@ -87,7 +87,7 @@ class Admission:
             checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
-        # the new replica gets its next copy of the state after this turn (step of the optimizer)
+        # turn of the optimizer (see `Turns`) after which the new replica gets a copy of the state
         self._copy_turn = math.inf
         self._copies = 0
         self._asked = False  # True if the new replica has asked for its next copy of the state
@@ -115,19 +115,20 @@ class Admission:
                 self._axis.host.refuse(guest, str(error))
 
     def _agree_on_copy(self, feed: Feed) -> None:
-        """Makes all shards give the new replica a copy of the state after the same step, each time
-        the new replica asks for a copy.
+        """Agrees with the other shards on a step after which each shard sends the new replica a
+        copy of the state. The shards agree on a later step if the new replica asks for another
+        copy.
         """
         turn = self._user.turn_of(self._optimizer.step_count)
-        # all shards send a copy after the same turn, so `_copies` is equal on all shards
+        # all shards send each copy after the same step, so `_copies` is equal on all shards
         if turn >= self._copy_turn:
             self._copies += 1
             self._copy_turn = math.inf
             self._asked = False
         self._asked |= feed.is_asked
         if not self._asked and self._others_ask():
-            # if one shard of the guest lacks a copy of the state, all its shards need a new copy
-            feed.disconnect("another shard of it needs a new copy")
+            # if one shard of the new replica needs a new copy of the state, all its shards need one
+            feed.disconnect("another shard of this replica needs a new copy of the state")
         if self._asked and math.isinf(self._copy_turn):
             self._copy_turn = self._axis.host.copy_turn(self._guest, self._copies, turn)
         feed.first_copy = self._user.step_of(self._copy_turn)
@@ -147,7 +148,7 @@ class Admission:
 
     def _open(self, guest: int) -> None:
         if self._several_optimizers():
-            gc.collect()  # frees optimizers that no code uses, but that reference cycles hold
+            gc.collect()  # frees unused optimizers that only reference cycles keep alive
         if self._several_optimizers():
             raise ValueError(
                 "several optimizers use the axis, but a joining replica can receive the state of"
@@ -271,7 +272,7 @@ class _Arrival:
                 deadline = time.monotonic() + self._timeout_s
             late = "no weights came"
             if self._is_ready:
-                late = "the others did not agree on a step"
+                late = "the other replicas did not agree on a step"
             self._follow(deadline, late)
         return entry
 
@@ -288,15 +289,15 @@ class _Arrival:
             # All other replicas now wait for this replica, so they send neither steps nor copies.
             # If this replica still needs a copy of the state, it must not wait for the copy here.
             if not self._is_ready or pace.limit == BEFORE_COPY:
-                # do not let another shard of this replica wait for the steps that this shard lacks
+                # tells the other shards of this replica not to wait for later steps of this shard
                 pace.close()
                 return False
             if not entry.is_at(entry.step, self._follower.ahead):
                 pace.close()
-            late = f"the weights of step {entry.step} did not come"
+            late = f"the weights of step {entry.step} did not arrive"
             if self._follower.step == entry.step:
-                # the others call `synchronize`, which ends open rounds, before a replica joins
-                late = f"the others did not synchronize after step {entry.step}"
+                # before a replica joins, the other replicas call `synchronize` to end open rounds
+                late = f"the other replicas did not synchronize after step {entry.step}"
             self._follow(deadline, late)
         return True
 
@@ -314,7 +315,7 @@ class _Arrival:
 
     def _announces_change(self) -> bool:
         """Tells the existing replicas whether this replica is ready to join. Returns True if this
-        replica has become ready, or is ready no longer, since the last call.
+        replica has become ready since the last call, or has stopped being ready.
         """
         if self._has_copy() == self._is_ready:
             return False
@@ -372,7 +373,7 @@ class _Arrival:
 
     def _keep_pace(self) -> None:
         """Applies the steps that all shards of this replica have received. If any shard needs a new
-        copy of the state, all shards ask for one.
+        copy of the state, all shards ask for a new copy.
         """
         pace = self._pace
         follower = self._follower

@@ -85,8 +85,8 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def ahead(self) -> int:
-        """The number of the optimizer's turn minus the number of its step (see `Turns`), as the
-        feed sent it with the last copy of the state. 0 if the feed does not let replicas join.
+        """The optimizer's turn in training minus its step (see `Turns`). The feed sends this
+        difference with each copy of the state. 0 if the feed does not let replicas join.
         """
         return int(self._shards[0].about.get("ahead", 0))
 
@@ -141,15 +141,15 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def complete(self) -> bool:
-        """True if no round is open and no message of an earlier step is missing. Under a scheme
+        """True if no round is open and all messages of earlier steps have arrived. Under a scheme
         with rounds, the value is True only after training has called `synchronize`.
         """
         return all(shard.complete for shard in self._shards)
 
     @property
     def admits(self) -> bool:
-        """True if training waits for a replica that joins, after the step that this follower has
-        reached.
+        """True if training has reached the step of this follower, and waits there for a replica
+        that joins.
         """
         return all(shard.admits for shard in self._shards)
 
@@ -293,7 +293,8 @@ class Follower(AbstractContextManager["Follower"]):
                 raise LostFeed(f"training has ended after {self.step} steps, before step {to}")
             is_last = self._came() == self._seen and self.limit == NO_LIMIT
             over = all(stream.ended for stream in self._streams) and is_last
-            if over and not self.ended:  # a stream ended without a copy, or at a different step
+            # the stream of one shard ended without a copy, or at another step than other streams
+            if over and not self.ended:
                 raise LostFeed(
                     "training has ended before its final weights arrived: this process has"
                     f" {_held(self.step)}"
@@ -490,8 +491,8 @@ def follow(
 
 
 def _require_no_folder(address: str) -> None:
-    """Raises `ValueError` if `address` is the text of a folder, because a folder must be given as a
-    `Path` or a `RemoteFolder`.
+    """Raises `ValueError` if `address` seems to be the path or URL of a folder. A folder must be
+    given as a `Path` or a `RemoteFolder`.
     """
     if "://" in address:
         raise ValueError(f"{address!r} must be HOST:PORT, or a folder as RemoteFolder({address!r})")

@@ -32,7 +32,7 @@ LONGEST_PIECE = 1 << 22
 """Largest number of bytes of a state that one frame carries."""
 SHORT = 1 << 24
 """Largest number of bytes of a description of training."""
-_HEADER = struct.Struct("<B7xQ")  # fields of a frame header: kind, number of bytes
+_HEADER = struct.Struct("<B7xQ")  # header of a frame: its kind, and the length of its content
 _TAG = 16
 
 
@@ -78,7 +78,7 @@ class FrameSocket:
         header = self._exactly(_HEADER.size)
         kind, size = _HEADER.unpack(header)
         if size > most:
-            raise BadFrame(f"a frame of {size:,} bytes, but at most {most:,} may arrive")
+            raise BadFrame(f"a frame has {size:,} bytes, but at most {most:,} may arrive")
         tag = self._exactly(_TAG)
         content = self._exactly(size)
         if not hmac.compare_digest(
@@ -261,12 +261,12 @@ FEW_STEPS = 4
 
 
 class Subscription:
-    """Sends a copy of the state, and after it each step, to one follower. The log calls this
-    follower `peer`.
+    """Sends a copy of the state, and after it each step, to one follower. Lines of the log name
+    this follower by `peer`.
 
-    most_behind: largest number of steps that may wait in the queue. This limit applies once the
-    queue has been empty, because at first the queue holds the copy of the state. The limits of
-    `offer` in bytes apply from the start.
+    most_behind: largest number of steps that may wait in the queue. The queue first holds the copy
+    of the state, so this limit applies only after the queue has been empty once. `offer` always
+    limits the bytes in the queue, too.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:

@@ -18,8 +18,7 @@ NO_LIMIT: Point = (math.inf, math.inf)
 class ToldPace:
     """The last point of training (`point`) that one shard has received since a copy of the state.
 
-    is_final: True if this shard receives no more steps after this copy, so that it needs a new
-    copy.
+    is_final: True if this shard receives no later steps until it loads a new copy of the state.
     """
 
     point: Point
@@ -47,7 +46,7 @@ class SharedPace:
     Then all other shards announce their points as final, too. After that no point changes any more,
     so all shards know the last point that all of them have received.
 
-    limit: the last point up to which this shard may apply steps now. copy: number of the current
+    limit: the last point up to which this shard may apply steps now. copy: index of the current
     copy. is_final: True if this shard has announced its point as final. is_over: True if all shards
     have announced final points; `limit` is then the last point that all shards have received.
 

@@ -139,7 +139,7 @@ class Feed(StepRecorder):
         self.has_joined: Callable[[], bool] = lambda: False
         """Returns True if the process that follows this feed has joined training as a replica."""
         self._synchronized = 0  # number of `synchronize` calls since the last step
-        self._joins = False  # True if a replica may join after the last of these calls
+        self._joins = False  # True if a replica may join after the last `synchronize` call
         self._sent: dict[int, bytes] = {}  # the model's buffers as they were last sent
         self.records = self._closed = False
         host, port = host_and_port(address)
@@ -339,7 +339,7 @@ class Feed(StepRecorder):
         if not coming:
             return
         try:
-            # check again: before the first step, the collectives and `closeness` are not known
+            # check again, because the collectives and `closeness` are unknown before the first step
             require_followable(optimizer)
         except ValueError as error:
             for each in coming:
@@ -352,7 +352,7 @@ class Feed(StepRecorder):
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
-        self._options = []  # now the next step sends all options of all parameter groups
+        self._options = []  # makes the next step send all options of all parameter groups
         self._sent = {}
         now = time.monotonic()
         if not self.first_copy:

@@ -163,7 +163,8 @@ class ShardFollower:
             raise ValueError(
                 f"this process would round differently from training ({there}): it needs the"
                 " same version of torch, the same kind of processor or accelerator, and g++ if"
-                " training has it; a detonation.Feed.of_weights can be followed from anywhere"
+                " training has it; or publish with detonation.Feed.of_weights, which any machine"
+                " can follow"
             )
 
     def _repeat(self, records: Sequence[LogRecord], optimizer: Replicated) -> None:
@@ -222,8 +223,8 @@ def _admits(event: Joined | Stepped) -> bool:
 
 
 def scheme_of_training(about: dict[str, Any]) -> Scheme:
-    """Creates the scheme that training uses. Raises `ValueError` if this process has no registered
-    scheme of that name.
+    """Creates the scheme that training uses. Raises `ValueError` if this process has not registered
+    this scheme.
     """
     name = about["scheme"]
     if ":" in name:

@@ -46,7 +46,7 @@ def require_followable(optimizer: Replicated) -> None:
         )
     if optimizer.settings.intra_node is not None:
         raise ValueError(
-            "a feed cannot serve intra_node, whose ranks share the messages of some parameters: use"
+            "a feed cannot serve intra_node, because ranks share messages of some parameters: use"
             " detonation.Feed.of_weights"
         )
     if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
@@ -136,7 +136,7 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
             there = f"{box.whole} {tensor.dtype}"
             raise ValueError(
                 f"{key.removeprefix('model.')} is {there} in training, but {here} here, so this is"
-                " another model"
+                " another model: give the model that is trained"
             )
         part.copy_(tensor)
     if extra := sorted(
@@ -144,7 +144,7 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
     ):
         raise ValueError(
             f"training has {extra[0].removeprefix('model.')}, which this model lacks, so this is"
-            " another model"
+            " another model: give the model that is trained"
         )
 
 

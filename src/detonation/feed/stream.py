@@ -113,8 +113,8 @@ class Stream:
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
-        # True if a copy of the state has arrived over the present connection, or over the
-        # connection that brought the end of training
+        # True if a copy of the state has arrived over the present connection.
+        # Stays True after a connection that has announced the end of training.
         self.current = False
         self.failures = 0  # number of failed attempts since the last copy of the state
         self.lost = False  # True if no more data can arrive, because this stream does not reconnect
@@ -222,8 +222,8 @@ class Stream:
         size = about.get("state_bytes")
         if type(size) is not int or not 0 < size <= self._most_bytes:
             raise Refused(
-                f"its state has {str(size)[:30]} bytes, but the state of this model has at most"
-                f" {self._most_bytes:,}: give the model that is trained"
+                f"the feed sends a state of {str(size)[:30]} bytes, but the state of this model has"
+                f" at most {self._most_bytes:,} bytes: give the model that is trained"
             )
         joined = Joined(
             about, Path(tempfile.mkdtemp(prefix="detonation-follow-")) / "state.safetensors"
@@ -234,7 +234,7 @@ class Stream:
                 kind, content = frames.receive(min(LONGEST_PIECE, size))
                 self.bytes_received += frames.bytes_moved - before
                 if kind != STATE:
-                    raise BadFrame(f"a frame of kind {kind} within a state")
+                    raise BadFrame(f"a frame of kind {kind} arrived within a copy of the state")
                 file.write(content)
                 size -= len(content)
         return joined

@@ -122,7 +122,7 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
         rest = deadline - time.monotonic()
         if rest <= 0:
             raise TimeoutError(
-                f"the connection timed out: only {len(found)} of {count} bytes have come"
+                f"the connection timed out: only {len(found)} of {count} bytes have arrived"
             )
         connection.settimeout(rest)
         part = connection.recv(count - len(found))

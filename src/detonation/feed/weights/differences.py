@@ -166,8 +166,7 @@ def _planes(numbers: Tensor) -> list[Tensor]:
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # Z_RLE encodes only runs before the Huffman code. To search for other repetitions would take 4
-    # times as long, and find none.
+    # Z_RLE searches for runs only. A search for other repetitions takes 4 times as long, in vain.
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8

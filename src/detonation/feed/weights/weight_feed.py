@@ -70,7 +70,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             self._run = max((file.run for file in _begun(self._folder.names())), default=0)
         self._like: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}  # bit patterns of the weights that were last published
-        # the checksum of the last difference; before the first difference, a random name
+        # the checksum of the last difference; a random text before the first difference of a run
         self._state = ""
         self._since = self._since_bytes = self._base_bytes = 0
         self.step = -1

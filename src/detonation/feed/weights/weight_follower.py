@@ -80,7 +80,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self.joins = 0
         self.trouble = ""
         self._absent_line_due = time.monotonic() + ABSENT_LINE_S
-        # a text that says that the directory is missing; "" if the directory exists
+        # the last message about a missing directory; "" if the directory was never missing
         self._absent = ""
         self._files()
 
@@ -198,8 +198,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         return WeightFile.known(names)
 
     def _wait_for_directory(self, directory: str) -> None:
-        """Sets `trouble` while a trainer has not made its directory yet. Logs `trouble` once after
-        `ABSENT_LINE_S` seconds.
+        """Sets `trouble` while the directory does not exist, because no trainer has made it yet.
+        Logs `trouble` once after `ABSENT_LINE_S` seconds.
         """
         self._absent = (
             f"there is no directory {directory} yet: waiting for a trainer that publishes there"
@@ -281,7 +281,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         for name, new in tensors.items():
             own = self._tensors[name]
             if (new.dtype, new.shape) != (own.dtype, own.shape):
-                remedy = "give a model of published types and shapes"
+                remedy = "give a model with the published types and shapes"
                 if new.shape == own.shape and len({each.dtype for each in tensors.values()}) == 1:
                     remedy = f"call model.to({new.dtype}) before dt.follow"
                 raise ValueError(
@@ -307,8 +307,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def _take_difference(
         self, file: WeightFile, about: Mapping[str, Any], planes: Mapping[str, Tensor]
     ) -> None:
-        """Applies one difference to the model. Raises `CorruptCheckpoint` if the contents of the
-        file contradict each other.
+        """Applies one difference to the model. Raises `CorruptCheckpoint` if the difference is
+        damaged or does not fit the weights.
         """
         begins = starts({name: self._tensors[name] for name in self._order})
         count = about.get("count")
