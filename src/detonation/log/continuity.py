@@ -107,11 +107,11 @@ def log_faults(
 
 
 def _log_of(rank: str, files: Sequence[LogFile], measured: int) -> list[LogFile]:
-    """Returns the files of `rank`, in order. While the world had too few shards for this rank, the
-    files of the first shard count as its files, as if they had all steps.
+    """Returns the files of `rank`, in order. While the world has too few shards for this rank, the
+    rank does not exist. For this time the result contains the files of shard 0, without gaps.
 
-    Omits files that begin before the files of the first shard. A run removes such files, but keeps
-    the last file of a rank that the run no longer has.
+    Omits files that are older than the oldest file of shard 0. A run removes old files, but keeps
+    the last file of a rank that no longer exists.
     """
     first = [file for file in files if file.rank == f"{_SHARD}0"]
     begun = min((file.begun for file in first), default=0)

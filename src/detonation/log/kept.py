@@ -1,4 +1,4 @@
-"""The last steps of an update log, in the memory of a replica that does not write it."""
+"""The last steps of an update log, in the RAM of a replica that does not write this log."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,20 +17,20 @@ _OTHER_LEVELS = ("replicas", "scheme", "arguments", "parameters", "clip")
 
 
 class KeptSteps:
-    """The last steps of a log that another replica writes, each with the writes to weights and the
-    `synchronize` calls after it.
+    """The last steps of an update log that another replica writes. Each step includes the writes to
+    weights and the `synchronize` calls after it.
 
-    A file that begins with kept steps replaces the same steps in the files of the lost replica. If
-    that replica began a file at the same step, the new file first repeats those writes and
-    `synchronize` calls of that file that are not kept. After a gap, such as a load, the new file
-    repeats nothing.
+    If the writing replica is lost, the kept steps begin a new file. They replace the same steps in
+    the files of the lost replica. If the lost replica began a file at the same step, the new file
+    first repeats the writes and `synchronize` calls at the beginning of that file, unless they are
+    kept. After a gap, such as a load, the new file repeats nothing.
     """
 
     def __init__(self) -> None:
         self._steps: deque[list[list[LogRecord]]] = deque()
         self._settings: dict[str, Any] = {}
         self._origin: dict[str, Any] = {}
-        # True if the kept steps are all steps since the lost replica began its file
+        # True if the kept steps are all steps since the writing replica began its file
         self._all = True
 
     def __bool__(self) -> bool:
@@ -60,9 +60,9 @@ class KeptSteps:
     def take(
         self, path_of: Callable[[int], Path]
     ) -> tuple[int, dict[str, Any], list[LogRecord], list[list[LogRecord]]]:
-        """Drops all steps, and returns them for a new file: the number of steps before this file,
-        the settings of the kept steps, the records of the lost replica that the file repeats first,
-        and the records of each event.
+        """Drops all steps, and returns the content of a new file: the number of steps before the
+        file, the settings, the records of the lost replica with which the file begins, and the
+        records of each kept event (a step, a write or a `synchronize` call).
 
         Args:
             path_of: Returns the path of the file that begins after a given number of steps.
@@ -83,8 +83,8 @@ class KeptSteps:
 
 
 def _before(settings: dict[str, Any], records: list[LogRecord]) -> list[LogRecord]:
-    """Returns the records before the last START record with these `settings`. All records from this
-    START record on are kept, too.
+    """Returns the `records` before the last START record with these `settings`, or all records if
+    there is no such START record. Later records are kept, so the new file does not repeat them.
     """
     for number, record in reversed([*enumerate(records)]):
         if record.kind == START:
@@ -95,6 +95,6 @@ def _before(settings: dict[str, Any], records: list[LogRecord]) -> list[LogRecor
 
 
 def _steps_before(events: Sequence[Sequence[LogRecord]]) -> int:
-    """Returns how many steps training had taken before the first of the `events`."""
+    """Returns the number of steps that training took before the first of the `events`."""
     end = events[0][-1]
     return end.step - (end.kind == STEP)

@@ -1,4 +1,4 @@
-"""Reads an update log in place of an exchange: the messages, and the records that end steps."""
+"""Reads an update log, so that recorded messages replace the messages of an exchange."""
 
 import logging
 import math
@@ -71,7 +71,8 @@ class Playback(Player):
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
         self._completed = optimizer.run.completed
-        self._at = first, self._completed or 0  # the point after the last step or call
+        # the point that the replay has reached: a step, and the `synchronize` calls after the step
+        self._at = first, self._completed or 0
         # messages that are in flight after `to` steps are recorded up to `delay` steps later
         last = max(self._to + self._delay, first)
         oldest = self._oldest_file(files[: len(usable)])
@@ -97,7 +98,7 @@ class Playback(Player):
         if end is None or _point_after(end) > stop:
             return None
         if end.kind == WRITTEN:
-            # another shard may lack the weights that were written after the last common point
+            # logs of other shards may lack weights that were written after the last common point
             if self._is_cut and self._at >= stop:
                 return None
             return end
@@ -105,8 +106,8 @@ class Playback(Player):
         return end
 
     def last_point(self) -> tuple[float, float]:
-        """Returns the last step of the log, and the number of `synchronize` calls since this step;
-        at most the step at which the replay ends, with infinitely many calls.
+        """Returns the last point of the log: a step, and the number of `synchronize` calls since
+        this step. If the log continues after step `to`, returns `to` and infinity.
 
         Raises `DamagedLog` if the last file is damaged.
         """
@@ -116,8 +117,8 @@ class Playback(Player):
         return min(last, (self._to, math.inf))
 
     def cut(self, step: float, calls: float) -> None:
-        """Makes the replay end after step `step` and `calls` calls of `synchronize` since it,
-        before any weights that were written then.
+        """Makes the replay end after step `step` and the `calls` calls of `synchronize` that follow
+        it. The replay omits writes to weights after this point.
         """
         self._to = step
         self._calls = calls
@@ -151,11 +152,11 @@ class Playback(Player):
 
     def _oldest_file(self, files: list[tuple[int, Path]]) -> int:
         """Returns the number of steps before the oldest file that the replay needs. All `files`
-        begin after at most `first` steps. Usually the last file is sufficient.
+        begin after at most `first` steps. Usually the replay needs only the last of the `files`.
 
-        If the last file begins exactly after `first` steps, and training went on without a gap,
-        the previous file may end with a write or a `synchronize` call that the state of the
-        checkpoint does not include.
+        The replay needs two files if the last file begins exactly after `first` steps, and training
+        continued without a gap. Then the previous file may end with a write or a `synchronize` call
+        that the state of the checkpoint lacks.
         """
         begun, path = files[-1]
         if begun != self.first or len(files) == 1 or start_of(path).get("state"):
@@ -172,7 +173,7 @@ class Playback(Player):
         lacks = False
         about = start_of(path) | {"replicas": self._identity["replicas"]}
         if self._completed is None and not self._identity.items() <= about.items():
-            # the state has the settings of the next file, so it was saved after `reconfigure`
+            # the state lacks the settings of this file, so it was saved after `reconfigure`
             return False
         for kind, place, step in heads(path):
             if step == self.first and kind != STEP:
@@ -223,7 +224,7 @@ class Playback(Player):
             if needed := self._needed(waiting, record, following):
                 yield needed
             waiting = []
-        # messages without a record that ends them: a save received them before the process ended
+        # no record ends these messages: a save received them, and then the process ended
         if waiting := [each for each in waiting if each.step < following < math.inf]:
             yield waiting
 
@@ -328,9 +329,9 @@ class Playback(Player):
         optimizer = self._optimizer
         if state and optimizer.step_count == step and state != agreed_digest(optimizer):
             raise ValueError(
-                f"{path}: training went on after step {step} with weights or a state of its"
-                " optimizer that do not follow from the log, as after a reset or a load: replay"
-                " from a checkpoint that is saved after the reset or load"
+                f"{path}: after step {step}, training continued with weights or optimizer state"
+                " that the log does not contain, for example after a reset or a load: replay from"
+                " a checkpoint that was saved after the reset or load"
             )
 
     def _why_only_near(self, about: dict[str, Any], options: dict[str, Any]) -> str:
@@ -346,12 +347,12 @@ class Playback(Player):
                 f" {mine[odd]} here)"
             )
         if about.get("close") and (self._exact or about.get("taken_over")):
-            return "one replica wrote the log, and the weights of other replicas were only close"
+            return "one replica wrote the log, and other replicas had slightly different weights"
         return ""
 
     def _check_identity(self, path: Path, about: dict[str, Any]) -> None:
-        """Raises `ValueError` if a file belongs to another run. From now on, uses the number of
-        replicas that this file names.
+        """Raises `ValueError` if the file belongs to another run. Sets the number of replicas to
+        that of the file.
         """
         replicas = about.get("replicas")
         # replicas leave and join an elastic run, so each file has its own number of replicas
@@ -361,14 +362,14 @@ class Playback(Player):
         for key, now in self._identity.items():
             if about.get(key) != now:
                 raise ValueError(
-                    f"{path} was written with {key} {about.get(key)}, this run has {now}: replay"
-                    f" with the same {key}"
+                    f"{path} was written with {key} {about.get(key)}, but this run has {now}:"
+                    f" replay with the same {key}"
                 )
 
 
 def _point_after(end: LogRecord) -> tuple[int, int]:
-    """Returns the number of steps before the end of a record, and the number of `synchronize` calls
-    since the last of these steps. 0 calls if the record does not end a call.
+    """Returns the point of training after the record `end`: the number of steps, and the number of
+    `synchronize` calls since the last step. This number is 0 if `end` does not end a call.
     """
     return end.step, end.place * (end.kind == SYNCHRONIZE)
 

@@ -165,7 +165,7 @@ def opening(path: Path, settings: Mapping[str, Any]) -> list[LogRecord]:
 
 
 def heads(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yields kind, place and step of each record of a file that holds no message. Reads only the
+    """Yields kind, place and step of each record in a file, except of messages. Reads only the
     headers of the records, so this takes little time even for a large file.
     """
     with reading(path) as file:
@@ -212,7 +212,7 @@ class StepRecorder(StepObserver, ABC):
         self._messages: list[tuple[int, Copy]] = []
         # queue of steps: messages and the record that ends their step, or written weights and None
         self._waiting: list[tuple[Copies, LogRecord | None]] = []
-        # steps that stay in the queue: 1 if copies from an accelerator end only in the next step
+        # number of steps that stay queued: 1 if copies from an accelerator end in the next step
         self._late = 0
         self._options: list[dict[str, Any]] = []  # the last recorded options of each group
         self._members: list[tuple[int, ...]] = []  # ids of each group's parameters
@@ -233,7 +233,7 @@ class StepRecorder(StepObserver, ABC):
         # For each entry of the base optimizer's state, a stamp that changes when code writes to it.
         # The stamps are taken when a step has been recorded; None before the first record.
         self._state: dict[Any, Any] | None = None
-        self._left = False  # True if training has left the state after the last recorded step
+        self._left = False  # True if training does not continue from the last recorded step
         # digest of the state from which training continues after a load or a reset
         self._origin: dict[str, str] = {}
 
@@ -303,8 +303,8 @@ class StepRecorder(StepObserver, ABC):
             self._warned = True
             size = sum(local(tensor).nbytes for tensor in found.values())
             _log.warning(
-                "weights were written outside of optimizer.step(), as by a clamp or a merge: %s; "
-                "%s gets the full weights each time, now %s bytes",
+                "code outside of optimizer.step() wrote weights, for example to clamp them: %s; "
+                "%s gets these weights in full each time, now %s bytes",
                 first_names(found),
                 self.reader,
                 f"{size:,}",
@@ -340,8 +340,8 @@ class StepRecorder(StepObserver, ABC):
             self._late = int(message.device.type != "cpu")
 
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
-        """Returns the messages of the step or `synchronize` call that ends now. Also returns True
-        if no step is missing between the last record and this step or call.
+        """Returns the messages of the step or `synchronize` call that ends now. Also returns
+        whether this step or call follows the last record without a gap.
 
         If training returned to an earlier state, this method drops messages that were in flight,
         because the repeated steps send other messages.
@@ -417,9 +417,9 @@ class StepRecorder(StepObserver, ABC):
         if hooks and hooks != self._warned_of:
             self._warned_of = hooks
             _log.warning(
-                "%s does not get the changes that hooks make before steps of the base optimizer:"
+                "%s does not get changes by hooks that run before steps of the base optimizer:"
                 " %s; register these hooks on the replicated optimizer, or also on the base"
-                " optimizer of a replay and of a follower",
+                " optimizers of replays and followers",
                 self.reader,
                 first_names(hooks),
             )
@@ -505,8 +505,8 @@ class Player(PlayedMessages, ABC):
         return None
 
     def drop_messages(self) -> None:
-        """Drops the messages that were read and not taken: messages of a `synchronize` call that
-        the state already included. After the call no update is in flight.
+        """Drops the messages that were read but not used. They belong to a `synchronize` call whose
+        result the state already includes. After the call no update is in flight.
         """
         self._messages.clear()
 

@@ -62,7 +62,7 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         DamagedLog: In one process: the log is damaged, or ends before `to`. Earlier steps were
             repeated.
         ValueError: The log is of another run than the checkpoint. In one process also: there is no
-            log of these steps, or the log has other settings. A world only warns in these cases.
+            log of these steps, or the log has other settings. Several replicas only warn of this.
 
     Example:
         >>> import tempfile, torch, detonation as dt
@@ -272,13 +272,13 @@ def _require_members(texts: Sequence[str], step: int, optimizer: Replicated) -> 
 
 @torch.no_grad()
 def _write_again(record: LogRecord, optimizer: Replicated) -> None:
-    """Repeats the write of other code to a weight between two steps of training."""
+    """Repeats a write to a weight that other code made between two steps of training."""
     parameters = [*local_parameters(optimizer.model).values()]
     own = [local(parameter.detach()) for parameter in parameters[record.place : record.place + 1]]
     if [each.nbytes for each in own] != [len(record.content)]:
         raise DamagedLog(
-            f"after step {record.step}, training wrote a weight that does not fit the weight at its"
-            " place here: the log is of another model"
+            f"after step {record.step}, training wrote a weight that does not fit the weight with"
+            " the same index here: the log is of another model"
         )
     if record.content:  # a shard may be empty
         octets = torch.frombuffer(bytearray(record.content), dtype=torch.uint8)

@@ -94,7 +94,7 @@ class UpdateLog(StepRecorder):
         self.directory = Path(directory)
         self._fsync_every = fsync_every
         self._file = -1
-        self._path: Path | None = None  # of the file that was begun last
+        self._path: Path | None = None  # path of the file that was begun last
         self._length = 0
         self._closing: Callable[[], object] = lambda: None
         self._levels: object = None  # the optimizer's levels when the current file began
@@ -103,7 +103,7 @@ class UpdateLog(StepRecorder):
         self._writing: Future[None] | None = None
         self._kept = KeptSteps()
         self._begun = 0  # number of steps when this log began
-        self._start: dict[str, Any] = {}  # digest of the state after these steps
+        self._start: dict[str, Any] = {}  # digest of the state with which this log began
 
     def begin(self, optimizer: Replicated) -> None:
         """Records a digest of the weights before the first step. A replay from the start must begin
@@ -111,7 +111,7 @@ class UpdateLog(StepRecorder):
         it has received: the log of the other replicas must lead to this state.
         """
         if optimizer.step_count and self._last >= 0:
-            return  # other levels were built before the first step of this replica
+            return  # this log has begun: the optimizer only rebuilt its levels before a first step
         self._start = {"start": digest(optimizer.model.parameters())}
         if optimizer.step_count:
             self._start = {"joined": agreed_digest(optimizer)}
@@ -238,8 +238,8 @@ class UpdateLog(StepRecorder):
         self._close_file()
 
     def _write_arrived(self) -> None:
-        """Writes the messages that a save or `state_dict` has received since the last step. If this
-        process ends now, no later process receives them, because a checkpoint has their updates.
+        """Writes the messages that a save or `state_dict` has received since the last step. A
+        checkpoint contains their updates, so a later process does not receive these messages again.
         """
         with self._forgiving():
             self.flush()
@@ -314,8 +314,8 @@ class UpdateLog(StepRecorder):
         self.hand_on([*earlier, noted(START, first, about)])
 
     def _continue(self, optimizer: Replicated, first: int) -> bool:
-        """Opens the last file again if that file, too, begins after `first` steps; returns whether
-        it did. A new file of the same name would remove a `synchronize` call in the last file.
+        """Continues the last file if it begins after `first` steps, too; otherwise returns False. A
+        new file would have the same name, and would replace a `synchronize` call in the last file.
         """
         if self._path != self._path_of(optimizer, first) or not self._path.exists():
             return False
@@ -465,8 +465,8 @@ def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) 
 
 
 def rounding(optimizer: Replicated) -> dict[str, Any]:
-    """Returns the setting that makes another process round as this process does, if possible, and
-    digests that show whether both processes round equally.
+    """Returns settings for another process: whether to round each operation separately, so that it
+    rounds like this process, and digests that show whether it does.
     """
     return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
 
