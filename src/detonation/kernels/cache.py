@@ -28,8 +28,8 @@ _DIGEST_BYTES = 32
 
 
 def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], object]) -> object:
-    """Returns `usable(path)` for the cached file `name`. If the file is missing, `make(path)`
-    creates it.
+    """Returns `usable(path)` for the cached file `name`. If the file is missing or damaged,
+    `make(path)` creates it.
 
     Directories are tried in this order: the user's cache, a private directory that all processes of
     the user share, and a temporary directory of this process. One line of the log gives the reason
@@ -133,8 +133,8 @@ def _whole(path: Path) -> bool:
 
 
 def _make_once(path: Path, make: Callable[[Path], None]) -> None:
-    """If the file system has locks, one of the processes that need the file `path` makes this file,
-    and the other processes wait.
+    """Creates the file `path` in one process. Meanwhile other processes that need the file wait, if
+    the file system has locks.
     """
     with open_lock(path.with_suffix(".lock")) as lock:
         _wait_for(lock.fileno())

@@ -366,18 +366,18 @@ class Library:
 
 @lru_cache
 def load_library() -> Library | None:
-    """Returns the library, which the first call compiles; None if g++ is missing or fails, and logs
-    why.
+    """Returns the library, which the first call compiles. Returns None and logs the reason if g++
+    is missing or fails.
     """
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
-        _log.info("the kernels run in plain torch: there is no g++")
+        _log.info("plain torch replaces the C++ kernels: there is no g++")
         return None
     try:
         name = f"native-{_identity(compiler)}.so"
         library = cached(name, partial(_compile, compiler), _load)
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the kernels run in plain torch: %s", error)
+        _log.warning("plain torch replaces the C++ kernels: %s", error)
         return None
     assert isinstance(library, Library)
     return library
@@ -393,7 +393,7 @@ def _load(path: Path) -> Library:
 def _compile(compiler: str, path: Path) -> None:
     command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
     try:
-        # the time limit is generous, because compiling needs 13 s even on an idle machine
+        # a long time limit, because compiling takes 13 s even on an idle machine
         subprocess.run(command, check=True, capture_output=True, timeout=300)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
@@ -408,7 +408,7 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _identity(compiler: str) -> str:
-    """Returns an identity of the machine code. The identity depends on compiler and processor,
+    """Returns a name that identifies the machine code. The name depends on compiler and processor,
     because machines of different kinds may share a home directory.
     """
     version = subprocess.run(

@@ -22,7 +22,7 @@ def bf16_bits(numbers):
     """
     bits = numbers.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    # a NaN is replaced, because the rounding of its bits could overflow to zero
+    # replaces NaN by a fixed NaN, because rounding the bits of a NaN could overflow to zero
     return tl.where(numbers == numbers, rounded, 0x7FC0)
 
 
@@ -44,7 +44,7 @@ def status_of(status, statuses, STATUSES: tl.constexpr):
 @triton.jit
 def searched(starts, rows, slots, SEARCH: tl.constexpr):
     """Returns, for each row, the last slot (rows of one tensor) that begins at or before the row.
-    An empty slot comes before the slot with the same start.
+    This skips empty slots, because the slot after an empty slot begins at the same row.
     """
     low = tl.zeros_like(rows).to(tl.int32)
     high = low + slots
@@ -149,12 +149,12 @@ def rounded_as(numbers, kind, KINDS: tl.constexpr):
 
 @triton.jit
 def dealt_row(message, begin, item, messages, turns, run, owned):
-    """Returns the row of the flat (matrix of all rows) that is row `begin + item` of message number
+    """Returns the index in the flat (matrix of all rows) of row `begin + item` of message number
     `message`; see `RowOwners.deal`.
 
-    item: int32, so that per-row divisions have 32 bits. turns: count of rows of each message that
-    are assigned to messages round robin, in runs of `run` rows. The remaining rows are split into
-    equal parts, one for each message.
+    item: int32, so that each division per row needs only 32 bits. turns: count of rows of each
+    message that are assigned to messages round robin, in runs of `run` rows. The remaining rows are
+    split into equal parts, one for each message.
     """
     row = wide(begin + item)
     if messages > 1:
@@ -209,8 +209,8 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def mixed(word):
-    """Returns an output of splitmix64 (Steele, Lea & Flood, 2014), as `selection._random_words`
-    does.
+    """Applies the output function of splitmix64 (Steele, Lea & Flood, 2014) to a word, as
+    `selection._random_words` does.
     """
     word = (
         word ^ ((word >> 30) & 0x3FFFFFFFF)
@@ -227,7 +227,7 @@ def random_word(start, index):
 
 @triton.jit
 def permutation_of_row(start, row):
-    """Returns the index, below 64, of the permutation that a row of the flat has in this cycle."""
+    """Returns which of 64 permutations a row of the flat uses in this cycle, as an index."""
     word = random_word(start, row // 8)
     return (word >> (row % 8 * 8)) & 63
 

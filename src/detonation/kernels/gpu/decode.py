@@ -147,8 +147,8 @@ def sum_of_vectors(
 
 @triton.jit
 def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
-    """The sum of an all-reduce lies in several runs (ranges of rows). Returns for each row the
-    address of the run that contains the row, and the index of the row in this run.
+    """Returns for each row the address of the run (a range of rows) that contains the row, and the
+    index of the row in this run. The runs together hold the sum of an all-reduce.
     """
     # shapes: row [rows] int64 -> address of the run [rows], and index of the row in the run [rows]
     address, local = tl.zeros_like(row) + wide(address0), row
@@ -170,8 +170,8 @@ def decode_kernel(
     KINDS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
     SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Decodes the messages of `replicas`, aggregates them in replica order, and writes the update
-    or moves weights by it, as `INTO` says.
+    """Decodes the messages of `replicas`, and aggregates them in replica order. `INTO` says whether
+    the kernel stores the update, or moves weights by its signs.
 
     Args:
         message: The first byte of the values of the first message. The next message is `stride`

@@ -34,9 +34,9 @@ def rows_of_message(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
     SEARCH: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Locates rows of a unit (the rows that one program encodes together), from its row `part` on.
-    Returns a mask of the rows in the message, the results of `rows_of_tile`, and the positions of
-    shared selected coefficients.
+    """Locates up to `ROWS` rows of a unit (the rows that one program encodes together), from row
+    `part` of the unit on. Returns a mask of the rows in the message, the results of `rows_of_tile`,
+    and the positions of shared selected coefficients.
 
     reach: the index of the message, the message's row at which the unit begins, the unit's first
     and last row in the flat, and the slot of the first row. flat, dealing, shared: the arguments of
@@ -99,8 +99,8 @@ def encode_kernel(
             the signal alone is encoded.
         signals: A table of addresses and kinds, `[2, slots]` int64; see
             `addressing.load_coordinates`.
-        status: `[statuses]` int64; if any number is not 0, the residual does not change, and zeros
-            are sent.
+        status: `[statuses]` int64; if any number is above 0, the residual does not change, and
+            zeros are sent.
         message: The first byte of the values of the first message. The next message is `stride`
             bytes further.
         statistics_at, indices_at: Offsets in bytes from the values to the statistics and the
@@ -122,8 +122,8 @@ def encode_kernel(
         RELEASE: How the sent part is subtracted from the residual: "exact", "rounded" to bf16, or
             "read" from the message, as every receiver reads it; "" if it is not subtracted.
     """
-    # True if the sent part is a sum of few basis vectors, computed from the stored coefficients.
-    # Coefficients that are stored in bf16 must also be subtracted in bf16.
+    # True if the kernel computes the sent part as a sum of `K` basis vectors.
+    # With bf16 coefficients, `RELEASE` must be "rounded": the message stores rounded values.
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
                             and (PRECISION != "bf16" or RELEASE == "rounded"))  # fmt: skip
     EACH: tl.constexpr = CHUNK if BITMAP else K

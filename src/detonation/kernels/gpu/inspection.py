@@ -246,7 +246,7 @@ class SumInspector:
 
 
 class Scanner:
-    """Looks for nonfinite or too large values in tensors of fixed sizes, at each step.
+    """Looks for values that are nonfinite or too large, in tensors of fixed sizes, at each step.
 
     numbers: the indices of the tensors, in rising order. addresses: the table of the tensors, which
     an encoder may read, too.
@@ -276,9 +276,9 @@ class Scanner:
     def scan(
         self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None
     ) -> Tensor:
-        """Returns a status of the signals (gradients). If a signal has a nonfinite value or a value
-        above `limit`, the smallest nonzero entry of the status is 1 + the index of the first such
-        signal. If no signal has such a value, the status is all zeros.
+        """Returns a status of the signals (gradients). If a signal has a value that is nonfinite or
+        above `limit` in magnitude, the smallest nonzero entry of the status is 1 + the index of the
+        first such signal. If no signal has such a value, the status is all zeros.
 
         Args:
             found: Memory for the status, with zeros; by default memory of the scanner.
@@ -307,8 +307,9 @@ class Scanner:
 
 @lru_cache(4096)
 def is_aligned(address: int, count: int, stride: int, unit: int) -> bool:
-    """True if each of `count` messages, the first at `address` and the next ones after `stride`
-    bytes each, begins at a multiple of `unit`."""
+    """True if each of `count` messages begins at a multiple of `unit`. The first message begins at
+    `address`, and each next message begins `stride` bytes further.
+    """
     return not (address % unit or (count > 1 and stride % unit))
 
 

@@ -193,7 +193,7 @@ class Coder:
         scanned: tuple[Tensor, float, Tensor] | None = None,
     ) -> None:
         """Encodes gradients, or the aggregate of the messages `arrived`, and writes the messages;
-        see `encode_kernel`. `scanned` has the kernel's arguments `rising`, `limit` and `found`.
+        see `encode_kernel`. `scanned` holds the kernel's arguments `rising`, `limit` and `found`.
 
         Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]`
         fp32.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-# the type of a kernel is read, because TRITON_INTERPRET has several spellings of true
+# checks the type of a kernel, because several values of TRITON_INTERPRET mean true
 INTERPRETED = not isinstance(wide, triton.JITFunction)
 """True if Triton's interpreter runs the kernels. The interpreter needs the same time for few
 numbers as for many.
@@ -148,8 +148,8 @@ class Addresses:
 
 
 def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies `numbers` to `device` from pinned memory, without a wait. torch keeps the pinned
-    memory until the copy has ended.
+    """Copies `numbers` to `device` from pinned memory, without waiting for the copy. torch keeps
+    the pinned memory until the copy has ended.
     """
     # shape of the result: [numbers]
     launch_counts["upload"] += 1
@@ -163,8 +163,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     """Starts `programs` programs of a kernel, with `warps` warps each. On the device `meta`, only
     counts the launch.
 
-    Products and sums are rounded separately, as in torch. Only `tl.dot` fuses them, on every
-    target.
+    Products and sums are rounded separately, as in torch. Only `tl.fma` and `tl.dot` fuse them, on
+    every target.
     """
     launch_counts[kernel.__name__] += 1
     device = torch.device("cpu")
@@ -181,7 +181,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
         key: list[Any] = [id(kernel), device, programs, warps, *constants, *constants.values()]
         # the JIT would inspect each argument, which needs more time than the launch
         if _DIRECT:
-            for each in arguments:  # call no function for each argument, because calls take time
+            for each in arguments:  # calls no Python function, because calls take time
                 if isinstance(each, Tensor):
                     key += (each.dtype, each.data_ptr() % 16)
                 else:

@@ -368,8 +368,9 @@ def scan_kernel(
     signals, starts, numels, numbers, slots, rows, limit, found,
     ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Searches tensors for values that are nonfinite or above `limit`. Each program writes 1 + the
-    index of the first tensor in which it finds such a value; 0 if it finds no such value.
+    """Searches tensors for values that are nonfinite or above `limit` in magnitude. Each program
+    writes 1 + the index of the first tensor in which it finds such a value; 0 if it finds no such
+    value.
 
     numbers: the indices of the tensors, in rising order, `[slots]` int64.
     """
@@ -408,7 +409,7 @@ def seal_sum_kernel(
 ):  # fmt: skip
     """Adds `added` to a status, and writes the sum after the values of an all-reduce.
 
-    The sum is encoded as `EACH` numbers below 256, from number `first` on. The numbers of all other
+    The sum is encoded as `EACH` digits in base 256, from digit `first` on. The digits of all other
     replicas are set to zero.
 
     Shapes: digits `[count]` fp32 or bf16, which represent such numbers exactly.

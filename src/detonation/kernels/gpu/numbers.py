@@ -111,10 +111,10 @@ def load_packed(octets, index, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """Packs numbers, which have one byte each, into whole bytes. The bytes have space for `total`
-    numbers, but only the first `count` numbers are real.
+    """Packs `numbers`, each of which has one byte in memory, without gaps. The output has space for
+    `total` numbers, but only the first `count` numbers are real.
 
-    Each byte is assembled from all numbers that have a bit in this byte, so that no two programs or
+    Each output byte is assembled from all numbers that have a bit in it, so that no two programs or
     threads write the same byte.
     """
     for first in range(0, (tl.minimum(count, total) * WIDTH + 7) // 8, BYTES):
@@ -328,8 +328,8 @@ def facts_of(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Adds facts about the content of a message, from one run (a range of rows) of the message. The
-    facts decide whether the message is refused.
+    """Adds the facts of one run (a range of rows) to the facts of its message. The facts decide
+    whether the message is refused.
 
     SOME: the number of values that are read in one operation. square: `[SOME]` fp32, partial sums
     of squares for the norm. found: `[SOME]` int32: 1 for an index outside of its row, 2 for an
