@@ -223,7 +223,9 @@ def test_a_compiler_that_is_not_there_or_fails_is_one_line_and_plain_torch(
     assert native.load_library() is None
     assert len(caplog.messages) == (line is not None)
     if line:
-        assert re.match(rf"plain torch replaces the C\+\+ kernels: .*(?:{line})", caplog.messages[0])
+        assert re.match(
+            rf"plain torch replaces the C\+\+ kernels: .*(?:{line})", caplog.messages[0]
+        )
 
 
 def test_a_home_that_is_full_is_passed_over(compiler, caplog):

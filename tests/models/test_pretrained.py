@@ -122,7 +122,7 @@ def test_where_the_sizes_alone_are_wanted_no_weights_are_read(tmp_path):
         (
             "text",
             {"vocab": 500},
-            "knows 400 tokens, the data have 500: set model.vocab_size to 500",
+            "knows only 400 tokens, but the data have 500: set model.vocab_size to 500",
         ),
         ("text", {"vocab": 500, "pretrained": True}, "set data.tokenizer to that of the model"),
         (

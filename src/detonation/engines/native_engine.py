@@ -216,7 +216,8 @@ def native_engine(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None
 ) -> NativeEngine | None:
     """Returns the engine for DCT and top-k selection with a memory of unsent values on a CPU.
-    Returns None for other codecs, without such a memory, or if g++ is missing.
+    Returns None for other codecs, without such a memory, if kernels are turned off, or if g++ is
+    missing.
     """
     if memory is None or runtime.decides_on_device or not runtime.kernels:
         return None

@@ -362,8 +362,8 @@ class Playback(Player):
         for key, now in self._identity.items():
             if about.get(key) != now:
                 raise ValueError(
-                    f"{path} was written with {key} {about.get(key)}, but this run has {now}:"
-                    f" replay with the same {key}"
+                    f"{path} was written with {key} {about.get(key)}, this run has {now}: replay"
+                    f" with the same {key}"
                 )
 
 

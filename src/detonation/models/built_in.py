@@ -94,7 +94,7 @@ def _causal(
         "num_key_value_heads": heads,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "attention_dropout": dropout,
-        # no token is for padding, because torch would not train the embedding of such a token
+        # no padding id, because torch would not train the embedding of this id
         "pad_token_id": None,
         "eos_token_id": None,
         "use_cache": False,

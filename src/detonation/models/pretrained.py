@@ -83,8 +83,9 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
 
 
 def _padding_of(config: Any) -> int:
-    """Returns the id of padding of a text model. If the model has none, this is its end of text,
-    else 0, and `config` gets this id: a decoder classifies the last token with another id.
+    """Returns the padding id of a text model. If the model has none, its `config` gets the id of
+    the end of text, or else 0. A decoder that classifies needs this id to find the last token of a
+    text.
     """
     pad = getattr(config, "pad_token_id", None)
     if pad is None or pad < 0:
@@ -99,8 +100,8 @@ def _padding_of(config: Any) -> int:
 def _fill_padding(
     model: Any, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fills the padding of texts with the model's own id, because the tokenizer may have another
-    id, or none.
+    """Fills the padding of texts with the model's own padding id, because the tokenizer may have
+    another padding id, or none.
     """
     if not {"input_ids", "attention_mask"} <= named.keys():
         return inputs, named
@@ -110,8 +111,8 @@ def _fill_padding(
 
 
 def restore_generation(name: str | None, pretrained: bool, model: Any) -> None:
-    """Undoes what training has changed about the generation of text: a model in training caches no
-    keys and values, and is built without the generation settings of its directory.
+    """Restores the settings for the generation of text. For training, a model is built without the
+    cache of keys and values, and without the generation settings of its directory.
 
     Args:
         name: Directory or id on the hub; None for a model of this package.
@@ -182,8 +183,8 @@ def _built(
 
 
 def _freeze_as_built(model: nn.Module) -> None:
-    """Freezes the parameters that the class of the model itself freezes, such as positions that are
-    sines: `from_pretrained` makes them trainable, but `save_pretrained` need not write them.
+    """Freezes the parameters that the model's class freezes itself, such as sinusoidal positions.
+    `from_pretrained` makes them trainable, but `save_pretrained` does not always write them.
     """
     with torch.device("meta"):
         built = type(model)(copy.deepcopy(model.config))
@@ -203,7 +204,9 @@ def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) 
         remedy = f"set model.vocab_size to {vocab}"
         if pretrained:
             remedy = "set data.tokenizer to that of the model"
-        raise ValueError(f"{HUB_PREFIX}{name} knows {own} tokens, the data have {vocab}: {remedy}")
+        raise ValueError(
+            f"{HUB_PREFIX}{name} knows only {own} tokens, but the data have {vocab}: {remedy}"
+        )
     if pretrained and vocab in _BYTES and own != vocab:
         raise ValueError(
             f"{HUB_PREFIX}{name} has learned {own} tokens, but the data are bytes: set"
@@ -224,7 +227,7 @@ def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> A
     try:
         config = type(config).from_dict(config.to_dict(), **settings, **fitting)
     except Exception as error:
-        # configurations check the types of values, and raise errors of their own classes
+        # configurations check the types of values, and raise errors of many classes
         *_, last = str(error).strip().splitlines()
         raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {last.strip()}") from error
     text = config.get_text_config()

@@ -22,8 +22,8 @@ _log = logging.getLogger("detonation")
 def triton_engine(
     codec: "Codec", layout: "Layout", memory: "Memory | None", runtime: Runtime, room: "Room | None"
 ) -> "TritonEngine | None":
-    """Returns the engine for an accelerator if kernels support `codec`. Otherwise returns None, and
-    logs the reason once.
+    """Returns the engine for an accelerator if kernels support `codec`, otherwise None. On an
+    accelerator, logs once which engine runs, and why it is not this engine.
     """
     if not runtime.decides_on_device:
         return None

@@ -59,7 +59,7 @@ def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
     elif selection.shared:
         longest = LONGEST_SHARED
     if selection.chunk > longest:
-        return f"a row of {selection.chunk} is longer than the {longest} that a kernel holds"
+        return f"chunk {selection.chunk} is above {longest}, the longest row of a kernel"
     if codec.precision not in PRECISION_NAMES:
         return f"no kernel encodes in {codec.precision!r}"
     return ""
@@ -85,7 +85,7 @@ def why_indices_in_torch(shared: type) -> str:
     kernels can."""
     if issubclass(shared, SharedIndices):
         return ""
-    return "it was given indices instead of the rule that computes them"
+    return "it received indices instead of the rule that computes them"
 
 
 def coding_of(codec: Codec) -> Coding:

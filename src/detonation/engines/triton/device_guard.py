@@ -42,7 +42,7 @@ class TritonGuard(Guard):
     """Seals and inspects messages by kernels. The result is the same as that of `Guard`, which uses
     tensor arithmetic.
 
-    The counts, the warnings and the reasons to stop follow later, in `FaultCounts.catch_up`.
+    `FaultCounts.catch_up` counts faults later, then warns, and may stop training.
     """
 
     on_kernels = True
@@ -187,8 +187,8 @@ class TritonGuard(Guard):
 
     @cached_property
     def _inspector(self) -> Callable[[int], inspection.Inspector]:
-        """Returns a function that returns the inspector for a given count of messages. For each
-        count, only one inspector is made.
+        """A function that returns the inspector for a number of messages. It creates each inspector
+        only once.
         """
         return cache(partial(inspection.Inspector, device=self.usual.device))
 

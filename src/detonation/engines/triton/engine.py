@@ -65,9 +65,9 @@ of one run, all rows of the owner, and all rows of the flat. See `addressing.dea
 
 class StatusInspector(SignalInspector):
     """Inspects each bucket of gradients in one launch. The launch writes the status of the bucket
-    to one line of a table.
+    to one row of a table.
 
-    one: a status, from which the table takes the length, dtype and device of its lines.
+    one: a status, from which the table takes the length, dtype and device of its rows.
     """
 
     def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:
@@ -226,8 +226,8 @@ class TritonEngine(ReferenceEngine):
     def scan(
         self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None
     ) -> Tensor:
-        """Returns the status of the gradients of the parameters `numbers`, which are in rising
-        order; see `Scanner.scan`.
+        """Returns the status of the gradients of the parameters with the indices `numbers`, in
+        rising order; see `Scanner.scan`.
 
         Shapes: one local shape per parameter -> `[n]` int64.
         """
@@ -306,7 +306,7 @@ class TritonEngine(ReferenceEngine):
             kinds = type(received.aggregation), type(source.shared)
             reason = source.codec.derived[why_decoded_in_torch, *kinds]
         elif source is None:
-            reason = "it was given coefficients instead of messages"
+            reason = "it received coefficients instead of messages"
         else:
             reason = why_indices_in_torch(type(source.shared))
         if reason:
