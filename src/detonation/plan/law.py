@@ -43,8 +43,9 @@ def cost_of_rounds(parameters: float, replicas: int) -> float:
 def carried(
     cost: float, interval: tuple[float, float], size: float, replicas: tuple[int, int]
 ) -> tuple[float, tuple[float, float]]:
-    """Returns the expected cost of rounds (the relative increase of the loss), and the interval of
-    this cost, in a run that has another size or other replicas than the measurement.
+    """Converts a measured cost of rounds (the relative increase of the loss) and its interval to a
+    run with another model size or another number of replicas. Returns the expected cost, and the
+    interval of this cost.
 
     Args:
         cost: Cost of rounds in the measurement.

@@ -133,8 +133,8 @@ class Loss:
         return self.study, self.recipe, self.parameters, self.steps
 
     def doublings(self, replicas: int) -> float:
-        """Returns how often the measured number of replicas must double to give `replicas`; 0 for
-        full synchronisation.
+        """Returns how often the measured number of replicas must double to give `replicas`: a
+        negative number for fewer replicas, and 0 for full synchronisation.
         """
         if self.scheme == "full":
             return 0.0
@@ -417,10 +417,10 @@ def _at_size(
     loss: Loss, goal: Goal, cost: float, ends: tuple[float, float]
 ) -> tuple[float, tuple[float, float]]:
     """Converts `cost` and the `ends` of its interval to the model size and replicas of `goal`.
-    `cost` is the fraction by which the loss of a scheme is above the baseline's.
+    `cost` is the increase of the loss over the baseline's loss, as a fraction.
 
-    If the law of rounds applies, this law converts both. Otherwise the cost stays, and the interval
-    becomes wider.
+    If the law of rounds applies, it gives the new cost and interval. Otherwise the cost stays, and
+    the interval becomes wider.
     """
     size = goal.parameters / loss.parameters
     if _uses_law(loss, goal):
@@ -431,7 +431,9 @@ def _at_size(
 
 
 def _moved(loss: Loss, goal: Goal) -> list[str]:
-    """Returns in words how replicas and size of the run differ from those of the measurement."""
+    """Describes in words how the number of replicas and the size of the run differ from those of
+    the measurement.
+    """
     found = _times(goal.parameters / loss.parameters, "size")
     if loss.doublings(goal.replicas):
         return [_counted(goal.replicas, "replica"), *found]
@@ -439,7 +441,7 @@ def _moved(loss: Loss, goal: Goal) -> list[str]:
 
 
 def _times(times: float, noun: str) -> list[str]:
-    """Returns a factor in words; an empty list if the factor is near 1."""
+    """Returns a factor as text in a list; an empty list if the factor is near 1."""
     if times >= 10:
         return [f"{times:,.0f} times the {noun}"]
     if not 0.5 < times < 2:

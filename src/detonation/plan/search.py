@@ -71,8 +71,8 @@ def settings(name: str) -> list[dict[str, Any]]:
     """Returns the arguments with which a scheme is tried: its defaults, `SETTINGS`, and all
     measured settings.
 
-    Measured settings contain all arguments of the scheme, so that they override arguments of a
-    recipe.
+    Measured settings contain all arguments that affect training, even those at their defaults. So
+    they also override such arguments of a recipe.
     """
     measured = [dict(loss.arguments) for loss in loss_table() if loss.scheme == name]
     return [{}, *SETTINGS.get(name, []), *measured]
@@ -85,8 +85,8 @@ def candidate_settings() -> list[Scheme]:
 
 
 def pairs(goal: Goal) -> list[Candidate]:
-    """Returns each candidate scheme with the goal's optimizer, or with each optimizer with which it
-    was measured.
+    """Returns each candidate scheme with the goal's optimizer. If the goal has no optimizer,
+    returns each scheme with each optimizer with which the scheme was measured.
 
     A scheme without measurements appears only once, with the optimizer of the baseline.
     """
@@ -311,7 +311,7 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
         waits += f", within the budget of {budget:.0%}"
     seconds = best.seconds(goal)
     if seconds is None:
-        return f"{best}: {waits}; its loss is not measured here"
+        return f"{best}: {waits}; its loss was not measured"
     text = (
         f"{best} reaches the loss that full() with {goal.baseline} has at step {goal.steps:,}"
         f" within {duration(seconds)}"
@@ -363,8 +363,8 @@ def _help(ranked: Sequence[Option]) -> list[str]:
         return []
     times = math.ceil(best.cost.exposed_s / (best.cost.compute_s + best.cost.step_s))
     lines = [
-        f"more work per step: with {times:,} times the examples (train.accumulate) half of a step"
-        " is waiting"
+        f"more work per step: with {times:,} times the examples (train.accumulate), waiting takes"
+        " half of a step"
     ]
     less_waiting = [each for each in ranked[1:] if each.cost.waiting < 0.8 * best.cost.waiting]
     known = [each for each in less_waiting if each.estimate]

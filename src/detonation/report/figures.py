@@ -40,7 +40,7 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "text.parse_math": False,  # otherwise dollar signs in a name start a formula
+    "text.parse_math": False,  # names may contain dollar signs, which would start a formula
 }
 _WIDTH = 4.0
 _HEIGHT = 2.9
@@ -306,8 +306,8 @@ def buckets(
 
 
 def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
-    """Fits the loss axis to all values after the first part of the run. If the values differ much,
-    the axis is logarithmic.
+    """Fits the loss axis to all validation losses, and to the training losses after the first part
+    of the run. If these losses differ much, makes the axis logarithmic.
     """
     values = []
     for run in runs:

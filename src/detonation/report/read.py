@@ -1,4 +1,4 @@
-"""Reads a finished run from its directory into plain values. Escapes all texts, so that they can be
+"""Reads runs from their directories into plain values. Escapes all texts, so that they can be
 printed.
 """
 
@@ -241,7 +241,7 @@ def _require_finished_run(directory: Path) -> None:
             " there"
         )
     else:
-        found = "holds no finished run, but one that stopped or still trains"
+        found = "holds no finished run, but a run that stopped or still trains"
         remedy = (
             f"finish it with detonation train RECIPE.toml --out {directory} --resume, or report it"
             " alone"

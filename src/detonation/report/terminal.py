@@ -110,8 +110,8 @@ class PlainConsole(Console):
 
 
 def _narrowest(rows: Sequence[Sequence[str]]) -> int:
-    """Returns the smallest width at which a table cuts no word. Only the first column may break
-    lines.
+    """Returns the smallest width at which a table cuts no word. The first column counts as
+    `_FIRST_COLUMN` characters, even if it has longer words.
     """
     columns = [*zip(*rows, strict=True)][1:]
     words = [" ".join(column).split() for column in columns]
