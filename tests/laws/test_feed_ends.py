@@ -159,7 +159,7 @@ def test_a_follower_without_a_copy_at_the_end_gets_the_final_weights_or_an_error
             assert follower.step == STEPS
             assert all(map(torch.equal, follower.model.parameters(), model.parameters()))
             return
-        held = "the weights after step 2$" if had else "no weights of it$"
+        held = "the weights after step 2$" if had else "no weights yet$"
         with pytest.raises(
             dt.errors.LostFeed, match=f"before its final weights arrived: this process has {held}"
         ):
@@ -174,7 +174,7 @@ def test_a_feed_that_ends_before_its_first_step_has_no_last_copy():
     with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as follower:
         until(lambda: feed.is_asked)
         feed.close()
-        with pytest.raises(dt.errors.LostFeed, match="no weights of it"):
+        with pytest.raises(dt.errors.LostFeed, match="no weights yet"):
             follower.update(to=1, wait_s=LIMIT_S)
         assert not follower.ended
 

@@ -364,7 +364,7 @@ def test_a_shard_whose_feed_was_found_late_may_end_after_the_others():
 def test_a_shard_that_ends_before_its_copy_came_is_not_waited_for():
     assert (
         worlds.run_alone(reached_late, 1, 2, 0)[0]
-        == "training has ended before its final weights arrived: this process has no weights of it"
+        == "training has ended before its final weights arrived: this process has no weights yet"
     )
 
 

@@ -42,7 +42,7 @@ def test_an_unfinished_run_and_a_directory_of_runs(error_of, tmp_path):
     (made(tmp_path / "run") / "summary.json").unlink()
     made(tmp_path / "whole")
     assert error_of("run", "whole").endswith(
-        "finish it with detonation train RECIPE.toml --out run --resume, or report it alone"
+        "finish it with detonation train RECIPE.toml --out run --resume, or report this run alone"
     )
     made(tmp_path / "compared" / "full")
     made(tmp_path / "compared" / "demo")

@@ -185,7 +185,7 @@ def test_what_follows_a_close_run_has_the_bits_of_replica_0_or_is_told_that_it_h
     )
     weights = first["weights"]
     assert second["weights"] != weights and second["feed"].startswith(
-        "replica 1 of close replicas copies parts"
+        "replica 1 copies parts of replica 0"
     )
     assert like["follow"] == like["replay"].split()[0] == weights and like["said"] == ""
     assert like["late"] == f"{weights} 12"

@@ -243,10 +243,10 @@ def admitted(
 class _Arrival:
     """A joining replica (guest) that follows training until the step at which it joins.
 
-    The guest receives the training state from one replica. It needs a new copy of the state if that
-    replica is lost, if one of its connections is lost, or if training returns to an earlier step.
-    The guest tells the existing replicas that it needs a new copy, so that they do not wait for the
-    guest.
+    The guest receives the training state from one replica. The guest needs a new copy of the state
+    if that replica is lost, if a connection to it is lost, or if training returns to an earlier
+    step. The guest tells the existing replicas that it needs a new copy, so that they do not wait
+    for the guest.
     """
 
     def __init__(self, guest: Guest, follower: Follower, timeout_s: float) -> None:

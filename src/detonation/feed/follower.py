@@ -383,7 +383,7 @@ class Follower(AbstractContextManager["Follower"]):
 
 def _held(step: int) -> str:
     if step < 0:
-        return "no weights of it"
+        return "no weights yet"
     return f"the weights after step {step}"
 
 

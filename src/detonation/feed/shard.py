@@ -270,8 +270,8 @@ def joined_optimizer(
     assert saved is not None and before is not None
     if len(shards) > 1 and axis.size() > 1:
         raise ValueError(
-            f"training has {len(shards)} shards, this model is whole: make it with detonation.shard"
-            " first"
+            f"training has {len(shards)} shards, but this model is whole: shard this model with"
+            " detonation.shard first"
         )
     if axis.size() > 1 and any(shard.in_flight for shard in shards):
         raise ValueError(

@@ -51,13 +51,16 @@ def require_followable(optimizer: Replicated) -> None:
         )
     if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
         why = (
-            f"replica {own} of close replicas copies parts of the weights of replica 0, which no"
-            " message contains"
+            f"replica {own} copies parts of replica 0's weights to stay close to them, and no"
+            " message contains these parts"
         )
         raise ValueError(f"{why}: serve the feed from replica 0, or use detonation.Feed.of_weights")
     ((_, scheme),) = optimizer.levels
     if scheme.signal == "nothing":
-        raise ValueError(f"{scheme.name} exchanges nothing, so there is nothing to follow")
+        raise ValueError(
+            f"{scheme.name} exchanges nothing, so there is nothing to follow: use another scheme,"
+            " or detonation.Feed.of_weights"
+        )
     collectives = [scheme.link]
     if optimizer.is_built:
         for each in optimizer.build():

@@ -328,7 +328,7 @@ class Library:
         """Encodes lines of values as `codebooks.E3M0` does. `octave_limits` describes `limits`.
 
         Args:
-            packed, statistics: Outputs, whose lines are equally far apart.
+            packed, statistics: Outputs, whose lines lie at a constant distance in memory.
             subtract: Whether to subtract from `values` what was sent.
         """
         # shapes: values [lines, n] and limits [6] fp32, packed and statistics [lines, nbytes] uint8

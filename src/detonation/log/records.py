@@ -426,7 +426,8 @@ class StepRecorder(StepObserver, ABC):
 
     def _changed(self, optimizer: Replicated, kind: int) -> list[dict[str, Any]]:
         """Returns, for each parameter group, the options that have changed since the group was last
-        recorded. Only a step records a group that was added: the step begins to train it.
+        recorded. A `synchronize` call does not record added groups, because only the next step
+        begins to train them.
         """
         before = self._options
         groups = optimizer.param_groups

@@ -243,8 +243,8 @@ def _require_finished_run(directory: Path) -> None:
     else:
         found = "holds no finished run, but a run that stopped or still trains"
         remedy = (
-            f"finish it with detonation train RECIPE.toml --out {directory} --resume, or report it"
-            " alone"
+            f"finish it with detonation train RECIPE.toml --out {directory} --resume, or report"
+            " this run alone"
         )
     raise ValueError(f"{directory} {found}: {remedy}")
 
