@@ -7,6 +7,7 @@ are written atomically. Uses only the standard library, and imports no other mod
 
 import errno
 import json
+import math
 import os
 import stat
 import tomllib
@@ -123,6 +124,26 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError(_DEEP) from error
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Returns `value` as JSON. Numbers that are not finite become null, because JSON has no word
+    for them, and many readers refuse Python's `NaN` and `Infinity`.
+
+    >>> json_text({"loss": float("nan"), "steps": [1, 2.5]})
+    '{"loss": null, "steps": [1, 2.5]}'
+    """
+    return json.dumps(_with_finite_numbers(value), indent=indent, allow_nan=False)
+
+
+def _with_finite_numbers(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _with_finite_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_finite_numbers(inner) for inner in value]
+    return value
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from detonation.checkpoint.files import disk, manifest, retention
 from detonation.cluster.processes.failure import WorldError
-from detonation.train.output import metrics
+from detonation.train.loop.fit import NonFiniteLoss
+from detonation.train.output import directory, metrics
 from detonation.train.recipe.optimizers import lr_factor
 from detonation.train.recipe.schema import ScheduleConfig
 from detonation.train.recipe.tables import from_table
@@ -206,6 +207,30 @@ def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path, sets):
     ]
     assert lost.keys() == before.keys()
     assert all(torch.equal(lost[key], before[key]) for key in before)
+
+
+def test_a_lost_validation_loss_ends_the_run_as_one_of_a_replica_does(train, tmp_path):
+    sets = ["optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0", "train.steps=1"]
+    with pytest.raises(
+        WorldError, match=r"^the validation loss is (nan|inf) after step 1; "
+    ) as lost:
+        train("run", *sets)
+    assert lost.value.failure.kind == NonFiniteLoss.__name__
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_files_of_a_run(tmp_path):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    record = metrics.Record(1, math.nan, 0.1, 1.0, 8, val_loss=math.inf, waits={"own": [-math.inf]})
+    written = json.loads(record.line(), parse_constant=refuse)
+    assert (written["loss"], written["val_loss"], written["waits"]) == (None, None, {"own": [None]})
+    (again,), damaged = metrics.parse_metrics(record.line())
+    assert math.isnan(again.loss) and again.val_loss is None and not damaged
+    directory.write_json(tmp_path / "summary.json", {"train_loss": math.nan})
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=refuse) == {"train_loss": None}
 
 
 def saved(checkpoint):

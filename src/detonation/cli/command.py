@@ -23,6 +23,7 @@ from detonation.cli.verbs import VERBS, explain, fail
 from detonation.interrupts import REQUESTS, ended_by, open_closed_streams
 from detonation.report.words import printable
 from detonation.version import __version__
+from detonation.whole_files import json_text
 
 _INTERFACE: dict[str, Any] = {
     "prog": "detonation",
@@ -142,7 +143,7 @@ def _print_versions(arguments: list[str]) -> int:
                 as_json,
             )
     if as_json:
-        lines = [json.dumps(found)]
+        lines = [json_text(found)]
     print("\n".join(map(printable, lines)))
     return 0
 
@@ -151,7 +152,7 @@ def _run(verb: Any) -> int:
     try:
         result = VERBS[type(verb)](verb)
         if verb.json and result is not None:
-            print(json.dumps(result))
+            print(json_text(result))
         print(end="", flush=True)
     except KeyboardInterrupt:
         line = ended_by(signal.SIGINT) + _how_to_continue(verb)

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from detonation.whole_files import json_text
+
 PROFILE_FORMAT = 1
 SILENT_S = 1.0
 SILENT_BYTES = 2**16
@@ -118,7 +120,7 @@ class Profile:
     def write(self, path: Path) -> dict[str, Any]:
         """Writes the profile to the file `path`. Returns the table that the file holds."""
         table = {"format": PROFILE_FORMAT, **asdict(self)}
-        path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json_text(table, indent=1) + "\n", encoding="utf-8")
         return table
 
     @classmethod

@@ -32,7 +32,9 @@ class Unsafe(RunError):
 
 
 class NonFiniteLoss(RunError):
-    """The loss of a replica is NaN or infinite. All ranks raise this error before the update."""
+    """A loss is NaN or infinite. All ranks raise this error: before the update if it is the loss of
+    a replica, and after the step if it is the validation loss.
+    """
 
 
 class Stopped(RunError):
@@ -71,7 +73,8 @@ def fit(
 
     Raises:
         NonFiniteLoss: On all ranks, if a loss is not finite. The state is the state before the
-            step or, with `balance`, the state after the round.
+            step. With `balance` it is the state after the round, and for a validation loss the
+            state after the step, whose record `report` does not get.
         Stopped: On all ranks, after a step in which `stop` was set on one rank.
         Unsafe: On all ranks, if the optimizer refuses to continue.
         ValueError: If the validation would have no prediction.
@@ -105,6 +108,8 @@ def fit(
                 session.optimizer.verify()
         meter.end(outcome, agreed_late=rounds is not None)
         held_out = _held_out(session, step + 1)
+        # raise before the report, because a report may save this state as a checkpoint
+        _require_finite(held_out, step + 1)
         report(meter.record(step + 1, outcome, held_out))
         _require_more(outcome, step + 1, until)
 
@@ -115,6 +120,13 @@ def _require_more(outcome: Outcome, step: int, until: int) -> None:
         raise NonFiniteLoss(outcome.lost)
     if outcome.asked and step < until:
         raise Stopped(outcome.asked, step)
+
+
+def _require_finite(held_out: Mapping[str, Any], step: int) -> None:
+    """Raises `NonFiniteLoss` if the validation after `step` found a loss that is not finite."""
+    loss = held_out.get("val_loss", 0.0)
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(f"the validation loss is {loss} after step {step}")
 
 
 class _Undo:

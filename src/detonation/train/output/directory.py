@@ -22,6 +22,7 @@ from detonation.cluster.processes.failure import RunError
 from detonation.train.recipe.schema import TrainConfig
 from detonation.whole_files import (
     PROBE,
+    json_text,
     make_directories,
     open_lock,
     parse_toml,
@@ -402,7 +403,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` to `path` as indented JSON, atomically."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json_text(value, indent=2) + "\n")
 
 
 class Unwritable(RunError):

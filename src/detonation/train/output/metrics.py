@@ -4,7 +4,7 @@ terminal.
 
 import contextlib
 import errno
-import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ from typing import Any
 
 from detonation.report.words import duration, less_text, size_text
 from detonation.train.output.directory import unwritable, write_text
-from detonation.whole_files import MOST_RECORDS, opened, parse_json, read_text
+from detonation.whole_files import MOST_RECORDS, json_text, opened, parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Record:
         return found
 
     def line(self) -> str:
-        return json.dumps(self.values()) + "\n"
+        return json_text(self.values()) + "\n"
 
 
 _NUMBERS = ("step", "loss", "lr", "seconds", "bytes_sent", "waited_s", "step_s")
@@ -155,8 +155,12 @@ def parse_metrics(text: str) -> tuple[list[Record], int]:
 
 def _record(line: str) -> Record | None:
     try:
-        record = Record(**parse_json(line))
-    except (ValueError, TypeError):
+        values = parse_json(line)
+        # a balanced run may not know the loss of its first steps, and JSON has no NaN
+        if values.get("loss", 0.0) is None:
+            values["loss"] = math.nan
+        record = Record(**values)
+    except (ValueError, TypeError, AttributeError):
         return None
     if all(_is_number(getattr(record, name)) for name in _NUMBERS) and _others_fit(record):
         return record
