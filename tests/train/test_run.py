@@ -193,20 +193,34 @@ def test_when_nothing_is_whole_it_says_why(train, tmp_path):
 )
 def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path, sets):
     sets = [*sets, "optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0"]
-    told = r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\); the state after step 1 is saved in"
+    told = (
+        r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\);"
+        r" the state after step 1 is saved in .*/diverged/step-000001$"
+    )
     with pytest.raises(WorldError, match=told):
         train("run", *sets)
-    assert manifest.read_manifest(tmp_path / "run" / "checkpoints" / "step-000001").step == 1
+    assert manifest.read_manifest(tmp_path / "run" / "diverged" / "step-000001").step == 1
     assert [record.step for record in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
         1
     ]
     assert not (tmp_path / "run" / "summary.json").exists()
     train("until", *sets, stop_after=1)  # the step that lost it has left no trace
-    lost, before = [
-        saved(tmp_path / run / "checkpoints" / "step-000001") for run in ("run", "until")
-    ]
+    lost = saved(tmp_path / "run" / "diverged" / "step-000001")
+    before = saved(tmp_path / "until" / "checkpoints" / "step-000001")
     assert lost.keys() == before.keys()
     assert all(torch.equal(lost[key], before[key]) for key in before)
+
+
+def test_a_lost_loss_pushes_no_checkpoint_out(train, tmp_path):
+    kept = ["schedule.name=constant", "train.checkpoint_every=1", "train.keep=1"]
+    wild = [*kept, "optimizer.name=SignSGD", "optimizer.lr=1e38"]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    train("run", *kept, "optimizer.name=SignSGD", "optimizer.lr=1e-3", stop_after=1)
+    with pytest.raises(WorldError, match=r"; --resume goes on from .*/checkpoints/step-000001$"):
+        train("run", *wild, "train.validate_every=2", resume=True)
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000001"]
+    with pytest.raises(WorldError, match=r"; remove .*/checkpoints/step-000002 before --resume"):
+        train("run", *wild, resume=True)
 
 
 def test_a_lost_validation_loss_ends_the_run_as_one_of_a_replica_does(train, tmp_path):

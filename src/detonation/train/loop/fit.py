@@ -34,7 +34,14 @@ class Unsafe(RunError):
 class NonFiniteLoss(RunError):
     """A loss is NaN or infinite. All ranks raise this error: before the update if it is the loss of
     a replica, and after the step if it is the validation loss.
+
+    Args:
+        repeats: True if a run that resumes from this state computes the same loss again.
     """
+
+    def __init__(self, text: str, repeats: bool = True) -> None:
+        self.repeats = repeats
+        super().__init__(text)
 
 
 class Stopped(RunError):
@@ -117,7 +124,8 @@ def fit(
 def _require_more(outcome: Outcome, step: int, until: int) -> None:
     """Raises an error if training ends after `step`, because of a loss or a signal."""
     if outcome.lost:
-        raise NonFiniteLoss(outcome.lost)
+        # a balanced replica skips the rest of its round, so the next round has other examples
+        raise NonFiniteLoss(outcome.lost, repeats=False)
     if outcome.asked and step < until:
         raise Stopped(outcome.asked, step)
 

@@ -167,6 +167,8 @@ SUMMARY = "summary.json"
 PLAN = "plan.json"
 UPDATES = "updates"
 CHECKPOINTS = "checkpoints"
+DIVERGED = "diverged"
+"""Folder of the state before a loss that was not finite. No run resumes from it."""
 _PROBE_BYTES = 65536
 
 
@@ -371,7 +373,7 @@ def _refuse_links(path: Path) -> None:
     """Raises `ValueError` if one of the folders in which a run writes and removes files is a
     symbolic link.
     """
-    for folder in (path / CHECKPOINTS, path / UPDATES):
+    for folder in (path / CHECKPOINTS, path / DIVERGED, path / UPDATES):
         if folder.is_symlink():
             raise ValueError(
                 f"{folder} is a link to {folder.readlink()}, but a run writes only in its own"

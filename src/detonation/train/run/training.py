@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from detonation.checkpoint.async_save import Checkpoints
+from detonation.checkpoint.files.retention import saved_checkpoints, step_of
 from detonation.cluster.processes.signals import Stop
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.train.loop.checkpoints import save_async, save_now
@@ -60,9 +61,8 @@ def train_until_end(
             recording.log.close()
         recording.close(ended=until == steps)
     except NonFiniteLoss as error:
-        saved = save()
-        after = f"the state after step {session.optimizer.step_count}"
-        raise NonFiniteLoss(f"{error}; {after} is saved in {saved}") from error
+        recorder.sync()
+        raise NonFiniteLoss(_saved_after(error, session, checkpoints, recorder)) from error
     except ReplicaLeft:  # only this replica leaves the run: the other replicas save and continue
         return {
             "stopped_after": session.optimizer.step_count,
@@ -86,3 +86,29 @@ def train_until_end(
     if session.rank == 0:
         directory.write_json(path / directory.SUMMARY, summary)
     return {**summary, "directory": str(path)}
+
+
+def _saved_after(
+    error: NonFiniteLoss, session: Session, checkpoints: Checkpoints, recorder: Recorder
+) -> str:
+    """Saves the state that a loss which is not finite has left. Returns the message of the error,
+    with the path of this state and how to go on. Collective.
+
+    If a resumed run would compute the same loss again, this state is not saved among the
+    checkpoints: it would be the newest of them, and push out an earlier, better one.
+    """
+    step = session.optimizer.step_count
+    if not error.repeats:
+        saved = save_now(session, checkpoints, recorder.before)
+        return f"{error}; the state after step {step} is saved in {saved}"
+    checkpoints.close()
+    earlier = saved_checkpoints(checkpoints.directory)
+    aside = checkpoints.directory.with_name(directory.DIVERGED)
+    with Checkpoints(aside, session.model, session.optimizer, keep=1) as diverged:
+        saved = save_now(session, diverged, recorder.before)
+    text = f"{error}; the state after step {step} is saved in {saved}"
+    if not earlier:
+        return text
+    if step_of(earlier[0]) < step:
+        return f"{text}; --resume goes on from {earlier[0]}"
+    return f"{text}; remove {earlier[0]} before --resume, because it leads to this loss"
