@@ -12,7 +12,7 @@ from commands import Command, write_recipe
 from detonation.log import continuity
 from detonation.log.continuity import log_files
 from detonation.log.records import STEP, whole_records
-from detonation.train.loop import checkpoints
+from detonation.train.loop import checkpoints, checks
 from detonation.train.output import directory
 from detonation.train.run import run_directory
 from detonation.train.run.log_check import checked_log
@@ -52,6 +52,19 @@ def test_a_replay_ends_with_the_weights_of_the_run(run):
         "replayed": 2,
         "fingerprint": summary["fingerprint"],
     }
+
+
+def test_a_replay_needs_no_data(run, tmp_path, monkeypatch):
+    """A follower may run on a machine without the data of the training."""
+    folder, _, out, summary = run
+
+    def refuse(*given):
+        raise ValueError("there are no data here")
+
+    enter = partial(monkeypatch.setattr, checks, "_load_data", refuse)
+    done = Command(folder, "follow", out, "--out", tmp_path / "alone", "--json", enter=enter)
+    assert done.wait() == 0, done.stderr
+    assert last_line(done.stdout)["fingerprint"] == summary["fingerprint"]
 
 
 def test_a_checkpoint_that_the_run_removes_when_it_was_found_is_looked_for_again(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.files.retention import checkpoint_name
-from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
+from detonation.checkpoint.newest import Found, Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
 from detonation.choices import first_line
 from detonation.core.link import PeerLost
@@ -83,20 +83,19 @@ def save_now(session: Session, checkpoints: Checkpoints, before: Counts) -> Path
 
 
 def resume(
-    session: Session, directory: Path, may_start: bool = False, most: int | None = None
+    session: Session, directory: Path, may_start: bool = False
 ) -> tuple[Loaded | None, list[str]]:
     """Loads the newest complete checkpoint in `directory`. Returns this checkpoint and the lines to
     print.
 
     Args:
         may_start: Start from the beginning if no checkpoint exists, instead of raising.
-        most: Last step; ignore checkpoints of later steps.
 
     Raises:
         ValueError: No checkpoint exists, or the model, data, scheme, optimizer or seed of the
             checkpoint differs from that of the run.
     """
-    found = find(directory, session.model, session.optimizer, most)
+    found = find(directory, session.model, session.optimizer)
     if found is None and may_start:
         return None, ["no checkpoint was saved yet: starting from the beginning"]
     if found is None:
@@ -104,9 +103,7 @@ def resume(
             f"there is no checkpoint in {directory}: start without --resume in another --out"
         )
     extra = found.manifest.given
-    saved = extra.get("config")
-    if not isinstance(saved, dict):
-        saved = {}
+    saved = _saved_config(found)
     changed = compare_settings(found.path, saved, session.config, "checkpoint")
     changed += _other_batch(saved, as_json(to_table(session.config)))
     changed += _other_data(extra.get("data"), session.data_mark)
@@ -135,13 +132,29 @@ def _continue_stream(session: Session, positions: object) -> list[str]:
 
 def resume_beside(session: Session, directory: Path, most: int | None) -> Loaded | None:
     """Loads the newest checkpoint up to step `most` of a run that may still train; None if there is
-    no checkpoint. Collective.
+    no checkpoint. Reads no data. Collective.
     """
     try:
-        return resume(session, directory, may_start=True, most=most)[0]
+        return _loaded_beside(session, directory, most)
     except ValueError:
         # the run may have removed the checkpoint after this process found it
-        return resume(session, directory, may_start=True, most=most)[0]
+        return _loaded_beside(session, directory, most)
+
+
+def _loaded_beside(session: Session, directory: Path, most: int | None) -> Loaded | None:
+    found = find(directory, session.model, session.optimizer, most)
+    if found is None:
+        return None
+    compare_settings(found.path, _saved_config(found), session.config, "checkpoint")
+    return load_found(found, session.model, session.optimizer)
+
+
+def _saved_config(found: Found) -> Table:
+    """Returns the recipe in a checkpoint; {} if the checkpoint holds none."""
+    saved = found.manifest.given.get("config")
+    if isinstance(saved, dict):
+        return saved
+    return {}
 
 
 def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:

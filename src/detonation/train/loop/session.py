@@ -55,7 +55,9 @@ class Session:
         return mark_of_data(self.data)
 
 
-def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
+def start_session(
+    config: Config, device: torch.device, axis: Axis | None = None, data: Data | None = None
+) -> Session:
     """Builds the session of this rank. Collective.
 
     Raises `ValueError` if replicas have different settings, or if the mesh does not fit the number
@@ -63,6 +65,7 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
 
     Args:
         axis: Replaces the outermost axis, such as `surviving_axis` in an elastic run.
+        data: Replaces the data that `config` names, which are then not loaded.
     """
     replicas = config.mesh.replicas
     # In an elastic run, each replica of the outermost level has a process group of its own.
@@ -83,7 +86,9 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
         world = ElasticRanks(mesh, axis, config.train)
     else:
         world = Ranks(mesh, device, config.mesh.sizes[:replicas])
-    return Session(config, world, device, load_data(config.data), model, base, optimizer)
+    if data is None:
+        data = load_data(config.data)
+    return Session(config, world, device, data, model, base, optimizer)
 
 
 def replicated_run(

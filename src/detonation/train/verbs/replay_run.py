@@ -15,15 +15,19 @@ from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.data import Data
 from detonation.log.repeat import replay
 from detonation.train.loop.checkpoints import as_json, resume_beside
-from detonation.train.loop.checks import check_config
+from detonation.train.loop.checks import load_data
 from detonation.train.loop.session import Session, replicated_run, start_session
 from detonation.train.output import directory, metrics
 from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import from_table, to_table
 from detonation.whole_files import parse_toml, read_text
+
+_NO_DATA = Data("", "", "text", (), ())
+"""Stands for the data of a run, because no step of a replay reads examples."""
 
 
 def saved_run(
@@ -71,9 +75,9 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     """Replays one shard of the run in the directory `run`, and saves the result in `out`.
     Collective.
     """
-    config = check_config(_config_of(Path(run)))
+    config = _config_of(Path(run))
     axis = LoopbackCommunicator(config.mesh.replicas)
-    session = start_session(_alone(config), local_device(), axis)
+    session = start_session(_alone(config), local_device(), axis, _NO_DATA)
     found = resume_beside(session, Path(run) / directory.CHECKPOINTS, to)
     if found is None and config.train.init_from:
         load_weights(Path(config.train.init_from), session.model)
@@ -83,7 +87,11 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     fingerprint, _ = session.world.fingerprint(session.model)
     saved = {}
     if out is not None:
-        saved = {"checkpoint": str(_agreed(session, Path(out)))}
+        if found is None:
+            exported = load_data(config.data).exported
+        else:
+            exported = found.extra.get("exported", {})
+        saved = {"checkpoint": str(_agreed(session, Path(out), exported))}
     return {"step": steps, "replayed": steps - begun, "fingerprint": fingerprint, **saved}
 
 
@@ -120,7 +128,7 @@ def _alone(config: Config) -> Config:
     return replace(config, levels=levels, mesh=mesh, train=train)
 
 
-def _agreed(session: Session, out: Path) -> Path:
+def _agreed(session: Session, out: Path, exported: Mapping[str, Any]) -> Path:
     """Saves the state on which all replicas agree, as a checkpoint of one replica. The memories of
     unsent values in this checkpoint are empty.
     """
@@ -131,4 +139,4 @@ def _agreed(session: Session, out: Path) -> Path:
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)
     optimizer.run.load(replayed.run.known, replayed.run.completed)
-    return saved_run(out, session.model, optimizer, session.config, session.data.exported)
+    return saved_run(out, session.model, optimizer, session.config, exported)
