@@ -77,6 +77,15 @@ def test_settings_are_varied_and_the_run_with_the_lowest_loss_is_marked(
     assert "lr=1e-2" in marked and all(name in shown for name in names)
 
 
+def test_a_run_with_long_values_has_a_name_that_a_file_system_allows(tmp_path):
+    values = [f"data.source={'a' * 300},{'a' * 299}b"]
+    names = [*compare.runs_of(["full"], values)]
+    assert len({*names}) == 2 and names == [*compare.runs_of(["full"], values)]
+    for name in names:
+        assert name.startswith("full,data.source=aaa")
+        (tmp_path / name).mkdir()
+
+
 @pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_comparison_that_was_interrupted_goes_on(tmp_path, capfd, monkeypatch, saved):
     arguments = [

@@ -2,6 +2,7 @@
 another.
 """
 
+import hashlib
 import itertools
 import os
 import re
@@ -29,6 +30,10 @@ from detonation.whole_files import read_text
 
 _COMMA = re.compile(r",(?![^\[{]*[\]}])")
 """Matches a comma between two values, but not a comma inside a list or a table."""
+_LONGEST_NAME = 255
+"""Largest number of bytes in the name of a directory."""
+_READABLE = 100
+"""Number of characters that a shortened name keeps."""
 
 
 def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]) -> list[Table]:
@@ -117,8 +122,19 @@ def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple
     runs = {}
     for chosen in itertools.product(*choices.values()):
         names, sets_of_run = zip(*chosen, strict=True)
-        runs[",".join(names)] = sets_of_run
+        runs[_file_name(",".join(names))] = sets_of_run
     return runs
+
+
+def _file_name(name: str) -> str:
+    """Returns `name`, or its beginning and its hash if no file system allows a name of this length.
+
+    The same name gives the same result, so that a second `compare` finds the run.
+    """
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{name[:_READABLE]}-{digest}"
 
 
 def _one_after_another(
