@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
+# in MBps a capital B means bytes, so the b of bps must be small
 _FORM = re.compile(
-    r"\s*([0-9.]+)\s*([kmg]?b(?:it|ps))(?:/s)?\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?", re.IGNORECASE
+    r"\s*([0-9.]+)\s*([kmg]?(?:bit|(?-i:b)ps))(?:/s)?\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?",
+    re.IGNORECASE,
 )
 
 SLOW_BACKENDS = ("gloo",)
@@ -57,7 +59,7 @@ class LinkSpeed:
         except (AssertionError, ValueError) as error:
             raise ValueError(
                 f"a link is {text!r}, must be a rate above 0 in bit, kbit, mbit or gbit (a second)"
-                " and, optionally, a latency in us, ms or s, such as 100mbit,5ms"
+                " and, optionally, a latency in us, ms or s, such as 100mbit,5ms; 1 MB/s is 8mbit"
             ) from error
 
     def seconds(self, nbytes: float, hops: int) -> float:
