@@ -8,6 +8,7 @@ import pytest
 import tomli_w
 
 from detonation.core.schemes.scheme import SCHEMES
+from detonation.train.loop.world import require_same_command
 from detonation.train.recipe.resolve import Request, parse_sets, read_recipe, resolve
 from detonation.train.recipe.tables import from_table, to_table
 
@@ -217,3 +218,25 @@ def test_a_variant_tuned_for_no_scheme_is_not_ignored(tmp_path):
         ValueError, match=r"unknown scheme in \[tuned\] 'dilocco', did you mean 'diloco'\?"
     ):
         Request(tmp_path / "recipe.toml").layers(None).config()
+
+
+class Heard:
+    """Answers as rank 0 does, whose settings are those of `config`."""
+
+    def __init__(self, config):
+        self.told = ""
+        require_same_command(self, config, {})
+
+    def gather(self, text):
+        self.told = self.told or text
+        return [self.told, text]
+
+
+def test_other_examples_are_explained_by_a_setting_of_the_data(tiny, tmp_path):
+    rank_0 = Heard(tiny())
+    with pytest.raises(ValueError, match=r"^data.context is 16 on rank 1, 32 on rank 0: give all"):
+        require_same_command(rank_0, tiny("data.context=16"), {})
+    (tmp_path / "other.txt").write_text("some other text. " * 200)
+    elsewhere = tiny(f"data.source={tmp_path / 'other.txt'}")
+    with pytest.raises(ValueError, match=r": copy the same data to all machines, and give"):
+        require_same_command(rank_0, elsewhere, {})

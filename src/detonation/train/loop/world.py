@@ -327,23 +327,35 @@ def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str
 def _alike(config: Config) -> dict[str, Any]:
     """Returns the settings that must be equal on all replicas, as they are after a round trip
     through JSON. Also returns a count and a hash of the data, because machines may have different
-    files under one name.
+    files under one name, and the settings of the data, which may explain different examples.
     """
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
     alike = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
     if ":" not in config.data.name:  # data of a user's function may differ between ranks
         alike[_DATA] = mark_of_data(load_data(config.data))
+        alike |= {key: value for key, value in own.items() if key.startswith(_OF_DATA)}
     return alike
 
 
 def _differing(first: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Returns the keys whose values differ. If the examples differ, the settings of the data come
+    first; otherwise these settings may differ.
+    """
     keys = sorted(first.keys() | own.keys())
-    return [key for key in keys if first.get(key) != own.get(key)]
+    differing = [key for key in keys if first.get(key) != own.get(key)]
+    of_data = [key for key in differing if key.startswith(_OF_DATA)]
+    others = [key for key in differing if key not in of_data]
+    if _DATA not in others:
+        return others
+    # paths differ between machines, so they explain nothing
+    return [*(key for key in of_data if key not in _PATHS), *others]
 
 
 _SETTINGS = "settings"
 _DATA = "data (examples and hash)"
-_REMEDY = {_DATA: "copy the same data to all machines"}
+_OF_DATA = "data."
+_PATHS = ("data.source", "data.tokenizer")
+_REMEDY = {_DATA: "copy the same data to all machines, and give the same --data"}
 _ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.", "mesh.link")
 _OWN = {
     "train.log_every",
