@@ -407,14 +407,22 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
 
 
 def spelled(chosen: Scheme) -> str:
-    """Returns the text of a scheme, with only the arguments that differ from its defaults.
+    """Returns the text of a scheme, with the steps of its round and the arguments that differ from
+    its defaults.
+
+    The text names `every` also if it is the default, because bytes and losses depend on it most.
 
     Example:
         >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))
         'demo(topk=1)'
+        >>> spelled(scheme("muloco", {"precision": "2bit"}))
+        'muloco(every=30, precision=2bit)'
     """
+    shown = changed(chosen)
+    if chosen.round.every > 1:
+        shown = {"every": chosen.round.every, **shown}
     texts = []
-    for name, value in changed(chosen).items():
+    for name, value in shown.items():
         if isinstance(value, float):
             texts.append(f"{name}={value:.4g}")
         else:
