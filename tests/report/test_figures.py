@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 
 import pytest
 from matplotlib.figure import Figure
@@ -196,3 +197,10 @@ def test_no_label_is_outside_the_figure_or_mathematical(tmp_path, monkeypatch, f
         assert all(label.x1 <= text.get_window_extent().x0 for text in inside)
         ticks = [*axes.get_xticklabels("both"), *axes.get_yticklabels("both")]
         assert not any("$" in text.get_text() for text in ticks)
+
+
+def test_a_name_with_signs_that_the_font_lacks_is_drawn_without_a_warning():
+    chart = figures.Chart("loss", "\u6a21\u578b", "", [], lambda axes: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chart.image().startswith("data:image/png")

@@ -4,6 +4,7 @@ step.
 
 import base64
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite, nan
@@ -117,7 +118,9 @@ class Chart:
             legend = 0.12 + 0.19 * ceil(len(self.keys) / columns)
         height = self.height + legend + 0.28
         file = io.BytesIO()
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+            # the page has the names in full, so a box in the figure needs no warning
+            warnings.filterwarnings("ignore", r"Glyph \d+ ")
             figure = Figure(figsize=(_WIDTH, height))
             axes = figure.add_subplot()
             self.draw(axes)
