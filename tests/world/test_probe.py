@@ -1,6 +1,7 @@
 """The probe measures the link that it is given; each pair once; profiles are read as they were written."""
 
-from dataclasses import asdict
+import io
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from detonation.cluster.network import measure
 from detonation.cluster.network.profile import AxisProfile, LinkSample, Operation, Profile, Sample
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.link_speed import LinkSpeed
+from detonation.report.terminal import show_profile
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
@@ -103,10 +105,22 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     assert Profile.read(tmp_path / "profile.json") == PROFILE
 
 
-def test_a_profile_from_before_silence_was_measured_is_read():
+def test_a_profile_of_an_older_version_is_read():
     table = asdict(PROFILE)
     del table["axes"]["replicate"]["silence_s"]
+    for key in ("median_s", "slowest_s"):
+        del table["axes"]["replicate"]["operations"]["all-gather"]["samples"][0][key]
     assert Profile.of(table) == PROFILE
+
+
+def test_the_jitter_of_short_messages_is_told_in_time():
+    shortest = Sample(10, 0.002, 8.87, median_s=0.0002, slowest_s=0.009)
+    gather = replace(GATHER, samples=[shortest])
+    profile = replace(PROFILE, axes={"replicate": AxisProfile(2, 1, {"all-gather": gather}, [])})
+    stream = io.StringIO()
+    show_profile(asdict(profile), stream)
+    text = " ".join(stream.getvalue().split())
+    assert "the median of the shortest messages takes 0.2 ms, the slowest 9 ms" in text
 
 
 @pytest.mark.parametrize(

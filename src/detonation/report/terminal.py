@@ -417,9 +417,13 @@ def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
     slowest = []
     for name, axis in profile["axes"].items():
         operations = axis["operations"]
-        jitter = [each["samples"][0]["spread"] for each in operations.values() if each["samples"]]
-        if jitter:
-            notes.append(f"along {name} the shortest messages have a jitter of {max(jitter):.0%}")
+        shortest = [each["samples"][0] for each in operations.values() if each["samples"]]
+        if shortest:
+            slow = max(shortest, key=lambda sample: sample["slowest_s"])
+            notes.append(
+                f"along {name} the median of the shortest messages takes"
+                f" {duration(slow['median_s'])}, the slowest {duration(slow['slowest_s'])}"
+            )
         if axis["silence_s"]:
             notes.append(
                 f"after a second of silence a message along {name} takes"

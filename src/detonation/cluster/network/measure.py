@@ -225,8 +225,9 @@ def _samples(
         times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
         low, median, high = statistics.quantiles(times, n=4)
+        spread = (high - low) / median
         # use the mean, not the median, because training also waits for delayed and resent packets
-        samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
+        samples.append(Sample(sent, statistics.fmean(times), spread, median, max(times)))
         longer = samples[-1].seconds / samples[0].seconds
         shown = shown or longer > _SHOWS
         further = 16

@@ -20,12 +20,15 @@ bytes.
 class Sample:
     """Mean time of messages of one size: a rank sends `bytes_sent` bytes in `seconds`.
 
-    spread: interquartile range / median of the measured times.
+    spread: interquartile range / median of the measured times. median_s, slowest_s: median and
+    largest of these times; 0 in profiles of older versions.
     """
 
     bytes_sent: int
     seconds: float
     spread: float
+    median_s: float = 0.0
+    slowest_s: float = 0.0
 
 
 @dataclass(frozen=True)
