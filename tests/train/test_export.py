@@ -1,6 +1,8 @@
 """Export: what a run trained is what transformers loads, with the loss that the run measured."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
 from detonation.models import build_model
 from detonation.train.loop.checks import load_data
-from detonation.train.verbs.export import _save
+from detonation.train.verbs import export
+from detonation.train.verbs.export import _removed_on_failure, _save
 
 
 def measured(folder, config):
@@ -122,7 +125,7 @@ def test_a_weight_that_transformers_does_not_write_is_named(tmp_path, monkeypatc
     monkeypatch.setattr(
         type(model), "save_pretrained", lambda self, out: save(self, out, state_dict=state)
     )
-    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight, .*: remove .*") as raised:
+    with pytest.raises(ValueError, match=r"would lack model\.norm\.weight, .*: use ") as raised:
         _save(model, tmp_path)
     assert "\n" not in str(raised.value)
 
@@ -191,7 +194,7 @@ def own_loop(directory):
     return [tensor.tolist() for tensor in full]
 
 
-def test_a_checkpoint_of_ones_own_loop_is_a_state_dict(tmp_path, capsys):
+def test_a_checkpoint_of_ones_own_loop_is_a_state_dict(tmp_path, capsys, monkeypatch):
     trained = run_local(own_loop, 2, [str(tmp_path / "checkpoints")])[0]
     assert run_command(["export", str(tmp_path), "--out", str(tmp_path / "model")]) == 0
     assert "load its state dict with safetensors.torch.load_model" in capsys.readouterr().out
@@ -199,3 +202,23 @@ def test_a_checkpoint_of_ones_own_loop_is_a_state_dict(tmp_path, capsys):
     assert load_model(model, tmp_path / "model" / "model.safetensors") == (set(), [])
     loaded = [*model.parameters(), *model.buffers()]
     assert [tensor.tolist() for tensor in loaded] == trained
+
+    def on_a_full_disk(tensors, path):
+        path.write_text("a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export, "save_file", on_a_full_disk)
+    assert run_command(["export", str(tmp_path), "--out", str(tmp_path / "half")]) == 1
+    assert not (tmp_path / "half").exists()
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_an_export_that_fails_leaves_no_part_of_a_model(tmp_path, existed):
+    out = tmp_path / "model"
+    if existed:
+        out.mkdir()
+    with pytest.raises(OSError, match="No space left"), _removed_on_failure(out):
+        out.mkdir(exist_ok=True)
+        (out / "config.json").write_text("{}")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [*tmp_path.rglob("*")] == [out] * existed

@@ -3,7 +3,9 @@ dict.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +58,14 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     source = found.source
     manifest = saved.manifest
     config = _config(manifest)
-    if config is None:
-        numel = _write_state_dict(saved.shards(here[0]), source, out)
-        for_transformers = False
-    else:
-        require_trust(trust_code, config, str(saved.path), "export", "model")
-        exported = manifest.given.get("exported", {})
-        numel, for_transformers = _write_model(config, source, out, exported)
+    with _removed_on_failure(out):
+        if config is None:
+            numel = _write_state_dict(saved.shards(here[0]), source, out)
+            for_transformers = False
+        else:
+            require_trust(trust_code, config, str(saved.path), "export", "model")
+            exported = manifest.given.get("exported", {})
+            numel, for_transformers = _write_model(config, source, out, exported)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
         # give the usual permissions to files that only their owner could read
@@ -79,6 +82,22 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         "rejected": found.rejected,
         **mean,
     }
+
+
+@contextmanager
+def _removed_on_failure(out: Path) -> Iterator[None]:
+    """Context manager that removes what its block has written to `out`, new or empty before, if the
+    block fails. Otherwise a part of a model, such as its configuration, would look like a model.
+    """
+    existed = out.exists()
+    target = out.resolve()  # `out` may be a link to an empty directory
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        if existed:
+            target.mkdir(exist_ok=True)
+        raise
 
 
 def _config(manifest: Manifest) -> Config | None:
@@ -166,8 +185,8 @@ def _require_saved(model: Any, out: Path) -> None:
     ]
     if lost:
         raise ValueError(
-            f"{out} lacks {first_names(lost)}, which {type(model).__name__} does not write: remove"
-            f" {out}, and use the checkpoint itself"
+            f"{out} would lack {first_names(lost)}, which {type(model).__name__} does not write:"
+            " use the checkpoint itself"
         )
 
 
