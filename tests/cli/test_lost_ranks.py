@@ -13,7 +13,7 @@ from commands import Command, free_port, launched, write_recipe
 pytestmark = pytest.mark.usefixtures("soon")
 
 LONG = ("--set", "train.steps=100000", "peers.silence_s=3")
-REMEDY = " s: ended, stopped or cut off; go on with --resume\n"
+REMEDY = " s: ended, stopped or cut off; go on with --resume, unless a launcher restarts the run\n"
 
 
 @pytest.fixture

@@ -395,7 +395,7 @@ class Heartbeat:
             who = f"ranks {', '.join(names)} have"
         return (
             f"{who} not been heard of for {seconds:.1f} s: ended, stopped or cut off; go on with"
-            " --resume"
+            " --resume, unless a launcher restarts the run"
         )
 
 
