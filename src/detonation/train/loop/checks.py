@@ -308,6 +308,8 @@ def load_data(chosen: Choice) -> Data:
     return _load_data(chosen.name, json.dumps(chosen.arguments, sort_keys=True))
 
 
+NO_DATA = Data("", "", "text", (), ())
+"""Stands for the data of a run in which no step reads examples, such as a replay."""
 _MARKED = 64
 """Number of hashed examples, with which the data of machines and checkpoints are compared."""
 

@@ -15,19 +15,15 @@ from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.data import Data
 from detonation.log.repeat import replay
 from detonation.train.loop.checkpoints import as_json, resume_beside
-from detonation.train.loop.checks import load_data
+from detonation.train.loop.checks import NO_DATA, load_data
 from detonation.train.loop.session import Session, replicated_run, start_session
 from detonation.train.output import directory, metrics
 from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import from_table, to_table
 from detonation.whole_files import parse_toml, read_text
-
-_NO_DATA = Data("", "", "text", (), ())
-"""Stands for the data of a run, because no step of a replay reads examples."""
 
 
 def saved_run(
@@ -77,7 +73,7 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     """
     config = _config_of(Path(run))
     axis = LoopbackCommunicator(config.mesh.replicas)
-    session = start_session(_alone(config), local_device(), axis, _NO_DATA)
+    session = start_session(_alone(config), local_device(), axis, NO_DATA)
     found = resume_beside(session, Path(run) / directory.CHECKPOINTS, to)
     if found is None and config.train.init_from:
         load_weights(Path(config.train.init_from), session.model)
