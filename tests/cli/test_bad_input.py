@@ -112,7 +112,7 @@ def fails(capsys, monkeypatch, tmp_path):
         ("data.source=pyproject.toml", "unknown source 'pyproject.toml'"),
         (
             "data.tokenizer=nowhere",
-            "data.tokenizer nowhere is no directory, and no tokenizer that the hub gives us: ",
+            "data.tokenizer nowhere cannot be loaded from a directory or from the hub: ",
         ),
         (
             "train.init_from=nowhere",

@@ -364,7 +364,7 @@ MISTAKES = {
     "rows with another column": Mistake(
         train("--data", "body.jsonl"),
         "has no column",
-        ("column text", "there are body", "name one"),
+        ("column text", "its columns, body", "name one"),
     ),
     "a file of another kind": Mistake(
         train("--data", "paper.pdf"),
@@ -535,7 +535,7 @@ MISTAKES = {
     "a world that is not replicas x shards": Mistake(
         library(fill_mesh, {"shards": 2}, LaunchPosition(0, 3, 0, 1)),
         "but the launcher started",
-        ("1 replicas x 2 shards", "started 3", "leave both out"),
+        ("1 replicas x 2 shards", "started 3", "leave replicas and shards out"),
     ),
     "a rank beyond the world": Mistake(
         library(launch_position, {"RANK": "5", "WORLD_SIZE": "2"}),

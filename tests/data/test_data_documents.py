@@ -110,22 +110,27 @@ def test_parquet_and_directories_of_save_to_disk(tmp_path):
             r"a\.json cannot be read as text: give files of type \.csv, \.jsonl, \.md, \.parquet",
         ),
         ("a.pdf", "x", {}, r"a\.pdf cannot be read as text"),
-        ("a.jsonl", '{"text": "x"}\n[1]\n', {}, r"a\.jsonl, line 2 is '\[1\]', must be an object"),
+        ("a.jsonl", '{"text": "x"}\n[1]\n', {}, r"a\.jsonl, line 2 is '\[1\]', but must be a JSON"),
         ("a.jsonl", '{"text": \n', {}, r"a\.jsonl, line 1 is not JSON"),
-        ("a.jsonl", '{"body": "x"}\n', {}, r"a\.jsonl, row 1 has no column text; there are body"),
+        (
+            "a.jsonl",
+            '{"body": "x"}\n',
+            {},
+            r"a\.jsonl, row 1 has no column text: name one of its columns, body",
+        ),
         ("a.jsonl", '{"text": 0}\n', {}, r"a\.jsonl, row 1 has 0 in column text, must be text"),
         ("a.jsonl", '{"text": ["x"]}\n', {}, r"a\.jsonl, row 1 has \['x'\] in column text, must"),
         (
             "a.txt",
             "x",
             {"column": "text"},
-            r"column is for sources of rows, but .* holds plain text: leave column out",
+            r"column is for files with rows, but .* holds plain text: leave column out",
         ),
         (
             "a.txt",
             "x",
             {"split": "train"},
-            r"split is for sources hf:NAME: leave it out for .*a\.txt",
+            r"split does not apply to source .*a\.txt: leave it out",
         ),
     ],
 )
@@ -344,7 +349,7 @@ def test_pairs_as_rows_and_as_tokens(tmp_path, cache):
 def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"data.tokenizer .*none is no directory, and no tokenizer that the hub gives us",
+        match=r"data.tokenizer .*none cannot be loaded from a directory or from the hub",
     ) as raised:
         load_dataset("text", {"tokenizer": str(tmp_path / "none")})
     assert "\n" not in str(raised.value)

@@ -241,7 +241,7 @@ def test_verses_that_both_bibles_have_become_pairs(tmp_path, monkeypatch):
     lines = (tmp_path / "pairs.tsv").read_text().splitlines()
     assert lines == ["In the beginning\tEn el principio", "alone here\tsolo", "third\ttercero"]
     monkeypatch.setattr(modules, "parse_modules", dict)
-    with pytest.raises(ValueError, match="the SWORD modules are in none, but must be in en and es"):
+    with pytest.raises(ValueError, match="the SWORD Bibles are none, but must be en and es: check"):
         packages.PREPARE["bible-en-es"](tmp_path, tmp_path)
 
 

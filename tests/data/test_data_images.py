@@ -162,7 +162,7 @@ def test_folders_that_do_not_fit_are_refused(folder):
         load_dataset("images", source)
     (folder / "validation" / "cow" / "0.png").unlink()
     picture(folder / "train" / "dog" / "9.png", 0, size=(8, 8))
-    with pytest.raises(ValueError, match=r"9\.png is 8x8, the first image 6x4"):
+    with pytest.raises(ValueError, match=r"9\.png is 8x8, but the first image is 6x4"):
         load_dataset("images", source)
     (folder / "train" / "dog" / "9.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"9\.png is no image that pillow can read"):
@@ -180,7 +180,7 @@ def test_train_and_validation_must_have_one_shape(tmp_path):
     picture(tmp_path / "validation" / "a" / "0.png", 0, size=(5, 5))
     source = {"source": str(tmp_path)}
     with pytest.raises(
-        ValueError, match=r"0\.png is 5x5, the first image 4x4: set data\.size to scale all images"
+        ValueError, match=r"0\.png is 5x5, but the first image is 4x4: set data\.size to scale all"
     ):
         load_dataset("images", source)
     assert load_dataset("images", {**source, "size": 6}).validation[torch.tensor([0])][
@@ -301,7 +301,7 @@ def test_augmentation_depends_on_the_step_and_spares_validation(folder):
     ("arguments", "message"),
     [
         ({"source": "fasion-mnist"}, "did you mean 'fashion-mnist'"),
-        ({"label_column": "y"}, "label_column is for sources hf:NAME"),
+        ({"label_column": "y"}, "label_column does not apply to source"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

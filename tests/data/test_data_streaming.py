@@ -98,7 +98,7 @@ def test_a_strangers_position_is_one_line(source, position):
     ("make", "arguments", "message"),
     [
         (None, {}, "sotu-sample is read as a whole: leave data.streaming out"),
-        ("a.txt", {"split": "train"}, "split is for sources hf:NAME"),
+        ("a.txt", {"split": "train"}, "split does not apply to source"),
         (
             "a.pdf",
             {},
@@ -109,7 +109,11 @@ def test_a_strangers_position_is_one_line(source, position):
             {},
             r"a\.md cannot be read as a stream: .* type \.csv, \.jsonl, \.parquet, \.txt$",
         ),
-        ("a.jsonl", {"column": "body"}, r"a\.jsonl, row 1 has no column body; there are id, text"),
+        (
+            "a.jsonl",
+            {"column": "body"},
+            r"a\.jsonl, row 1 has no column body: name one of its columns, id",
+        ),
         ("a.jsonl", {"context": 99_999}, "context must be at most"),
     ],
 )
@@ -224,7 +228,10 @@ def test_a_row_of_a_stream_that_holds_no_text_is_named(tmp_path):
     source = own.json_lines(tmp_path / "rows.jsonl", count=300)
     for value, message in [
         ('{"text": 7}', r"rows\.jsonl, row 301 has 7 in column text, must be text"),
-        ('{"body": "x"}', r"rows\.jsonl, row 301 has no column text; there are body"),
+        (
+            '{"body": "x"}',
+            r"rows\.jsonl, row 301 has no column text: name one of its columns, body",
+        ),
     ]:
         source.write_text("".join(source.read_text().splitlines(True)[:300]) + value)
         with pytest.raises(ValueError, match=message):

@@ -66,7 +66,7 @@ def test_a_directory_of_text_files(tmp_path):
         ),
         ({"source": ""}, "unknown source ''"),
         ({"source": "sotus"}, "unknown source 'sotus', did you mean 'sotu'"),
-        ({"split": "train"}, "split is for sources hf:NAME: leave it out for sotu-sample"),
+        ({"split": "train"}, "split does not apply to source sotu-sample: leave it out"),
         ({"contxt": 8}, "did you mean 'context'"),
     ],
 )
@@ -81,7 +81,7 @@ def test_empty_text_is_refused(tmp_path):
         load_dataset("text", {"source": str(tmp_path / "empty.txt")})
     with pytest.raises(
         ValueError,
-        match=r"holds no file of text \(\.csv, \.jsonl, \.md, \.parquet, \.text, \.txt\)",
+        match=r"holds no text files: add some \(\.csv, \.jsonl, \.md, \.parquet, \.text, \.txt\)",
     ):
         (tmp_path / "none").mkdir()
         load_dataset("text", {"source": str(tmp_path / "none")})

@@ -121,7 +121,7 @@ def test_the_first_row_of_objects_gives_the_order_of_the_languages(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=r"turned\.jsonl: pair 41 has the columns en, de, but the first pair has en, fr",
+        match=r"turned\.jsonl: pair 41 has the languages en, de, but the first pair has en, fr",
     ):
         load_dataset("translation", {"source": str(path)})
 
@@ -132,7 +132,7 @@ def test_the_first_row_of_objects_gives_the_order_of_the_languages(tmp_path):
 def test_a_directory_is_no_file_of_pairs(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(
-        ValueError, match=r"pairs\S* is a directory: give one file of pairs, \.tsv, \.jsonl"
+        ValueError, match=r"pairs\S* is a directory: give one file of type \.tsv, \.jsonl"
     ):
         load_dataset("translation", {"source": str(tmp_path / name)})
 
@@ -169,7 +169,7 @@ def test_a_csv_holds_no_pairs(tmp_path):
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="did you mean 'bible-en-es'"):
         load_dataset("translation", {"source": "bible-en-fr"})
-    with pytest.raises(ValueError, match="column is for sources hf:NAME"):
+    with pytest.raises(ValueError, match="column does not apply to source"):
         load_dataset("translation", {"column": "translation"})
 
 

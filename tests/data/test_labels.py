@@ -84,12 +84,12 @@ def test_texts_that_occur_in_training_are_not_held_out(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokenizer": ""}, "data.tokenizer is '', but texts with labels need the tokenizer"),
+        ({"tokenizer": ""}, "data.tokenizer is '', but texts with labels need a tokenizer"),
         ({"context": 1}, "context must be at least 2 ids, not 1"),
         ({"source": "texts"}, "source 'texts' does not exist|unknown source"),
         ({"streaming": True}, "data.streaming is true, but texts with labels cannot be streamed"),
-        ({"label": "kind"}, "row 1 has no column kind; there are text, label"),
-        ({"split": "train"}, "split is for sources hf:NAME"),
+        ({"label": "kind"}, "row 1 has no column kind: name one of its columns, text"),
+        ({"split": "train"}, "split does not apply to source"),
     ],
 )
 def test_a_mistake_is_named(encoder, source, arguments, message):

@@ -40,13 +40,13 @@ class Augmented(Examples, Protocol):
 
 @runtime_checkable
 class Streamed(Protocol):
-    """Training examples that are read in order. A step has several parts, one for each rank with
-    which the run began. Each part reads different examples.
+    """Training examples that are read in order. A step has one part for each rank that the run had
+    at its start. Each part reads different examples.
     """
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """Returns the batch of one part at a step. The batch depends only on the arguments. The
-        call is fast if steps are drawn in order.
+        """Returns the batch of one part of a step. The batch depends only on the arguments. Calls
+        are fast if their steps are in order.
         """
         ...
 
@@ -67,10 +67,10 @@ class Data:
         name: Short label for figures.
         source: Source in the recipe.
         model: Arguments that a model must match, such as `{"vocab": 256}`.
-        exported: What an exported model says about the data: `labels`, the names of the classes in
-            the order of their numbers, and `preprocessor`, which becomes preprocessor_config.json.
+        exported: What an exported model says about the data: `labels`, the names of the classes by
+            their indices, and `preprocessor`, which becomes preprocessor_config.json.
         files: Names and sizes of the files of a stream, in the order in which they are read. A
-            resumed run tells if they have changed.
+            resumed run warns if names or sizes have changed.
 
     Raises:
         ValueError: The examples lack a method.
@@ -110,7 +110,7 @@ def _require_methods(what: str, examples: object, names: Sequence[str]) -> None:
 def batch(
     examples: Examples | Streamed, *, seed: int, step: int, part: int, parts: int, size: int
 ) -> dict[str, Tensor]:
-    """Draws `size` examples: the batch of one of the `parts` of a step.
+    """Draws the batch of one part of a step. A step has `parts` parts of `size` examples each.
 
     Each epoch is a permutation of all examples, which depends only on `seed` and the index of the
     epoch. The parts of a step use consecutive sections of this permutation, so no two parts see the
@@ -141,7 +141,7 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
     `predictions`.
 
     Args:
-        limit: Number of examples, spread evenly; None for all.
+        limit: Largest number of examples to use, at even distances; None uses all examples.
     """
     if size < 1 or (limit is not None and limit < 1):
         raise ValueError(
@@ -156,8 +156,8 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
 
 
 def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
-    """Returns the number of predictions (images, or token ids of text) over which the loss of
-    `batch` is averaged.
+    """Returns the number of predictions in `batch`: its labels, except those that the model does
+    not predict. The loss of a batch is the mean over its predictions.
 
     If a batch has no `labels`, returns the number of rows of the batch.
 
@@ -178,7 +178,7 @@ def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
             f" {step}"
         )
     if not 0 <= part < parts:
-        raise ValueError(f"part {part} is not among the {parts} parts, numbered from 0")
+        raise ValueError(f"part is {part}, but must be at least 0 and less than parts, {parts}")
     if size * parts > count:
         raise ValueError(
             f"a step of {parts} parts x {size} examples needs {parts * size}, but there are"
@@ -187,8 +187,8 @@ def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
 
 
 def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
-    """Returns the indices of `size` examples ([size] int64), from position `start` in the endless
-    sequence of shuffled epochs.
+    """Returns the indices of `size` examples, [size] int64. They are consecutive in the endless
+    sequence of shuffled epochs, and begin at its position `start`.
     """
     epoch, offset = divmod(start, count)
     head = _permutation(count, seed, epoch)[offset : offset + size]
@@ -200,7 +200,7 @@ def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
-    # The cache holds permutations of two epochs of the training set and of the validation set.
+    # A batch may span two epochs, so the cache must hold at least two permutations.
     # Callers must not change the permutation, because the cache holds the same tensor.
     generator = torch.Generator().manual_seed(_mix("epoch", seed, epoch))
     return torch.randperm(count, generator=generator)

@@ -1,5 +1,5 @@
-"""Labelled images from files, named data sets and the hub. Images are decoded when a batch needs
-them, and normalised by channel.
+"""Labelled images from files, named data sets and the Hugging Face hub. Image files are decoded
+when a batch needs them. Each channel is normalised.
 """
 
 import gzip
@@ -91,8 +91,7 @@ def images(
 @final
 @dataclass(frozen=True)
 class Images:
-    """Images as bytes, in RAM or on disk. Each batch is converted to normalised floats when it is
-    drawn.
+    """Images whose pixels are bytes. Drawing a batch converts its pixels to normalised floats.
 
     Args:
         mean: [C], mean of the bytes of each channel.
@@ -114,8 +113,9 @@ class Images:
         return {"pixel_values": values, "labels": torch.from_numpy(self.split.labels[chosen])}
 
     def augment(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Mirrors each image with probability one half. Shapes: `pixel_values` `[B, C, H, W]`, in
-        input and output.
+        """If `flip` is True, mirrors each image left to right with probability 1/2.
+
+        Shapes: `pixel_values` `[B, C, H, W]`, in input and output.
         """
         values = batch["pixel_values"]
         if self.flip:
@@ -125,13 +125,13 @@ class Images:
 
 
 def preprocessor(images: Images) -> dict[str, Any]:
-    """Returns the steps from a picture to `pixel_values`, as an image processor of transformers
-    reads them.
+    """Returns the configuration with which an image processor of transformers converts a picture to
+    the `pixel_values` of this data set.
     """
     height, width, depth = images.split.images.shape[1:]
     scaled = height == width
     return {
-        "image_processor_type": "CLIPImageProcessor",  # which can crop, unlike that of ViT
+        "image_processor_type": "CLIPImageProcessor",  # ViT's image processor cannot crop
         "do_convert_rgb": depth == 3,
         "do_resize": scaled,
         "size": {"shortest_edge": height},
@@ -147,16 +147,15 @@ def preprocessor(images: Images) -> dict[str, Any]:
 
 
 def _over_pixels(images: Any) -> Tensor:
-    """Returns the sum of each channel over int32 images."""
+    """Returns the sum of each channel over all pixels of int32 `images`."""
     over_images = images.sum(0, dtype="int32")
     return torch.from_numpy(over_images).double().sum((0, 1))
 
 
 def statistics(split: "Split") -> tuple[Tensor, Tensor]:
-    """Returns the mean and standard deviation of each channel. A channel of an image has values
-    from 0 to 255.
+    """Returns the mean and standard deviation of each channel, whose values are from 0 to 255.
 
-    Uses all images if they are in RAM, or 1000 of the images if they are on disk.
+    Uses all images, or a sample of 1000 images if images are decoded when they are read.
 
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
@@ -216,7 +215,8 @@ class Form:
 
 @final
 class Pictures:
-    """An array of images on disk: `pictures[indices]` returns `[B, H, W, C]` uint8.
+    """An array of images that are decoded when they are read: `pictures[indices]` returns
+    `[B, H, W, C]` uint8.
 
     Args:
         open_picture: Returns the pillow image with an index.
@@ -305,8 +305,8 @@ class Decoded:
         validation = self.validation.images.shape[1:]
         if train != validation:
             raise ValueError(
-                f"train images are {train}, but validation images {validation} (height, width,"
-                " channels): make them equal"
+                f"training images have shape {train}, but validation images have shape {validation}"
+                " (height, width, channels): give all images the same shape"
             )
 
 
@@ -340,15 +340,15 @@ def from_folder(path: Path, form: Form) -> Decoded:
             seen[file.parent] += 1
         if not all(parts):
             raise ValueError(
-                f"{path} has no CLASS with at least ten images: add images to CLASS/*.png, or make"
-                " the folders train/CLASS and validation/CLASS"
+                f"{path} has no folder CLASS with at least ten images: add images to CLASS/*.png,"
+                " or make the folders train/CLASS and validation/CLASS"
             )
     elif (path / "validation").is_dir():
         parts = (_files(path / "train"), _files(path / "validation"))
     else:
         raise ValueError(
-            f"{path} has train/CLASS but no validation/CLASS: add validation/CLASS, or use"
-            " CLASS without train"
+            f"{path} has a folder train, but no folder validation: add validation/CLASS, or move"
+            " the folders of classes out of train"
         )
     classes = sorted({file.parent.name for file in parts[0]})
     other = sorted({file.parent.name for file in parts[1]} - {*classes})
@@ -364,8 +364,8 @@ def from_folder(path: Path, form: Form) -> Decoded:
         )
     if lacking := sorted({*classes} - {file.parent.name for file in parts[1]}):
         _log.warning(
-            "%s: no image of class %s is held out, because fewer than ten are there, or none in"
-            " validation",
+            "%s: no image of class %s is held out, because the class has fewer than ten images, or"
+            " no image in validation",
             path,
             readers.first_of(lacking),
         )
@@ -384,7 +384,7 @@ def from_folder(path: Path, form: Form) -> Decoded:
 def _files(path: Path) -> list[Path]:
     """Returns the images in `path`/CLASS, sorted by class and name.
 
-    Raises `ValueError` if there are none, or if any other visible file or folder is there.
+    Raises `ValueError` if `path` holds no image, or any other visible file or folder.
     """
     folders = _visible(path)
     files = [file for folder in folders for file in _visible(folder)]
@@ -393,7 +393,7 @@ def _files(path: Path) -> list[Path]:
     if misplaced:
         raise ValueError(
             f"{readers.first_of(misplaced)} is out of place: {path} must hold one folder for each"
-            " class, and these folders only images"
+            " class, and these folders must hold only images"
         )
     readers.require_suffix(files, SUFFIXES, "an image")
     if not files:
@@ -405,7 +405,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Returns the visible entries of `folder`, sorted by name; none if `folder` is a file."""
+    """Returns the visible entries of `folder`, sorted by name; [] if `folder` is a file."""
     if not folder.is_dir():
         return []
     return readers.visible(folder)
@@ -430,7 +430,7 @@ def from_hub(
         labels = _labels(map(int, found[column_of_labels]))
         pictures = readers.column_of(found, column, ["image", "img"])
         if not len(labels):
-            raise ValueError(f"{source} {part} holds no images")
+            raise ValueError(f"split {part} of {source} holds no images: name another split")
         first = pictures[0]
         channels = form.channels or _channels(first)
         own = replace(form, channels=channels, shape=(first.height, first.width))
@@ -452,8 +452,8 @@ def _labels(numbers: Any) -> Any:
 
 
 def _on_white(picture: Any) -> Any:
-    """Returns the picture on a white background if it has transparent pixels, as image processors
-    of transformers do.
+    """Puts a picture with transparent pixels on a white background, as image processors of
+    transformers do.
     """
     if not picture.has_transparency_data:
         return picture
@@ -466,17 +466,17 @@ def _require_size(name: str, own: tuple[int, int], shape: tuple[int, int]) -> No
     """Raises `ValueError` if the shape of a picture differs from the shape of the first picture."""
     if own != shape:
         raise ValueError(
-            f"{name} is {own[1]}x{own[0]}, the first image {shape[1]}x{shape[0]}: "
+            f"{name} is {own[1]}x{own[0]}, but the first image is {shape[1]}x{shape[0]}: "
             "set data.size to scale all images to one size"
         )
 
 
 def _readable(file: Path, form: Form, whole: bool = True) -> Any:
-    """Opens an image file, and turns its pixels as its EXIF orientation says, as `datasets` and
-    pipelines of transformers do. Raises `ValueError` if pillow cannot read it.
+    """Opens an image file. Rotates or mirrors the image according to its EXIF orientation, as the
+    library `datasets` does. Raises `ValueError` if pillow cannot read the file.
 
     Args:
-        whole: Decode the pixels, not only the header.
+        whole: If False, reads only the header, and does not rotate or mirror the image.
     """
     image = needs("PIL.Image", "data")
     try:
@@ -488,12 +488,14 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
             return needs("PIL.ImageOps", "data").exif_transpose(picture)
     # pillow raises SyntaxError for a damaged PNG
     except (OSError, SyntaxError, image.DecompressionBombError) as error:
-        raise ValueError(f"{file} is no image that pillow can read: {error}") from error
+        raise ValueError(
+            f"{file} is no image that pillow can read: {error}; replace or remove it"
+        ) from error
 
 
 def _agreed(files: Sequence[Path], form: Form) -> Form:
-    """Reads the headers of `files`, and returns the format that all files must have. The format has
-    colour if any of the files has colour.
+    """Reads the headers of `files`, and returns the format that all images must have. Unless `form`
+    gives the number of channels, the format has colour if any image has colour.
 
     Raises `ValueError` if a file is no image, or if `form` has no size and images differ in size.
     """
@@ -511,9 +513,12 @@ def _agreed(files: Sequence[Path], form: Form) -> Form:
 
 
 def _upright_shape(picture: Any) -> tuple[int, int]:
-    """Returns the height and width that a picture has after it is turned, without decoding it."""
+    """Returns the height and width that a picture has after its EXIF orientation is applied.
+
+    Does not decode the picture.
+    """
     image = needs("PIL.Image", "data")
-    # the method of a PNG would decode the picture, to find an orientation behind the pixels
+    # `getexif` of a PNG would decode the picture, because EXIF data may follow the pixels
     orientation = image.Image.getexif(picture).get(image.ExifTags.Base.Orientation, 1)
     if orientation >= _ON_ITS_SIDE:
         return picture.width, picture.height

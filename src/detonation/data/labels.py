@@ -41,7 +41,8 @@ def labelled(
     """
     if not tokenizer:
         raise ValueError(
-            "data.tokenizer is '', but texts with labels need the tokenizer of the model"
+            "data.tokenizer is '', but texts with labels need a tokenizer: set it to that of the"
+            " model"
         )
     train, held_out, meant = _read(source, split, column, label)
     names = sorted({name for _, name in train})
@@ -54,8 +55,8 @@ def labelled(
     held_out = [(text, name) for text, name in held_out if name in names and text not in known]
     if not held_out:
         raise ValueError(
-            f"{source} has no text to hold out: each tenth text also occurs among the others, or"
-            " its label does not; remove repeated texts"
+            f"{source} has no text to hold out: each tenth text also occurs among the training"
+            " texts, or no training text has its label; remove repeated texts"
         )
     made = load_tokenizer(tokenizer)
     name = source
@@ -76,7 +77,7 @@ class LabelledTexts:
         self, pairs: Sequence[LabelledText], names: Sequence[str], tokenizer: Any, context: int
     ) -> None:
         self.names = list(names)
-        self._pad = tokenizer.pad_token_id or 0  # the mask says which ids are padding
+        self._pad = tokenizer.pad_token_id or 0  # any id will do, because the mask marks padding
         made = {}
         if pairs:
             made = tokenizer([text for text, _ in pairs], truncation=True, max_length=context)
@@ -97,7 +98,7 @@ class LabelledTexts:
 def _read(
     source: str, split: str | None, column: str | None, label: str | None
 ) -> tuple[_Texts, _Texts, dict[str, str]]:
-    """Returns texts for training, held-out texts, and the names of labels that are numbers."""
+    """Returns texts for training, held-out texts, and, if labels are numbers, their names."""
     if source == SPEAKERS:
         readers.refuse(source, split=split, column=column, label=label)
         return *_speakers(locate("sotu")), {}
@@ -130,7 +131,7 @@ def _read(
 
 def _pair(row: str, text: str, name: object, label: str) -> LabelledText:
     if name in (None, ""):
-        raise ValueError(f"{row} has a text without a value in column {label}")
+        raise ValueError(f"{row} has a text without a value in column {label}: add a label")
     if not isinstance(name, str | int | float):
         raise ValueError(
             f"{row} has {str(name)[:40]} in column {label}, must be one label: name another column,"

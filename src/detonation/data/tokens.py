@@ -1,4 +1,4 @@
-"""Converts text to ids. An id is a byte, or a token of a tokenizer of transformers."""
+"""Converts text to ids. An id is a byte, or the id of a token of a tokenizer of transformers."""
 
 import fcntl
 import functools
@@ -42,7 +42,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the libraries that read tokenizers raise many types of errors
-        problem = f"data.tokenizer {name} is no directory, and no tokenizer that the hub gives us"
+        problem = f"data.tokenizer {name} cannot be loaded from a directory or from the hub"
         raise ValueError(f"{problem}: {first_line(error)}") from error
 
 
@@ -65,8 +65,8 @@ def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
 def _of_bytes() -> Any:
     """Returns a tokenizer whose ids are the bytes of UTF-8."""
     parts = needs("tokenizers", "models")
-    # In GPT-2's alphabet a printable byte stands for itself. Other byte number n, counted from 0,
-    # is chr(256 + n).
+    # GPT-2's alphabet represents a printable byte by the character with the code of the byte.
+    # It represents all other bytes, in rising order, by the characters from chr(256) on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -82,7 +82,7 @@ def vocabulary(tokenizer: str) -> int:
     bytes.
     """
     if tokenizer:
-        # the number of tokens is smaller if some ids have no token
+        # the number of tokens may be smaller, because some ids may have no token
         ids: dict[str, int] = load_tokenizer(tokenizer).get_vocab()
         return 1 + max(ids.values())
     return TEXT_VOCAB
@@ -113,8 +113,8 @@ def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
 
 
 def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
-    """Returns the token ids of all documents, one document after another. Without a tokenizer, each
-    byte is an id. Tokens are cached on disk, so that each text is encoded only once.
+    """Returns the ids of all documents, one document after another. Without a tokenizer, each byte
+    is an id. The ids of tokens are cached on disk, for other ranks and for later runs.
 
     Shapes: `[ids]`, uint8 for bytes and int32 for tokens.
     """
@@ -148,8 +148,8 @@ def _encoded(documents: Sequence[bytes], tokenizer: str) -> bytearray:
 
 
 def _digest(documents: Sequence[bytes], tokenizer: str) -> str:
-    """Returns a hash of all that decides the ids: the tokenizer's class and its saved files, the
-    versions of its libraries, and the documents.
+    """Returns a hash of everything that determines the ids: the tokenizer's class and its saved
+    files, the versions of its libraries, and the documents.
     """
     made = load_tokenizer(tokenizer)
     libraries = [needs(name, "models").__version__ for name in ("transformers", "tokenizers")]

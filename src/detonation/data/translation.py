@@ -63,7 +63,7 @@ def translation(
         raise ValueError(
             f"{source} has {len(train)} train and {len(held_out)} validation pairs, of which"
             f" {len(parts[0])} and {len(parts[1])} fit source_length {source_length} and"
-            f" target_length {target_length}: allow longer pairs"
+            f" target_length {target_length}: raise these lengths, or give more pairs"
         )
     vocab = TRANSLATION_VOCAB
     if tokenizer:
@@ -95,8 +95,8 @@ class TranslationPairs:
         return len(self._sides[0])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decodes the target `ids` to text, up to the end of the sentence. Ignores ids that stand
-        for no text.
+        """Decodes the target `ids` to text, up to the end of the sentence. Ignores special ids,
+        such as padding.
         """
         if self._made is not None:
             ids = _up_to(self._made.eos_token_id, ids)
@@ -137,7 +137,7 @@ def _up_to(end: Any, ids: Sequence[int]) -> Sequence[int]:
 
 
 def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterable[IdPair]:
-    """Yields the token ids of each pair, with the special tokens of input and target."""
+    """Yields the token ids of each pair, including the special tokens of input and target."""
     inputs = made([source.decode() for source, _ in pairs])
     targets = made(text_target=[target.decode() for _, target in pairs])
     return zip(inputs["input_ids"], targets["input_ids"], strict=True)
@@ -167,7 +167,7 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
     suffix = file.suffix.lower()
     readable = ", ".join((".tsv", *_WITH_PAIRS))
     if file.is_dir():
-        raise ValueError(f"{source} is a directory: give one file of pairs, {readable}")
+        raise ValueError(f"{source} is a directory: give one file of type {readable}")
     with readers.in_file(file):
         if suffix in _WITH_PAIRS:
             found = readers.values_of(file, column or "translation")
@@ -198,8 +198,8 @@ def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
         first = first or list(row)
         if set(row) != set(first):
             raise ValueError(
-                f"{source}: pair {number} has the columns {', '.join(row)}, but the first pair"
-                f" has {', '.join(first)}: give all pairs the same columns"
+                f"{source}: pair {number} has the languages {', '.join(row)}, but the first pair"
+                f" has {', '.join(first)}: give all pairs the same languages"
             )
         yield [readers.text_in(row[name], f"{source}: pair {number}", name) for name in first]
 
@@ -208,7 +208,10 @@ def _stripped(source: str, found: Iterable[Sequence[str]]) -> list[SentencePair]
     pairs = []
     for number, row in enumerate(found, start=1):
         if len(row) != 2:
-            raise ValueError(f"{source}: pair {number} has {len(row)} columns, not 2")
+            raise ValueError(
+                f"{source}: pair {number} has {len(row)} columns, not 2: give one text and its"
+                " translation"
+            )
         if row[0].strip() and row[1].strip():
             pairs.append((row[0].strip().encode(), row[1].strip().encode()))
     return pairs
