@@ -79,7 +79,7 @@ LOG = ["updates/", "updates/replica0-shard0-0.updates"]
         (
             ["config.toml", *LOG],
             True,
-            "which has no checkpoints; add --log, to go on from its log of updates",
+            "which has no checkpoints; add --log to continue from its log of updates",
         ),
         (
             ["config.toml", *LOG],

@@ -110,7 +110,7 @@ def test_what_is_not_the_run_of_the_log_is_refused_and_leaves_it(train, killed, 
         ),
         (
             "train.log_updates=false",
-            "which has no checkpoints; add --log, to go on from its log of updates",
+            "which has no checkpoints; add --log to continue from its log of updates",
         ),
     ):
         with pytest.raises(RuntimeError, match=said):

@@ -66,9 +66,8 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """Returns one configuration of the recipe for each candidate scheme. The keys are the
-        candidate schemes as text. Each registered scheme has several candidate settings, among them
-        the settings in the recipe.
+        """Returns the configurations among which to choose. The keys are their schemes as text.
+        Each registered scheme is tried with the arguments in the recipe and with other arguments.
 
         Omits the scheme `none` if the recipe requires equal replicas.
         """
@@ -83,7 +82,7 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # the recipe fails even with its own arguments
+                    if not arguments:  # the recipe's own arguments are invalid
                         raise
         return found
 
@@ -96,7 +95,7 @@ class Asked:
         """Checks the recipe with each candidate scheme. Returns the configuration of the recipe
         with full synchronisation.
 
-        Raises `ValueError` if the recipe would fail with any of the candidate schemes.
+        Raises `ValueError` if the recipe is invalid with any of the candidate schemes.
         """
         for config in self.candidates().values():
             check_levels(config.levels)
@@ -116,8 +115,8 @@ def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
 
 
 def goal_of(config: Config, work: Work) -> Goal:
-    """Returns what a recipe trains: replicas, model size, steps and task. The planner estimates
-    losses for this goal.
+    """Returns the goal of a recipe: its replicas, model size, steps and task. The planner estimates
+    the losses of schemes for this goal.
     """
     return Goal(
         config.mesh.replicas,

@@ -83,10 +83,9 @@ def _search(
     """Returns the chosen option, all options, and a copy of `work` with the measured times of
     optimizer steps.
 
-    Measures the optimizer step of a scheme only if the scheme would be chosen. Then chooses again,
-    because the measured time changes the predicted costs. A step without an exchange takes the same
-    time under all settings of a scheme. So all settings of a scheme get the shortest time that was
-    measured for a step without an exchange.
+    Measuring all schemes would take too long. So this function chooses as if optimizer steps took
+    no time, measures the step of the chosen scheme, and chooses again with the measured time. It
+    ends when the chosen scheme has been measured. A scheme that the optimizer refuses is dropped.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -99,7 +98,7 @@ def _search(
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             text = json.dumps(to_table(candidates[name]), sort_keys=True)
-            # if the choices differ, `require_same` raises `Mismatch` on all ranks
+            # raise `Mismatch` on all ranks if their choices differ
             everyone.require_same({"chosen": text}, {})
             return best, found, work
         step = optimizer_step(session, everyone, candidates[name])
@@ -113,8 +112,10 @@ def _search(
 def _share_local_time(
     steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
 ) -> None:
-    """Gives all settings in `steps` with the same scheme and optimizer as the setting `measured`
-    the same time of a step without an exchange: the shortest of their measured times.
+    """Sets the time of a step without an exchange in `steps`. All settings with the scheme and the
+    optimizer of the setting `measured` get the shortest of their measured times.
+
+    The reason is that this time does not depend on the arguments of the scheme.
     """
 
     def kind(name: str) -> tuple[str, object]:
@@ -130,11 +131,12 @@ def _share_local_time(
 def chosen_config(
     asked: Asked, begun: Path | None, everyone: Everyone, axis: SurvivingCommunicator | None
 ) -> tuple[Config, Chosen | None]:
-    """Returns the configuration of the run, and the choice if this call chooses the scheme.
+    """Returns the configuration of the run, and the choice; None if the run has chosen earlier.
     Collective.
 
-    begun: directory of a run that began earlier. Such a run keeps the scheme that the configuration
-    in its directory names.
+    Args:
+        begun: Directory of a run that began earlier. Such a run keeps the scheme in its
+            configuration.
     """
     if begun is not None:
         before = again(asked, begun, everyone)

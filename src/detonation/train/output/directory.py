@@ -193,7 +193,7 @@ def check_free(
     """Raises `ValueError` if no run can start in `path`. With `resume`, raises `ValueError` if the
     run in `path` cannot continue.
 
-    Changes nothing.
+    Changes no files.
 
     Args:
         may_start: With `resume`, a run without a checkpoint may start from the beginning.
@@ -219,7 +219,7 @@ def check_free(
         if held:
             remedy = "remove it, or choose another --out"
         if logged:
-            remedy = "add --log, to go on from its log of updates"
+            remedy = "add --log to continue from its log of updates"
         raise ValueError(f"nothing to resume in {path}, which has no checkpoints; {remedy}")
     if held:
         _require_own_run(path, resume, saved or logged)
@@ -341,8 +341,8 @@ def fresh_directory(name: str) -> Path:
 
 
 class RunDirectory:
-    """The directory of a run. It is created and locked; the lock is held until `close` or the end
-    of the process.
+    """Creates the directory of a run, and locks the directory until `close` or the end of the
+    process.
 
     Raises `InUse` if another process holds the lock, and `Unwritable` if the directory cannot be
     written.
@@ -409,7 +409,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class Unwritable(RunError):
-    """A file of the run cannot be written, because the disk is full or permission is missing."""
+    """A file of the run cannot be written, for example because the disk is full."""
 
 
 def unwritable(path: Path, error: Exception) -> Unwritable:
@@ -423,7 +423,7 @@ def unwritable(path: Path, error: Exception) -> Unwritable:
 
 
 def remedy_of(error: Exception) -> str:
-    """Returns the remedy for a system error that prevents writing a file, as text."""
+    """Returns a text that says what a user can do about an error in writing a file."""
     number = getattr(error, "errno", None)
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
@@ -441,8 +441,8 @@ def remedy_of(error: Exception) -> str:
 
 
 def begin_run(path: Path, config: dict[str, Any], plan: Any = None) -> None:
-    """Writes the files that each start of a run writes, and removes the summary of an earlier
-    start.
+    """Writes the configuration, the environment and, if given, the plan of a run. Removes the
+    summary of an earlier start.
     """
     write_text(path / CONFIG, tomli_w.dumps(config))
     write_json(path / ENVIRONMENT, environment())
@@ -452,20 +452,22 @@ def begin_run(path: Path, config: dict[str, Any], plan: Any = None) -> None:
 
 
 def _take(file: IO[str], path: Path) -> None:
-    """Locks `file`. Raises `InUse` if another process holds the lock of `path`."""
+    """Locks `file`, the lock of the run directory `path`. Raises `InUse` if another process holds
+    this lock.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
         who = "another process"
-        # `file` may be incomplete, because the process that holds the lock may be writing `file`
+        # `file` may be incomplete, because the process with the lock may still write it
         with suppress(ValueError, LookupError, TypeError):
             owner = json.loads(file.read())
             who = f"process {owner['pid']} since {owner['since']}"
         raise InUse(
             f"run directory {path} is in use by {who}: wait for it, or choose another --out"
         ) from error
-    except OSError as error:  # this file system has no locks
+    except OSError as error:  # some file systems have no locks
         _log.warning(
             "%s cannot be locked (%s): let no other process write into it", path, error.strerror
         )

@@ -100,15 +100,15 @@ class MetricsFile:
             self._append()
 
     def sync(self) -> None:
-        """Forces the lines to the disk, so that after a crash no checkpoint lacks the records of
-        earlier steps.
+        """Forces the lines to the disk. A run does this before it saves a checkpoint, so that a
+        crash cannot lose records of steps before the checkpoint.
         """
         with contextlib.suppress(OSError):
             os.fsync(self._file.fileno())
 
     @property
     def removed(self) -> bool:
-        """True if the file or its directory was removed while the run writes it."""
+        """True if the file or its directory was removed during the run."""
         return not os.fstat(self._file.fileno()).st_nlink
 
     def close(self) -> None:
@@ -125,8 +125,8 @@ class MetricsFile:
             self._file.close()
 
     def _append(self) -> None:
-        """Appends all waiting lines or none of them. After an error it removes the part that it has
-        already written.
+        """Appends all waiting lines. After an error, removes what was appended, and raises the
+        error.
         """
         written = 0
         try:

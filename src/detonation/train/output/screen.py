@@ -20,8 +20,8 @@ _ERASE = b"\r\x1b[J"
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Prints lines to stdout, or to stderr with `to_stderr`. On all ranks except rank 0 the screen
-    is `silent`.
+    """Prints lines to stdout, or to stderr if `to_stderr` is True. A `silent` screen prints
+    nothing; all ranks except rank 0 have a silent screen.
     """
 
     def __init__(self, silent: bool, to_stderr: bool) -> None:
@@ -32,12 +32,12 @@ class Screen(AbstractContextManager["Screen"]):
         self._seconds = self._waited = 0.0
 
     def speak(self) -> None:
-        """Begins to print, because the rank that printed before this one was lost."""
+        """Lets this rank print, because the rank that printed so far was lost."""
         self._silent = False
 
     def start(self, done: int, total: int) -> None:
-        """Shows a progress bar of `total` steps, of which earlier starts of the run have finished
-        `done`.
+        """Shows a progress bar of `total` steps. Earlier starts of the run have finished the first
+        `done` steps.
         """
         if self._silent or not _can_live(self._console):
             return
@@ -90,9 +90,7 @@ class Screen(AbstractContextManager["Screen"]):
             discard(self._console.file)
 
     def wipe(self) -> None:
-        """Clears the progress bar. Any thread of a process that is about to end may call this
-        method.
-        """
+        """Clears the progress bar before the process ends. Any thread may call this method."""
         if self._bar is not None:
             os.write(self._console.file.fileno(), _ERASE)
 
@@ -118,5 +116,5 @@ def _console(to_stderr: bool) -> PlainConsole:
 
 
 def _can_live(console: PlainConsole) -> bool:
-    # FORCE_COLOR makes rich treat a pipe as a terminal, so ask `file`, too
+    # FORCE_COLOR makes rich treat a pipe as a terminal, so also ask `file`
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal

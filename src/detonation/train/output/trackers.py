@@ -1,5 +1,5 @@
-"""Trackers of a run behind one protocol: TensorBoard, trackio, Weights & Biases, a web page, and
-loggers of the user.
+"""Trackers, which record the steps of a run: TensorBoard, trackio, Weights & Biases, a web page,
+and loggers of the user. All of them have the methods of `Logger`.
 """
 
 import contextlib
@@ -193,7 +193,7 @@ class Forgiving:
 
     @property
     def said(self) -> str:
-        """The line that the logger wants to print; "" if it has none."""
+        """A line of the logger for the terminal; "" if the logger has none."""
         return getattr(self._inner, "said", "")
 
     def write(self, record: Record) -> None:

@@ -1,3 +1,3 @@
-"""Recipes: a TOML file, `--set` and flags become one frozen `Config`. It is checked before the run
-starts.
+"""Recipes: a TOML file, `--set` and flags become one frozen `Config`, which is checked before the
+run starts.
 """

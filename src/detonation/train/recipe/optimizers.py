@@ -94,12 +94,11 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
 
 
 def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Returns the parameter groups of `model`: one group, or two groups if the settings treat some
-    parameters differently.
+    """Returns the parameter groups of `model`: one group, or two groups if some parameters need
+    other settings.
 
     For Muon, the second group holds the embeddings and the output layer, because AdamW updates
-    them. If embeddings and output layer have a learning rate of their own, the second group also
-    holds the vectors (norms, biases).
+    them. If `embedding_lr_ratio` is not 1, the second group also holds the vectors (norms, biases).
     """
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -58,8 +58,8 @@ class Layers:
         return resolve(self.tables, self.overrides)
 
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
-        """Returns the configuration with another scheme, and with the settings that the recipe
-        tunes for that scheme.
+        """Returns the configuration with another scheme. The settings for this scheme in the table
+        [tuned] of the recipe apply.
         """
         return resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})
 
@@ -210,16 +210,16 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
         remedy = (
-            "leave both out, and start equally many processes on each node, or give the"
-            " number of ranks of each node: --set mesh.nodes=[4,2]"
+            "leave replicas and shards out, and start equally many processes on each node, or give"
+            " the number of ranks of each node: --set mesh.nodes=[4,2]"
         )
         raise ValueError(f"{product}, but the launcher started {place.world_size}: {remedy}")
     return {**mesh, "replicas": replicas, "shards": shards}
 
 
 def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
-    """Returns the number `name` in the table [mesh]; None if the recipe does not set this number.
-    Raises `ValueError` unless the number is at least 1.
+    """Returns the setting `name` of the table `mesh`; None if it is not set. Raises `ValueError`
+    unless the setting is a whole number of at least 1.
     """
     value = mesh.get(name)
     if value is None:
@@ -271,9 +271,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
-    """Returns the tables `levels`. The table of an axis in `over` overrides the table of this axis
-    in `levels`. If `over` changes the scheme of a level, the level keeps only its axis and its
-    replicas.
+    """Returns the tables `levels` with the changes in `over`, which has a table for each axis to
+    change. A level whose scheme changes keeps only its axis and its replicas.
 
     >>> levels = [{"axis": "rack", "replicas": 2, "name": "full"}]
     >>> merge_levels(levels, {"rack": {"name": "demo", "topk": 1}})
@@ -299,8 +298,8 @@ def _merge_level(level: Any, over: Table) -> Any:
 
 
 def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
-    """Returns the product of the replicas of all levels of `recipe`; None if the recipe has only
-    one scheme.
+    """Returns the product of the replicas of all levels of `recipe`; None if the recipe has a
+    single table [scheme] instead of levels.
     """
     if not isinstance(recipe.get("scheme"), list):
         return None

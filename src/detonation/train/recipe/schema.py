@@ -319,8 +319,8 @@ class PeersConfig:
     """Sets when a rank counts as lost: after `silence_s` seconds without a heartbeat of this rank.
 
     Args:
-        silence_s: Seconds without a heartbeat, at least 1. The transfer time of the largest message
-            is added.
+        silence_s: Seconds without a heartbeat, at least 1. A run adds the transfer time of the
+            largest message.
         lowest_bits_per_s: Rate of the slowest acceptable link, from which the transfer time of the
             largest message is computed.
     """
@@ -398,8 +398,8 @@ class Config:
 
     @property
     def nodes_inside(self) -> int:
-        """Number of nodes in each replica of the outermost level. An elastic run loses all these
-        nodes together.
+        """Number of nodes in each replica of the outermost level. An elastic run that loses one of
+        these nodes loses the whole replica.
         """
         return self.mesh.replicas // self.levels[-1].replicas
 
