@@ -5,8 +5,7 @@ between nodes.
 --help` does not wait for torch. No module of the package imports this module.
 """
 
-# Import no module of the package here: Ctrl-C prints a traceback until `interrupts.end_at_once`
-# has run.
+# Import no module of the package here, because Ctrl-C during these imports prints a traceback.
 with open(f"{__file__.removesuffix('.py')}.pyi") as _stub:  # noqa: PTH123
     _WORDS = [line.split() for line in _stub if line.startswith("from ")]
 _MODULE_OF = {words[3]: words[1] for words in _WORDS}
@@ -33,10 +32,10 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name in _OF_0_5:
-        # `from detonation import name` would drop the text of an AttributeError
+        # not an AttributeError, because `from detonation import name` drops its text
         raise ImportError(
             f"{name} belongs to the package detonation 0.5, but this is DeToNATION, which has"
-            " another interface: docs/tutorials/from-detonation-0.5.md names what to write here"
+            " another interface: docs/tutorials/from-detonation-0.5.md says what to use instead"
         )
     if name not in _MODULE_OF:
         text = (

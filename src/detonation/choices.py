@@ -36,7 +36,7 @@ def first_names(names: Iterable[str], most: int = 3) -> str:
 
 def unknown(kind: str, name: str, valid: Iterable[str], meant: str = "") -> ValueError:
     """Returns the error for a `name` that is not in `valid`. The message lists the valid names and
-    suggests the one nearest to `meant` (by default nearest to `name`).
+    suggests the valid name that is most similar to `meant`, which is `name` by default.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
@@ -49,8 +49,9 @@ def unknown(kind: str, name: str, valid: Iterable[str], meant: str = "") -> Valu
 
 
 def did_you_mean(name: str, names: Sequence[str], likeness: float = 0.6) -> str:
-    """Returns a question that suggests the name in `names` that is most like `name`; "" if no name
-    is similar. likeness: 1 for equal names, 0 for names without a common letter.
+    """Returns a question that suggests the name in `names` that is most similar to `name`; "" if no
+    name has at least the similarity `likeness`. The similarity of equal names is 1, and that of
+    names without a common letter is 0.
 
     >>> did_you_mean("quik-lm", ["quick-lm", "moe-lm"]), did_you_mean("x", ["quick-lm"])
     (", did you mean 'quick-lm'?", '')
@@ -87,8 +88,8 @@ def first_line(error: Exception) -> str:
 
 
 def checks_keywords(kind: str, **elsewhere: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Makes a decorator. If a decorated function gets an unknown keyword, it raises `TypeError`,
-    which lists the valid names.
+    """Returns a decorator for functions. A call with an unknown keyword then raises `TypeError`,
+    whose message lists the valid names.
 
     Args:
         kind: The noun for the keyword in the message.
@@ -127,7 +128,8 @@ def make(
     """Checks `name` and the names of the arguments, and then calls `table[name](**arguments)`.
 
     Args:
-        also: Arguments that the caller handles itself; errors about unknown arguments list them.
+        also: Names of arguments that the caller has already handled. An error about an unknown
+            argument lists these names, too.
 
     Raises:
         ValueError: The name or an argument is unknown, or an argument is missing. Errors of the
@@ -149,7 +151,7 @@ def make(
 
 def plain_types(value: object, hint: Any) -> str:
     """Returns "" if `value` has one of the types in the annotation `hint`; otherwise returns all
-    these types as text. Only keys of `_PLAIN` and None are checked: if `hint` contains another
+    these types as text. Checks only bool, int, float, str and None: if `hint` contains another
     type, returns "".
 
     An int counts as a float, but a bool does not count as an int.

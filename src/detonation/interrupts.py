@@ -58,7 +58,7 @@ def end_at_once() -> None:
 
 
 def open_closed_streams() -> None:
-    """Opens standard streams that were closed, for example by `>&-`.
+    """Opens the null device for each standard stream that was closed, for example by `>&-`.
 
     If a standard stream stayed closed, the next pipe or socket could get its descriptor. Libraries
     would then write their output into this pipe or socket.
@@ -134,8 +134,8 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
     thread may use it.
 
     Python runs signal handlers only between two instructions of the main thread, and this thread
-    may wait long inside the network library. So the C handler writes to a pipe, and another thread
-    reads this pipe.
+    may wait long inside the network library. So Python's C handler writes to a pipe, and another
+    thread reads this pipe.
     """
     _receivers.append(receive)
     begun = _watch is None
@@ -144,7 +144,7 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if receive in _receivers:  # in a forked child process, `_forget` empties `_receivers`
+        if receive in _receivers:  # a forked child process has no receivers
             _receivers.remove(receive)
         if begun and _watch is not None:
             _watch.close()
@@ -155,8 +155,8 @@ def raising(handlers: Mapping[int, Any] | None = None) -> Iterator[None]:
     """Context manager in which a signal raises an exception in the main thread: KeyboardInterrupt
     or SystemExit(128 + n).
 
-    handlers: replace or extend the default handlers, by signal. Outside the main thread the context
-    manager has no effect.
+    `handlers` replaces or extends the default handlers, by signal number. Outside the main thread
+    the context manager has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

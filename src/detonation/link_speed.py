@@ -38,7 +38,9 @@ class LinkSpeed:
         if not self.rate_bits_per_s > 0:
             raise ValueError(f"the rate of a link is {self.rate_bits_per_s} bit/s, must be above 0")
         if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"the latency of a link is {self.latency_s} s, must be at least 0")
+            raise ValueError(
+                f"the latency of a link is {self.latency_s} s, must be finite and at least 0"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "LinkSpeed":

@@ -17,7 +17,7 @@ from detonation.choices import imported, unknown
 Kind: TypeAlias = Literal["engines", "schemes", "axes", "gates"]
 """The kinds of plugins. engines: functions that take the arguments of `engine_for` and return an
 engine or None; the first engine that is returned is used. schemes: functions decorated with
-`@register`, each under its own name. axes: classes of `Communicator`, or functions that make a
+`@register`, each under its own name. axes: subclasses of `Communicator`, or functions that make a
 `Communicator`. gates: optional parts of a step, all of them built in.
 """
 

@@ -29,22 +29,30 @@ _SHAPES = {"matrix": (40, 64), "scalar": (), "prime": (257,), "empty": (0, 3), "
 
 
 class LawBroken(AssertionError):
-    """A scheme breaks a law of docs/design.md. The message names the law and what was observed."""
+    """A scheme or a communicator breaks a law of docs/design.md or a rule of its interface. The
+    message names the law or rule, and what was observed.
+    """
 
 
 def check_scheme(
     scheme: Scheme, replicas: int = 3, steps: int = 4, device: torch.device | str = "cpu"
 ) -> None:
-    """Checks whether `scheme` obeys the laws of docs/design.md, with odd shapes and simulated
-    replicas.
+    """Checks whether `scheme` obeys laws of docs/design.md, with tensors of odd shapes and
+    simulated replicas.
 
-    It checks laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns
+    The laws are 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns
     its storage and its size is known), 5 (never larger than dense), 9 (private state is saved and
     resumes exactly) and 11 (zero is zero: a precision decodes negated values to the negated
-    result). One parameter of the simulated model gets no gradient, as in law 10. It also checks
-    that the name and the arguments of the scheme make an equal scheme, that its basis is
-    orthonormal, and that its selection and its aggregation are pure functions: two calls with equal
-    arguments have equal results. It cannot detect results that depend on process, rank or time.
+    result). For law 10, one parameter of the simulated model gets no gradient.
+
+    Also checks these rules for the parts of a scheme:
+
+    - The name and the arguments of the scheme make an equal scheme.
+    - The basis is orthonormal.
+    - The indices of a selection rise, unless the selection is shared.
+    - Selection and aggregation are pure functions: calls with equal arguments have equal results.
+
+    Cannot detect results that depend on process, rank or time.
 
     Args:
         scheme: Made by a registered function.
@@ -91,8 +99,8 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
     that schemes over this axis obey laws 2 (replicas agree), 4 (bytes are known) and 9 (private
     state resumes exactly).
 
-    Each end (the communicator of one replica) is used by its own thread. As in `check_scheme`, only
-    one replica computes at a time between collectives.
+    A separate thread uses the communicator of each replica. As in `check_scheme`, only one replica
+    computes at a time between collectives.
 
     Args:
         ends: The communicators of one axis, one for each replica, in replica order.
@@ -121,8 +129,8 @@ def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu")
 
 
 class _InTurns(Communicator):
-    """Wraps the communicator `end` for a thread that holds the lock `turn`. The thread releases the
-    lock only during collectives.
+    """Wraps the communicator `end` for a thread that holds the lock `turn`. The wrapper releases
+    the lock only during collectives.
     """
 
     def __init__(self, end: Communicator, turn: threading.Lock) -> None:
@@ -155,8 +163,8 @@ class _InTurns(Communicator):
 
 
 def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) -> list[T]:
-    """Calls `act` for each end in a thread of its own, and returns the results. Raises the first
-    error.
+    """Calls `act` in a separate thread for each of the communicators `ends`, and returns the
+    results. Raises the first error.
     """
     done = SimpleQueue[tuple[int, Any, BaseException | None]]()
 
@@ -167,7 +175,7 @@ def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) 
             done.put((number, None, error))
 
     for number in range(len(ends)):
-        # daemon threads, because after a failed thread other threads may wait forever
+        # daemon threads, because after an error in one thread the others may wait forever
         threading.Thread(target=run, args=(number,), daemon=True).start()
     found: dict[int, T] = {}
     for _ in ends:

@@ -73,9 +73,7 @@ def new_file(path: Path) -> int:
 
 
 def replaced(path: Path) -> int:
-    """Removes the file at `path` if there is one, creates a new file there, and returns a
-    descriptor for writing.
-    """
+    """Removes any file at `path`, creates a new one, and returns a descriptor for writing."""
     path.unlink(missing_ok=True)
     return new_file(path)
 
@@ -172,8 +170,8 @@ def _inside(value: object) -> Iterable[Any]:
 
 
 def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -> None:
-    """Writes `content`, which may be a sequence of parts, to `path`, and waits until it is on the
-    disk.
+    """Writes the file `path`, and waits until the file is on the disk. `content` may be a sequence
+    of parts.
 
     After a crash, `path` is either the whole old file or the whole new file. If `path` is a link,
     the link is replaced, not followed. If writing fails, raises `OSError`, keeps the old file, and
