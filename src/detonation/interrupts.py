@@ -5,8 +5,8 @@ A process is in one of three states:
 
 - at once (`end_at_once`): a signal with number n ends the process with one line of output and exit
   code 128 + n. This is the first state of a process.
-- raising (`raising`): the main thread has child processes or folders to remove, so a signal raises
-  an exception in this thread.
+- raising (`raising`): the main thread must end child processes or remove folders, so a signal
+  raises an exception in this thread.
 - watched (`watched`): training saves its state and ends; see `stoppable` in
   cluster/processes/signals.py.
 

@@ -384,7 +384,7 @@ def from_folder(path: Path, form: Form) -> Decoded:
 def _files(path: Path) -> list[Path]:
     """Returns the images in `path`/CLASS, sorted by class and name.
 
-    Raises `ValueError` if `path` holds no image, or any other visible file or folder.
+    Raises `ValueError` if `path` holds no image, or if it holds anything else that is visible.
     """
     folders = _visible(path)
     files = [file for folder in folders for file in _visible(folder)]

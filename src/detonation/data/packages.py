@@ -187,7 +187,7 @@ def fetch(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            raising(),  # a signal then ends npm and apt-get, too, and removes the temporary folder
+            raising(),  # so that a signal ends npm and apt-get and removes the temporary folder
             tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work,
         ):
             raw = Path(work, "raw")
@@ -287,8 +287,8 @@ def _bible(raw: Path, ready: Path) -> None:
 
 
 def _chapter_lengths(bible: Any) -> dict[str, Sequence[int]]:
-    """Returns the number of verses in each chapter, by the name of the book. The books are in the
-    order of the Bible.
+    """Returns, for each book by name, the number of verses in each of its chapters. The books are
+    in the order of the Bible.
     """
     testaments = bible.get_structure().get_books().values()
     return {book.name: book.chapter_lengths for books in testaments for book in books}

@@ -176,8 +176,8 @@ def _utf8(content: bytes) -> bytes:
     """Returns `content`. Raises `UnicodeDecodeError` unless `content` is text in UTF-8.
 
     The last character may be incomplete, because a corpus may be cut after a round number of bytes.
-    Zero bytes are valid UTF-8, but they are a sign of UTF-16 without a byte order mark, so they are
-    refused.
+    Zero bytes are valid UTF-8, but this function refuses them, because they are a sign of UTF-16
+    without a byte order mark.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(content), _CHUNK):
@@ -286,8 +286,8 @@ def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
 
 
 def class_names(rows: Any, column: str) -> list[str]:
-    """Returns the names of the classes in a column of a hub data set, by the number that stands for
-    a class. Returns [] if the data set does not contain the names.
+    """Returns the names of the classes in a column of labels of a hub data set, in the order of the
+    numbers of the classes. Returns [] if the data set does not contain the names.
     """
     return list(getattr(rows.features[column], "names", ()))
 

@@ -1,4 +1,4 @@
-"""A recipe with scheme "auto": the candidate schemes, and the goal by which they are ranked."""
+"""A recipe with scheme "auto": the candidate schemes, and the goal for which they are ranked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -85,7 +85,7 @@ def _search(
 
     Measuring all schemes would take too long. So this function chooses as if optimizer steps took
     no time, measures the step of the chosen scheme, and chooses again with the measured time. It
-    ends when the chosen scheme has been measured. A scheme that the optimizer refuses is dropped.
+    ends when the chosen scheme has been measured. It drops a scheme that the optimizer refuses.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -131,8 +131,8 @@ def _share_local_time(
 def chosen_config(
     asked: Asked, begun: Path | None, everyone: Everyone, axis: SurvivingCommunicator | None
 ) -> tuple[Config, Chosen | None]:
-    """Returns the configuration of the run, and the choice; None if the run has chosen earlier.
-    Collective.
+    """Returns the configuration of the run, and the choice, which is None if the run has chosen
+    earlier. Collective.
 
     Args:
         begun: Directory of a run that began earlier. Such a run keeps the scheme in its

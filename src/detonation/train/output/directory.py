@@ -298,7 +298,7 @@ def steps_finished(path: Path) -> int:
 
 def steps_of_epochs(path: Path, train: TrainConfig) -> int:
     """Returns the number of steps in `train.epochs` epochs, as computed when the run in `path`
-    began; 0 if this number was not saved, or if the batches of a rank had another size.
+    began; 0 if this number was not saved, or if `train` has other epochs or batches.
     """
     saved = config_in(path).get("train")
     same = ("epochs", "batch_size", "accumulate")

@@ -105,7 +105,7 @@ class Request:
     """A user's command; its fields are named after the flags of `detonation train`.
 
     Args:
-        overrides: Assignments of --set, and of flags that are short for a setting.
+        overrides: Assignments of --set, and of flags that abbreviate a setting.
         replicas: Copies of the model; None for the number that recipe or launcher gives.
         shards: Parts of each copy; None for the number that recipe or launcher gives.
         web: Add the logger "web", a web page about the run, to the loggers of the recipe.
@@ -231,9 +231,9 @@ def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
 def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """Returns the configuration of `recipe` with `overrides`; both are nested tables.
 
-    The name of the scheme is determined first. The table `[tuned.<scheme>]` of this scheme
-    overrides the rest of the recipe, and `overrides` override the whole recipe. If an overriding
-    table selects another name, the arguments that belong to the old name are dropped. Raises
+    First determines the name of the scheme. The table `[tuned.<scheme>]` of this scheme overrides
+    the rest of the recipe, and `overrides` override the whole recipe. If an overriding table
+    selects another name, this function drops the arguments that belong to the old name. Raises
     `ValueError` for an invalid key or value, and for an invalid name in [tuned].
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}

@@ -146,7 +146,7 @@ def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, .
 def _level(table: Table) -> LevelConfig:
     for key in ("axis", "replicas", "name"):
         if key not in table:
-            raise ValueError(f"{key} is missing in a [[scheme]] of the recipe: {table}")
+            raise ValueError(f"{key} is missing in a [[scheme]] of the recipe: add it to {table}")
     axis = _typed(str, "scheme.axis", table.pop("axis"))
     usable = axis.isidentifier() and axis not in (REPLICATE, "shard")
     allowed = f"a name such as 'rack', other than '{REPLICATE}' and 'shard'"
