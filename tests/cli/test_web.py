@@ -53,15 +53,24 @@ def children(pid):
     return found
 
 
-@pytest.mark.parametrize("flags", [["--web"], ["--logger", "web:8000"]])
-def test_a_port_that_is_taken_is_said_before_training(tmp_path, monkeypatch, capsys, flags):
+@pytest.mark.parametrize(
+    ("flags", "usual", "other"),
+    [
+        (["--web"], 0, 1),
+        (["--logger", "web:8000"], 0, 1),
+        (["--logger", "web:8000"], -1, -1),  # the port after the usual one is taken, too
+    ],
+)
+def test_a_port_that_is_taken_is_said_before_training(
+    tmp_path, monkeypatch, capsys, flags, usual, other
+):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr("detonation.train.output.trackers.PORT", port)
+        monkeypatch.setattr("detonation.train.output.trackers.PORT", port + usual)
         flags = [flag.replace("8000", str(port)) for flag in flags]
         recipe = write_recipe(tmp_path / "tiny.toml")
         assert run_command(["train", str(recipe), *flags, "--out", str(tmp_path / "run")]) == 2
-    said = f"port {port} of 127.0.0.1 is in use: give another port, --logger web:{port + 1}"
+    said = f"port {port} of 127.0.0.1 is in use: give another port, --logger web:{port + other}"
     assert capsys.readouterr().err == f"error: {said}\n" and not (tmp_path / "run").exists()
 
 

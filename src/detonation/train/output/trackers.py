@@ -161,8 +161,9 @@ def listener_on(port: int) -> socket.socket:
         problem = f"cannot be opened ({error.strerror})"
         if error.errno == errno.EADDRINUSE:
             problem = "is in use"
+        other = PORT + 1 if port == PORT else PORT
         raise ValueError(
-            f"port {port} of 127.0.0.1 {problem}: give another port, --logger web:{PORT + 1}"
+            f"port {port} of 127.0.0.1 {problem}: give another port, --logger web:{other}"
         ) from error
 
 
