@@ -347,17 +347,19 @@ def test_a_collective_that_only_some_finished_is_finished_by_all_with_the_same_b
     }
 
 
-def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(tmp_path):
+STREAMING = dt.schemes.streaming_diloco(every=6, fragments=3, delay=1)
+LOST = "a replica was lost meanwhile; the remaining replicas save the next"
+
+
+@pytest.mark.parametrize("scheme", [dt.demo(topk=4, chunk=16), STREAMING], ids=["demo", "delay"])
+def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(scheme, tmp_path):
     def act(communicator):
-        model, optimizer = started(communicator, dt.demo(topk=4, chunk=16), torch.optim.AdamW)
+        model, optimizer = started(communicator, scheme, torch.optim.AdamW)
         for step in range(4):
             if step == 2 and communicator.replica == 0:
                 raise Died
             if step == 2:
-                with pytest.raises(
-                    dt.errors.NotSaved,
-                    match="a replica was lost meanwhile; the remaining replicas save the",
-                ):
+                with pytest.raises(dt.errors.NotSaved, match=LOST):
                     dt.save_checkpoint(tmp_path, model, optimizer)
             step_on(optimizer, model(batch(communicator.replica, step, 32)).mean())
             optimizer.zero_grad()
@@ -370,6 +372,25 @@ def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(tmp_path)
         *(f"replica{replica}-shard0.safetensors" for replica in range(3)),
     }
     assert not [*tmp_path.glob(".step*")]
+
+
+@pytest.mark.parametrize("scheme", [dt.demo(topk=4, chunk=16), STREAMING], ids=["demo", "delay"])
+def test_a_save_in_the_background_that_meets_a_loss_says_so_and_can_be_repeated(scheme, tmp_path):
+    def act(communicator):
+        model, optimizer = started(communicator, scheme, torch.optim.AdamW)
+        step_on(optimizer, model(batch(communicator.replica, 0, 32)).mean())
+        if communicator.replica == 0:
+            raise Died
+        with dt.Checkpoints(tmp_path, model, optimizer) as checkpoints:
+            checkpoints.save()
+            with pytest.raises(dt.errors.NotSaved, match=LOST) as failed:
+                checkpoints.wait()
+            assert failed.value.lost
+            optimizer.synchronize()
+            checkpoints.save()
+            return checkpoints.wait()
+
+    assert set(survivors(act, replicas=3).values()) == {tmp_path / "step-000001"}
 
 
 def test_texts_have_a_name_of_their_own_also_where_the_same_replicas_come_together_again():

@@ -14,10 +14,12 @@ import torch
 import own
 from detonation import whole_files
 from detonation.checkpoint.files import disk
+from detonation.checkpoint.shard_saver import NotSaved
 from detonation.cluster.processes.failure import WorldError
+from detonation.core.link import PeerLost
 from detonation.data import Data
 from detonation.data.text import text
-from detonation.train.loop import checks
+from detonation.train.loop import checkpoints, checks
 from detonation.train.loop.checkpoints import (
     _continue_stream,
     _examples_of_step,
@@ -26,6 +28,8 @@ from detonation.train.loop.checkpoints import (
 )
 from detonation.train.output import metrics
 from detonation.train.output.directory import RunDirectory, Unwritable, check_free
+from detonation.train.run import worker
+from detonation.train.run.elastic_run import SetUp
 
 
 def test_a_link_is_the_directory_it_leads_to_and_one_to_nowhere_is_refused(tmp_path):
@@ -318,3 +322,48 @@ def test_the_examples_of_a_step_are_counted_over_unequal_nodes():
     alike = {"replicas": 3, "shards": 1, "nodes": []}
     assert _examples_of_step({"train": train, "mesh": nodes}) == 24
     assert _examples_of_step({"train": train, "mesh": alike}) == 24
+
+
+def raising(*errors):
+    """A function that raises each of `errors` in turn, and then returns "done"."""
+    left = [*errors]
+
+    def act(*_):
+        if left:
+            raise left.pop(0)
+        return "done"
+
+    return act
+
+
+def counting():
+    """A session whose optimizer counts how often it synchronizes."""
+    session = SimpleNamespace(optimizer=SimpleNamespace(times=0))
+
+    def synchronize():
+        session.optimizer.times += 1
+
+    session.optimizer.synchronize = synchronize
+    return session
+
+
+def test_the_last_checkpoint_is_saved_again_after_a_loss(monkeypatch):
+    monkeypatch.setattr(checkpoints, "save_async", lambda *_: None)
+    session, lost = counting(), NotSaved("step-000004 failed", lost=True)
+    saves = SimpleNamespace(wait=raising(lost, lost))
+    assert checkpoints.save_now(session, saves, checkpoints.Counts()) == "done"
+    assert session.optimizer.times == 2
+
+
+def test_a_run_begins_again_after_a_loss_only_before_its_first_step(monkeypatch):
+    set_up = SetUp("", None)
+    task, chosen, stop = None, None, None
+    given = (task, chosen, "", [], stop, SimpleNamespace(set_up=set_up))
+    session = counting()
+    monkeypatch.setattr(worker, "train_in_directory", raising(PeerLost("lost")))
+    assert worker._trained(session, *given) == "done"
+    set_up.done()
+    monkeypatch.setattr(worker, "train_in_directory", raising(PeerLost("lost")))
+    with pytest.raises(PeerLost):
+        worker._trained(session, *given)
+    assert session.optimizer.times == 1

@@ -16,7 +16,13 @@ from torch import nn
 
 from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.gather import Texts, device_of, elastic_axis, texts_between
-from detonation.checkpoint.shard_saver import NotSaved, SaveJob, ShardSaver, make_save_job
+from detonation.checkpoint.shard_saver import (
+    NotSaved,
+    SaveJob,
+    ShardSaver,
+    failing_if_lost,
+    make_save_job,
+)
 from detonation.core.optimizer import Replicated
 from detonation.core.runtime import PROGRESS
 
@@ -90,8 +96,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
-        with _as_saving():
-            _meet(self._model, self._optimizer)
+        try:
+            with _as_saving():
+                _meet(self._model, self._optimizer)
+        except NotSaved as error:
+            self._note_failure(error)
+            return
         # make the job before the group: if making the job raises an error, no group stays open
         job = make_save_job(self._model, self._optimizer, extra)
         if elastic is None:
@@ -115,7 +125,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Waits for the running save; returns the path of the checkpoint, equal on all ranks.
 
         Raises:
-            NotSaved: one of the ranks could not write, or was too late; raised on all ranks.
+            NotSaved: one of the ranks could not write, was too late or was lost; raised on all
+                ranks.
         """
         self._join()
         outcome = self._outcome
@@ -176,19 +187,20 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _write(self, saver: ShardSaver, job: SaveJob) -> None:
         try:
             self._outcome = saver.save(job)
-            return
         except NotSaved as error:  # `NotSaved` is raised on all ranks
-            text = str(error)
-            number = error.errno
+            self._note_failure(error)
         # any other error, such as a timeout of gloo, is raised on this rank alone
         except Exception as error:
             self._broken = True  # after an error, gloo can use the process group no longer
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "earlier checkpoints are unchanged"
             text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
-            number = getattr(error, "errno", None)
-        # store only the error's text: its traceback would keep the copy of the state in memory
-        self._outcome = NotSaved(text, number)
+            self._note_failure(NotSaved(text, getattr(error, "errno", None)))
+
+    def _note_failure(self, error: NotSaved) -> None:
+        text = str(error)
+        # make a new error: the traceback of `error` would keep the copy of the state in memory
+        self._outcome = NotSaved(text, error.errno, error.lost)
         self._news.append(text)
         _log.warning("%s", text)
 
@@ -226,8 +238,8 @@ def save_checkpoint(
         The checkpoint, `directory/step-NNNNNN`.
 
     Raises:
-        NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are
-            unchanged.
+        NotSaved: one of the ranks could not write, or a replica was lost; raised on all ranks.
+            Earlier checkpoints are unchanged.
         ValueError: `keep` is below 1, or a checkpoint cannot hold a value in the state or in
             `extra`; the message names the value's key.
         OverlapError: gradients were sent in `overlap`, and their step is missing.
@@ -267,11 +279,12 @@ def _meet(model: nn.Module, optimizer: Replicated) -> None:
     links between replicas.
 
     Without this wait, a rank that is still in a step would mistake these collectives for messages
-    of its step.
+    of its step. Raises `NotSaved` on all remaining ranks if a replica is lost meanwhile.
     """
     late = any(scheme.round.delay for _, scheme in optimizer.levels)
     if late or not optimizer.is_built:
-        texts_between(model, optimizer).gather("")
+        with failing_if_lost(optimizer.step_count):
+            texts_between(model, optimizer).gather("")
 
 
 def _require_positive(keep: int) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,12 +37,28 @@ class NotSaved(DetonationError, OSError):
     """A checkpoint was not written. The message gives the reason and the newest complete
     checkpoint.
 
-    errno: code of the system error, if a system error was the reason.
+    errno: code of the system error, if a system error was the reason. lost: True if the loss of a
+    replica was the reason: the remaining replicas can save again.
     """
 
-    def __init__(self, text: str, number: int | None = None) -> None:
+    def __init__(self, text: str, number: int | None = None, lost: bool = False) -> None:
         super().__init__(text)
         self.errno = number
+        self.lost = lost
+
+
+@contextlib.contextmanager
+def failing_if_lost(step: int) -> Iterator[None]:
+    """Context manager for the exchanges of a save of `step`: raises `NotSaved` on all remaining
+    ranks if a replica is lost meanwhile."""
+    try:
+        yield
+    except PeerLost as error:
+        raise NotSaved(
+            f"checkpoint {retention.checkpoint_name(step)} failed: {error}; the remaining replicas"
+            " save the next checkpoint",
+            lost=True,
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -152,14 +168,8 @@ class ShardSaver:
 
         Raises `NotSaved` on all ranks if one of them cannot write, or is lost.
         """
-        try:
+        with failing_if_lost(job.step):
             return self._saved(job)
-        except PeerLost as error:
-            name = retention.checkpoint_name(job.step)
-            raise NotSaved(
-                f"checkpoint {name} failed: {error}; the remaining replicas save the next"
-                " checkpoint"
-            ) from error
 
     def _saved(self, job: SaveJob) -> Path:
         directory = self._directory

@@ -72,7 +72,7 @@ def save_now(session: Session, checkpoints: Checkpoints, before: Counts) -> Path
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
-        if isinstance(error.__cause__, PeerLost):
+        if error.lost:
             session.optimizer.synchronize()  # `synchronize` removes the lost replica from the run
             return save_now(session, checkpoints, before)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)

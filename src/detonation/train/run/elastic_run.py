@@ -36,7 +36,7 @@ class SetUp:
         self._meet = task_meet
         self._replica = replica
         self._start: Preparation | None = None
-        self._done = False
+        self.is_done = False
 
     def met(self, axis: SurvivingCommunicator) -> None:
         """Records that all replicas of the run have met on `axis`."""
@@ -47,7 +47,7 @@ class SetUp:
         """Records that this replica is ready to train."""
         if self._start is not None:
             self._start.prepared()
-        self._done = True
+        self.is_done = True
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class SetUp:
             yield
         except Exception as error:
             from_others = isinstance(error, TimeoutError | ReplicaLost) or is_network_error(error)
-            if self._done or from_others:
+            if self.is_done or from_others:
                 raise
             self._tell(describe(error))
             if isinstance(error, ValueError) or self._start is None:

@@ -16,8 +16,8 @@ from detonation.cluster.network.measure import Everyone
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.core.link import PeerLost
-from detonation.train.choice.decide import chosen_config
-from detonation.train.loop.session import start_session
+from detonation.train.choice.decide import Chosen, chosen_config
+from detonation.train.loop.session import Session, start_session
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.schema import Table
 from detonation.train.run.elastic_run import Losses, SetUp
@@ -68,15 +68,30 @@ def train_on_rank(task: RunTask) -> Table:
         session.optimizer.set_up()
         # set a long timeout for collectives: a node may load its checkpoint from a slow disk
         set_group_timeouts(GROUP_TIMEOUT_S)
-        result = None
-        while result is None:
-            try:
-                result = train_in_directory(session, task, chosen, begin, log, stop, losses)
-            # a replica was lost before the first step: read the run directory and checkpoint again
-            except PeerLost:
-                session.optimizer.synchronize()
+        result = _trained(session, task, chosen, begin, log, stop, losses)
         losses.close("left" in result)
         return result
+
+
+def _trained(
+    session: Session,
+    task: RunTask,
+    chosen: Chosen | None,
+    begin: str,
+    log: list[int],
+    stop: Stop,
+    losses: Losses,
+) -> Table:
+    """Calls `train_in_directory`. If a replica is lost before the first step, the remaining
+    replicas read the run directory and the checkpoint again.
+    """
+    while True:
+        try:
+            return train_in_directory(session, task, chosen, begin, log, stop, losses)
+        except PeerLost:
+            if losses.set_up.is_done:  # reading the checkpoint again would undo steps
+                raise
+            session.optimizer.synchronize()
 
 
 def _join(task: RunTask, address: str, device: torch.device, stop: Stop, set_up: SetUp) -> Table:
