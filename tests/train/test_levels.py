@@ -11,6 +11,7 @@ import tomli_w
 import detonation as dt
 from detonation.cluster.init import LaunchPosition
 from detonation.core.schemes import traffic
+from detonation.train.loop.checkpoints import _other_batch, as_json, compare_settings
 from detonation.train.loop.checks import check_config
 from detonation.train.output import metrics
 from detonation.train.recipe.resolve import Request, parse_sets, resolve
@@ -154,6 +155,22 @@ LEVELS = [
     {"axis": "rack", "replicas": 2, "name": "full"},
     {"axis": "site", "replicas": 2, "name": "diloco", "every": 3},
 ]
+
+
+def test_a_run_is_resumed_with_another_number_of_replicas_on_the_outermost_level():
+    def compared(**changed):
+        scheme = [LEVELS[0], {**LEVELS[1], **changed}]
+        return compare_settings(Path("step-000004"), saved, said(scheme=scheme), "checkpoint")
+
+    saved = as_json(to_table(said(scheme=LEVELS)))
+    assert compared(replicas=1) == compared(replicas=3) == []
+    with pytest.raises(ValueError, match="resume with the same scheme"):
+        compared(every=4)
+    inner = [{**LEVELS[0], "replicas": 4}, LEVELS[1]]
+    with pytest.raises(ValueError, match="resume with the same scheme"):
+        compare_settings(Path("step-000004"), saved, said(scheme=inner), "checkpoint")
+    fewer = as_json(to_table(said("scheme.site.replicas=1", scheme=LEVELS)))
+    assert _other_batch(saved, fewer)[0].startswith("a step has 8 examples, had 16:")
 
 
 def test_a_run_of_two_levels_counts_each_and_resumes_exactly(train, tmp_path):

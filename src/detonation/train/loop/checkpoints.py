@@ -8,6 +8,7 @@ import math
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.files.retention import checkpoint_name
@@ -22,9 +23,9 @@ from detonation.train.output.directory import Unwritable, remedy_of
 from detonation.train.recipe.schema import Config, OptimizerConfig, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
-_ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
+_ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "scheme", "train.init_from"}
 """Settings that `compare_settings` does not report: another line reports the change, or only a new
-run reads the setting.
+run reads the setting. `scheme` is the list of levels, of which only the outermost size may change.
 """
 
 # Without a handler, warnings of this logger would be printed twice: by Python and by the run.
@@ -161,7 +162,8 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     """Returns at most one line, which lists the settings that differ from the settings saved in
     `path`.
 
-    Raises `ValueError` if the model, data, scheme, seed or optimizer differs.
+    Raises `ValueError` if the model, data, scheme, seed or optimizer differs. The outermost level
+    may have another number of replicas.
 
     Args:
         since: Name of the saved file in the line, such as "checkpoint".
@@ -170,7 +172,7 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     for key in ("model", "data", "scheme", "seed"):
         was = saved.get(key)
         now = here[key]
-        if was != now:
+        if _without_outermost_size(was) != _without_outermost_size(now):
             raise ValueError(
                 f"{path} was written with {key} {was}, this run has {now}: resume with the same"
                 f" {key}"
@@ -186,6 +188,15 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     if not changes:
         return []
     return [f"changed since the {since}: {'; '.join(changes)}"]
+
+
+def _without_outermost_size(setting: Any) -> Any:
+    """Returns a list of levels without the number of replicas of the outermost level, and any other
+    setting unchanged."""
+    match setting:
+        case [*inner, {"replicas": _, **rest}]:
+            return [*inner, rest]
+    return setting
 
 
 def _other_batch(saved: Table, here: Table) -> list[str]:
@@ -207,6 +218,9 @@ def _examples_of_step(settings: Table) -> int | None:
     that determine this number.
     """
     found = dict(settings_of(settings))
+    levels = found.get("scheme")
+    if isinstance(levels, list):
+        found["mesh.replicas"] = math.prod(level["replicas"] for level in levels)
     keys = ("train.batch_size", "train.accumulate", "mesh.replicas", "mesh.shards")
     factors = [factor for key in keys if isinstance(factor := found.get(key), int)]
     if len(factors) < len(keys):
