@@ -516,12 +516,16 @@ def test_levels_of_other_sizes_are_refused(tmp_path):
 def memories_on_levels(mesh, folder, shape):
     """The memory between racks, of a world that saves or of one that loads."""
     model, optimizer = on_levels(mesh, shape, TIERS)
-    if shape == (2, 2):
+    return outer_memories(folder, model, optimizer, saves=shape == (2, 2))
+
+
+def outer_memories(folder, model, optimizer, saves):
+    if saves:
         advance(model, optimizer, range(3), 32)
         dt.save_checkpoint(folder, model, optimizer)
     else:
         dt.load_checkpoint(folder, model, optimizer)
-    state = optimizer.set_up()[1].local_state().named()
+    state = optimizer.set_up()[-1].local_state().named()
     return torch.cat([value.flatten() for key, value in state.items() if "residual" in key])
 
 
@@ -534,6 +538,23 @@ def test_another_number_of_racks_loads_and_nodes_of_a_rack_have_equal_memories(t
         assert torch.equal(loaded[2 * rack], loaded[2 * rack + 1])
     # the mean over the racks is kept
     torch.testing.assert_close(sum(loaded) / racks, sum(saved) / 2)
+
+
+def memories_in_three_tiers(mesh, folder, sites):
+    names = ("site", "rack", "node")
+    tiers = init_device_mesh("cpu", (sites, 1, 2), mesh_dim_names=names)
+    model = built(Plain)
+    schemes = {"node": dt.full(), "rack": dt.full(), "site": TIERS[1]}
+    levels = [(tiers[name], scheme) for name, scheme in schemes.items()]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return outer_memories(folder, model, dt.replicate(sgd, model, levels=levels), saves=sites == 2)
+
+
+def test_a_site_alone_loads_what_two_sites_with_one_rack_each_saved(tmp_path):
+    saved = worlds.run(memories_in_three_tiers, 4, 1, tmp_path, 2)
+    one, other = worlds.run(memories_in_three_tiers, 2, 1, tmp_path, 1)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, (saved[0] + saved[2]) / 2)
 
 
 def without_sizes(mesh, folder, shape):

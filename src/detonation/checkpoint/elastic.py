@@ -230,9 +230,10 @@ def compare_level_sizes(
 def _inside(levels: Sequence[Level], own: Coordinates) -> int:
     """The number of replicas inside one replica of the outermost level."""
     *inner, outermost = [key_of_axis(axis) for axis, _ in levels]
-    if outermost in inner:
+    size = sizes_of(levels)[-1]
+    if size > 1 and outermost in inner:  # axes of one replica are equal, but several axes
         return 1
-    return own.replicas // sizes_of(levels)[-1]
+    return own.replicas // size
 
 
 def merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
