@@ -46,7 +46,12 @@ from detonation.cluster.survive.agreement import (
 )
 from detonation.cluster.survive.groups import GroupAhead, group_ahead
 from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.port import Presence, meet_at
+from detonation.cluster.survive.port import (
+    Presence,
+    meet_at,
+    place_in_replica,
+    place_of_replica,
+)
 from detonation.cluster.survive.surviving import MOST_TRIES, SurvivingCommunicator
 from detonation.link_speed import LinkSpeed
 
@@ -229,9 +234,9 @@ def elastic(
     in means and votes, and aggregate rows. A removed replica that resumes raises `ReplicaLost`.
 
     Args:
-        mesh: The mesh ("replicate", "shard") of `init_mesh`; or the mesh of this replica alone,
-            with `replica` and `replicas`; None for a replica of one rank. The mesh of one replica
-            may have further axes for its nodes (inner levels), which are then lost together.
+        mesh: The mesh of all replicas, with the axis "replicate", as from `init_mesh`; or the mesh
+            of this replica alone, with `replica` and `replicas`; None for a replica of one rank.
+            All other axes, of any name, are inside a replica, whose ranks are lost together.
         replica: Index of this replica, from 0 to `replicas` - 1, if each replica is a separate
             world.
         replicas: Number of replicas, if each is a separate world.
@@ -259,17 +264,9 @@ def elastic(
         (1, [])
         >>> axis.close()
     """
-    shard = 0
-    shards = 1
-    if mesh is not None:
-        shard = mesh["shard"].get_local_rank()
-        shards = mesh["shard"].size()
-    if mesh is not None and replica is not None:
-        shard = mesh.mesh.flatten().tolist().index(dist.get_rank())
-        shards = mesh.size()
-    if mesh is not None and replica is None and replicas is None:
-        replica = mesh["replicate"].get_local_rank()
-        replicas = mesh["replicate"].size()
+    alone = replica is not None
+    if mesh is not None and not alone and replicas is None:
+        replica, replicas = place_of_replica(mesh)
     if replica is None or replicas is None or not 0 <= replica < replicas:
         raise ValueError(
             f"replica is {replica}, replicas is {replicas}: pass both, with 0 <= replica <"
@@ -287,6 +284,7 @@ def elastic(
     if link:
         speed = LinkSpeed.parse(link)
     base = _reached(store)
+    shard, shards = place_in_replica(mesh, alone)
     own, look = meet_at(base, replica, replicas, shard, shards)
     membership = Membership(
         own,

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import DistError
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from detonation.cluster.interface import (
@@ -41,6 +43,7 @@ from detonation.cluster.survive.agreement import (
 
 _MEET_S = 10.0
 _PRESENT_S = 1.0
+_REPLICATE = "replicate"
 RUNNING_S = 10.0
 """A rank that waits in a store for its own start gives up after another run has sent heartbeats to
 this store for this many seconds.
@@ -312,3 +315,30 @@ def store_host(store: Store) -> tuple[str, int]:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "")), int(getattr(store, "port", 0))
+
+
+def place_of_replica(mesh: DeviceMesh) -> tuple[int, int]:
+    """Returns the number of this rank's replica, and the number of replicas of `mesh`."""
+    names = mesh.mesh_dim_names or ()
+    if _REPLICATE not in names:
+        raise ValueError(
+            f'the mesh has the axes {names}, must have "replicate": name the axis between replicas'
+            " so, or pass replica and replicas with the mesh of one replica"
+        )
+    return mesh.get_local_rank(_REPLICATE), mesh.size(names.index(_REPLICATE))
+
+
+def place_in_replica(mesh: DeviceMesh | None, alone: bool) -> tuple[int, int]:
+    """Returns the number of this rank in its replica, and the number of ranks of a replica. All
+    axes of `mesh` except "replicate" are inside a replica.
+
+    alone: True if `mesh` is the mesh of this replica alone.
+    """
+    if mesh is None:
+        return 0, 1
+    ranks = mesh.mesh
+    if not alone:
+        axis = (mesh.mesh_dim_names or ()).index(_REPLICATE)
+        ranks = ranks.select(axis, mesh.get_local_rank(_REPLICATE))
+    inside = ranks.flatten().tolist()
+    return inside.index(dist.get_rank()), len(inside)
