@@ -1,5 +1,6 @@
 """Stages of a pipeline: ranks of a replica that hold other parameters, each with an optimizer of its own."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -66,3 +67,50 @@ def test_all_axes_but_that_of_the_replicas_are_inside_a_replica():
 def test_a_mesh_without_an_axis_of_replicas_is_refused():
     with pytest.raises(ValueError, match=r"axes \('pipe',\), must have \"replicate\": name the"):
         dt.elastic(SimpleNamespace(mesh_dim_names=("pipe",)))
+
+
+def saved_by_hand(mesh, folder):
+    """What save_checkpoint says to a stage; and whether states that each rank keeps itself continue the same bits."""
+    pipes, model = staged(mesh)
+    base = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = dt.replicate(base, model, pipes["replicate"], SCHEME)
+    steps_of(model, optimizer, range(3))
+    with pytest.raises(dt.errors.NotSaved) as refused:
+        dt.save_checkpoint(folder, model, optimizer)
+    states = model.state_dict(), base.state_dict(), dt.replica_state(optimizer)
+    of_model, of_base, of_replica = copy.deepcopy(states)
+    steps_of(model, optimizer, range(3, 6))
+
+    _, again = staged(mesh)
+    again.load_state_dict(of_model)
+    base = torch.optim.AdamW(again.parameters(), lr=0.1)
+    base.load_state_dict(of_base)
+    optimizer = dt.replicate(base, again, pipes["replicate"], SCHEME)
+    dt.load_replica_state(optimizer, of_replica)
+    steps_of(again, optimizer, range(3, 6))
+    equal = digest(model.parameters()) == digest(again.parameters())
+    return str(refused.value), equal, optimizer.step_count
+
+
+def test_stages_are_not_saved_as_a_checkpoint_and_resume_from_states_of_each_rank(tmp_path):
+    for text, equal, steps in worlds.run(saved_by_hand, 2, 2, tmp_path):
+        assert "4 ranks save a state of 2 replicas x 1 shards" in text
+        assert "; stages of a pipeline cannot be saved in this way: save the states of" in text
+        assert equal and steps == 6
+    assert not [*tmp_path.iterdir()]
+
+
+def joined_as_a_node(mesh):
+    pipes, model = staged(mesh)
+    axes = {"axis": pipes["replicate"], "scheme": SCHEME, "intra_node": pipes["pipe"]}
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, **axes)
+    try:
+        optimizer.set_up()
+    except dt.errors.Mismatch as error:
+        return str(error)
+
+
+def test_stages_as_an_axis_inside_the_node_are_refused():
+    for text in worlds.run(joined_as_a_node, 2, 2):
+        assert "replica 0 local rank 1 has weight (shape)=" in text
+        assert text.endswith("; leave intra_node out if the ranks of a node hold other parameters")

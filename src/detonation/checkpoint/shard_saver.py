@@ -227,9 +227,12 @@ class ShardSaver:
         }
         if world_size != job.ranks or any(path.exists() for path in paths):
             world = f"{own.replicas} replicas x {own.shards} shards"
-            more = ""
+            more = (
+                "; stages of a pipeline cannot be saved in this way: save the states of model and"
+                " base optimizer, and replica_state(optimizer), on each rank yourself"
+            )
             if own.shards == 1:
-                more = ": pass intra_node if each rank of a node holds the whole model"
+                more = f": pass intra_node if each rank of a node holds the whole model{more}"
             raise ValueError(
                 f"{world_size} ranks save a state of {world}, but exactly one rank must save each"
                 f" shard; this rank is {own.name}{more}"

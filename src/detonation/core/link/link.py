@@ -110,6 +110,8 @@ def require_same(
         listed = "; ".join(differences[:3])
         if len(differences) > 3:
             listed += f" (and {len(differences) - 3} more)"
+        if intra_node is not None:
+            remedy += "; leave intra_node out if the ranks of a node hold other parameters"
         raise Mismatch(f"replicas differ: {listed}. {remedy}")
     return {key: "; ".join(text for name, text in found if name == key) for key in dict(found)}
 
