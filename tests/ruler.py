@@ -58,15 +58,18 @@ CEILINGS: dict[str, float] = {
     # shards are replayed to one end, and a step without another shard names the loss (core: one hook of an axis);
     # a follower tells that it waits, and a rank that is busy ends with the reason of a refused start; rounds of
     # levels that do not fit, other sizes of levels in a load, a second optimizer and labels that nobody shifts
-    # are refused by name, and owners of a level load into other shards (core: which levels fit, their sizes)
-    "tokens of src": 353_600,
-    "tokens of core": 95_100,
+    # are refused by name, and owners of a level load into other shards (core: which levels fit, their sizes);
+    # streams have the texts of their files and tell other files, texts that are no text and data that differ are
+    # named, a state that leads to NaN is no checkpoint, JSON is strict, a loss at a save fails the save alone, and
+    # ranks of a node that use different parameters are refused (core: this comparison)
+    "tokens of src": 355_800,
+    "tokens of core": 95_250,
     "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 8_775,  # for the same reasons
+    "cognitive complexity of src": 8_820,  # for the same reasons
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 15,

@@ -81,7 +81,8 @@ SIZES = {
     # full synchronisation among the replicas of each step
     "words of README": 1_030,  # two rows of Muon in rounds, which have the lowest loss; the law at real sizes;
     # the gain at every rate of a link, and what a second learning rate changes in each row
-    "words of docs": 57_800,  # Muon and `muloco` in the law of size;
+    "words of docs": 58_300,  # Muon and `muloco` in the law of size;
+    # two machines without a shared directory, stages that are saved one by one, what leads to NaN, heads in a node;
     # what does not fit among levels, resumes and trainers; costs of two replicas;
     # four sizes of our own law, and its prediction; two short sentences for one long one;
     # a cost that a law did not predict; in which outputs FSDP2 finds tensors; what

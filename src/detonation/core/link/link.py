@@ -106,14 +106,18 @@ def require_same(
                 name += f" local rank {local}"
             ranks.append((name, described))
     found = _all_differences(ranks, len(node), shards)
+    if intra_node is not None:
+        remedy += "; leave intra_node out if the ranks of a node hold other parameters"
     if differences := [text for key, text in found if not key.endswith(free)]:
-        listed = "; ".join(differences[:3])
-        if len(differences) > 3:
-            listed += f" (and {len(differences) - 3} more)"
-        if intra_node is not None:
-            remedy += "; leave intra_node out if the ranks of a node hold other parameters"
-        raise Mismatch(f"replicas differ: {listed}. {remedy}")
+        raise Mismatch(f"replicas differ: {_first_three(differences)}. {remedy}")
     return {key: "; ".join(text for name, text in found if name == key) for key in dict(found)}
+
+
+def _first_three(differences: Sequence[str]) -> str:
+    listed = "; ".join(differences[:3])
+    if len(differences) > 3:
+        listed += f" (and {len(differences) - 3} more)"
+    return listed
 
 
 _Rank = tuple[str, Sequence[Mapping[str, str]]]
