@@ -314,7 +314,7 @@ def test_names_of_the_package_0_5_point_to_the_page_about_it():
     names += " NoReplicator RandomReplicator StridingReplicator SlicingReplicator"
     for name in names.split():
         page = "docs/tutorials/from-detonation-0.5.md"
-        with pytest.raises(ImportError, match=rf"^{name} belongs to the package .*: {page} names"):
+        with pytest.raises(ImportError, match=rf"^{name} belongs to the package .*: {page} says"):
             exec(f"from detonation import {name}")
         assert name in (SOURCE.parents[1] / page).read_text()
 
