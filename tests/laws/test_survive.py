@@ -374,6 +374,7 @@ def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(scheme, t
     assert not [*tmp_path.glob(".step*")]
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("scheme", [dt.demo(topk=4, chunk=16), STREAMING], ids=["demo", "delay"])
 def test_a_save_in_the_background_that_meets_a_loss_says_so_and_can_be_repeated(scheme, tmp_path):
     def act(communicator):
