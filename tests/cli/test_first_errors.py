@@ -584,7 +584,7 @@ MISTAKES = {
     "a checkpoint of a wider model": Mistake(
         resumed(lambda: nn.Linear(8, 16)),
         "resume the same model",
-        ("weight", "is (8, 8) in saved", "here (16, 8)"),
+        ("weight", "has shape (8, 8) in saved", "(16, 8) here"),
     ),
     "a checkpoint of other layers": Mistake(
         resumed(lambda: nn.Sequential(nn.Linear(8, 8))),

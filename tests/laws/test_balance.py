@@ -294,8 +294,8 @@ def test_other_lengths_of_rounds_begin_with_equal_steps(clock):
 @pytest.mark.parametrize(
     ("scheme", "said"),
     [
-        (dt.demo(), "needs one level of rounds"),
-        (dt.none(), "needs one level of rounds"),
+        (dt.demo(), "needs a single level whose scheme has rounds"),
+        (dt.none(), "needs a single level whose scheme has rounds"),
         (dt.diloco(every=1), "rounds of several steps"),
         (replace(dt.schemes.sparta(), round=Round(every=2)), "only the sent coordinates"),
     ],

@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_in_the_first_step_is_told_as_such(tiny, clock
 
 
 def test_gradient_schemes_are_refused_before_anything_starts(tiny):
-    with pytest.raises(ValueError, match="replicas of demo step together"):
+    with pytest.raises(ValueError, match="this run uses demo: pass balance=False"):
         tiny("train.balance=true")
 
 

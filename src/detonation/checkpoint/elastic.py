@@ -260,7 +260,8 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
         return first
     if not first.is_floating_point():
         raise ValueError(
-            f"{key} differs between replicas or shards: resume with the saved numbers of both"
+            f"{key} differs between replicas or shards: resume with as many replicas and shards as"
+            " the saved run"
         )
     return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
 

@@ -200,7 +200,7 @@ def _require_same_box(
         return
     if was.whole != here.whole:
         raise ValueError(
-            f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same model"
+            f"{name} has shape {was.whole} in {saved.path}, {here.whole} here: resume the same model"
         )
     raise ValueError(
         f"model.{name} was sharded differently: resume with the same mesh and placements"
@@ -593,5 +593,5 @@ def _require_alike(key: str, target: Tensor, dtype: torch.dtype, shape: tuple[in
     if tuple(target.shape) != shape or target.dtype != dtype:
         now = f"{target.dtype} {tuple(target.shape)}"
         raise ValueError(
-            f"{key} was saved as {dtype} {shape}, but is {now} here: another model or scheme"
+            f"{key} was saved as {dtype} {shape}, but is {now} here: load into the saved model"
         )

@@ -187,7 +187,7 @@ def newest_model(directory: Path) -> WholeModel:
     if described.replicas > 1 and any(level["scheme"] == "none" for level in described.levels[-1:]):
         raise ValueError(
             f"{path} was saved by {described.replicas} replicas that trained independently: "
-            "it has no common model"
+            "it has no common model; train with a scheme other than none"
         )
     here = whole_replicas(path, described)
     if not here:
@@ -362,8 +362,8 @@ def load_weights(directory: Path, model: nn.Module) -> str:
         part = read(name, box)
         if part.shape != local(tensor).shape:
             raise ValueError(
-                f"{directory} has {name} as {tuple(part.shape)}, not {tuple(tensor.shape)}: another"
-                " model"
+                f"{directory} has {name} with shape {tuple(part.shape)}, but this model has"
+                f" {tuple(tensor.shape)}: use the saved model"
             )
         local(tensor).copy_(part)
     return words
@@ -401,13 +401,14 @@ def _exported(directory: Path) -> tuple[_Read, str]:
 
     def read(name: str, box: Box | None) -> Tensor:
         if name not in found:
-            raise ValueError(f"{directory} has no {name}: it is of another model")
+            raise ValueError(f"{directory} has no weight {name}: use the saved model")
         entry = found[name].entries[name]
         if box is None or not box.shape:
             return found[name].read(name)
         if entry.shape != box.whole:
             raise ValueError(
-                f"{directory} has {name} as {entry.shape}, not {box.whole}: it is of another model"
+                f"{directory} has {name} with shape {entry.shape}, but this model has {box.whole}:"
+                " use the saved model"
             )
         rows, *rest = (
             slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True)

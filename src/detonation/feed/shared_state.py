@@ -201,7 +201,7 @@ def load_shared_state(
             if loaded.shape != tensor.shape:
                 raise ValueError(
                     f"the state {full} has shape {tuple(loaded.shape)} in training, but"
-                    f" {tuple(tensor.shape)} here"
+                    f" {tuple(tensor.shape)} here: use the model and scheme of training"
                 )
             mine[key] = loaded
         replicator.local_state().load(mine)

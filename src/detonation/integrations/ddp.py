@@ -249,7 +249,9 @@ class _Bucket:
     def __init__(self, bucket: Any, node: DeviceMesh | None) -> None:
         self.buffer = bucket.buffer()
         if self.buffer.is_sparse:
-            raise ValueError("a gradient is sparse, which cannot be replicated: use sparse=False")
+            raise ValueError(
+                "a gradient is sparse, which cannot be replicated: use sparse=False in embeddings"
+            )
         self.pieces = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         devices = []
         if self.buffer.device.type != "cpu":

@@ -100,7 +100,7 @@ def private_directory(path: Path) -> Path:
                 f"{parent} belongs to user {found.st_uid}: set XDG_CACHE_HOME to your own directory"
             )
         if parent != path and found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-            raise PermissionError(f"other users may write to {parent} (chmod go-w {parent})")
+            raise PermissionError(f"other users may write to {parent}: run chmod go-w {parent}")
     path.chmod(0o700)
     if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
         raise PermissionError(

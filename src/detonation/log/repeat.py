@@ -99,7 +99,8 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         optimizer.record(None)
     if to is not None and optimizer.step_count < to:
         raise DamagedLog(
-            f"the log in {directory} ends after step {optimizer.step_count}, before step {to}"
+            f"the log in {directory} ends after step {optimizer.step_count}, before step {to}:"
+            " give an earlier step"
         )
     return optimizer.step_count
 

@@ -200,7 +200,7 @@ class _Leaf:
 
 def _text_of(content: Any) -> str:
     if not isinstance(content, str):
-        raise TypeError("the content of the value is not text")
+        raise TypeError("bytes, floats, paths and types must be saved as text")
     return content
 
 
@@ -227,7 +227,7 @@ def _delta(value: timedelta) -> list[int]:
 def _kind_of_tensor(name: Any) -> torch.dtype:
     found = vars(torch).get(_text_of(name))
     if not isinstance(found, torch.dtype):
-        raise TypeError("the saved name is not the name of a torch.dtype")
+        raise TypeError("the saved dtype must be one of torch, such as 'float32'")
     return found
 
 
@@ -315,7 +315,7 @@ def _read_tensor(content: Any) -> Tensor:
     kind = _kind_of_tensor(name)
     raw = _octets(text)
     if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
-        raise ValueError("the shape of the tensor is not valid")
+        raise ValueError("the tensor's shape must be at most 64 whole numbers")
     if math.prod(shape) * kind.itemsize != len(raw):
         raise ValueError("the bytes of the tensor do not match its shape and type")
     tensor = torch.empty(shape, dtype=kind)
@@ -389,7 +389,7 @@ def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
 
 def _values(content: Any) -> list[Any]:
     if not isinstance(content, list):
-        raise TypeError("the content of the value is not a list")
+        raise TypeError("a tuple, set or dict must be saved as a JSON list")
     return [decoded_value(each) for each in content]
 
 

@@ -253,12 +253,15 @@ def assemble(pieces: Sequence[TensorPart], box: Box, key: str) -> Tensor:
     for piece in pieces:
         if piece.box.whole != box.whole:
             raise ValueError(
-                f"{key} was saved with shape {piece.box.whole}, is {box.whole} here: another model"
+                f"{key} was saved with shape {piece.box.whole}, but has {box.whole} here: load into"
+                " the saved model"
             )
         part = piece.box.overlap(box)
         if part is not None:
             whole[box.within(part)] = piece.read(piece.box.within(part))
             missing[box.within(part)] = False
     if missing.any():
-        raise ValueError(f"the shards in the checkpoint do not cover all of {key}")
+        raise ValueError(
+            f"the shards in the checkpoint do not cover all of {key}: load another checkpoint"
+        )
     return whole

@@ -100,7 +100,7 @@ class TensorFile:
             while rest:
                 count = os.preadv(descriptor, [rest], at)
                 if not count:
-                    raise OSError(0, "it has become shorter", str(self._path))
+                    raise OSError(0, "the file became shorter while it was read", str(self._path))
                 rest = rest[count:]
                 at += count
         finally:

@@ -135,8 +135,8 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
     if len(schemes) > 1 or not isinstance(schemes[0], ParameterScheme):
         names = "+".join(scheme.name for scheme in schemes)
         raise ValueError(
-            "balance=True needs one level of rounds, such as diloco(), because replicas of"
-            f" {names} step together: pass balance=False"
+            "balance=True needs a single level whose scheme has rounds, such as diloco(), but this"
+            f" run uses {names}: pass balance=False, or use such a scheme"
         )
     if schemes[0].round.every == 1:
         raise ValueError(

@@ -119,12 +119,13 @@ def _require_one_batch(config: Config, loaded: Data) -> None:
 def check_translates(model: Any, data: Data) -> None:
     if not isinstance(data.validation, TranslationPairs):
         raise ValueError(
-            f"train.bleu_sentences is for translations, but the data {data.name} are {data.kind}"
+            f"train.bleu_sentences is for translations, but the data {data.name} are {data.kind}:"
+            " leave it out"
         )
     if getattr(getattr(model, "config", None), "decoder_start_token_id", None) is None:
         raise ValueError(
             "train.bleu_sentences needs a model with config.decoder_start_token_id, as translation"
-            " models have"
+            " models have: choose such a model, or leave train.bleu_sentences out"
         )
     if not importlib.util.find_spec("sacrebleu"):
         raise ValueError(
