@@ -178,7 +178,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             )
         parts = input_tensor.view(self._link.replicas, -1)
         places = self._first_numbers(parts)
-        sums, unused = self._summed_in_node(parts, places)  # shapes [nodes, n], [parameters]
+        # shapes: sums [nodes, n], unused [parameters]
+        sums, unused = self._summed_in_node(parts, places)
         count = sums.shape[1]
         here = self._link.replica
         residual = self._residual_for(count, sums.device)

@@ -33,7 +33,7 @@ _LINE_BYTES = 4096
 _HEADER_BYTES = 64
 CHECKSUM_WORD = 14
 PARTS = 128
-"""Number of programs that read one message."""
+"""Number of GPU programs that together read one message."""
 if INTERPRETED:
     PARTS = 2
 NORM_LANES = 4096
@@ -43,7 +43,7 @@ NORM_LANES = 4096
 NORM_PARTS = 128
 """Number of parts into which the squares for this norm are divided."""
 OCTETS = 4096
-"""Number of values that a program inspects in one operation."""
+"""Number of values of a message that a GPU program inspects in one operation."""
 SCANNED_ROW = 1024
 """Number of coordinates that a program scans in one operation."""
 SCANNING = 512
@@ -64,10 +64,11 @@ class Limits:
 
 
 class RunShape(NamedTuple):
-    """The shape of a run: a range of rows in several messages.
+    """The layout of a run. A run is a range of rows of a message, not a training run.
 
-    Each message has `room` free bytes, and then values, statistics and indices. `lengths` holds the
-    sizes of these three parts in bytes.
+    A run begins with `room` free bytes for the header of its message; `room` is 0 unless the run is
+    the first of the message. Then `rows` rows follow, in three sections: values, statistics and
+    indices. `lengths` holds the size of each section in bytes.
     """
 
     room: int

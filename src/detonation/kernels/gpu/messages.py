@@ -34,7 +34,7 @@ def place_number(index):
 @triton.jit
 def add_run(words, octets, run, line):
     """Reads the bytes of one run of rows that belong to checksum line `line`, and adds them to
-    `words`, the 32-bit words of this line. `read_message` describes the parts of a run.
+    `words`, the 32-bit words of this line. `read_message` describes the sections of a run.
     """
     octet = (
         wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
@@ -59,21 +59,22 @@ def read_message(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Reads messages, each in up to four runs of rows. Computes the checksum of each message, and
-    the facts that decide whether the message is refused (`facts_of`). `parts` programs read one
-    message.
+    """Reads messages, each in up to four runs (ranges of rows). Computes the checksum of each
+    message, and the facts that decide whether the message is refused (`facts_of`). `parts` GPU
+    programs together read one message.
 
-    A run holds its own header, values, statistics and indices. The whole message joins each of
-    these parts from all runs. The checksum is computed over the joined message.
+    A run holds four sections for its rows: header, values, statistics and indices. The whole
+    message holds each section once: the sections of all runs, joined. The checksum is computed over
+    the whole message.
 
     Args:
         address0: Address of the first run of the first message. The first run of the next message
             is `stride0` bytes further.
-        runs: `[RUNS, 16]` int64: for each of the four parts its begin and end in the whole message
-            and its begin in the run; then the number of rows of the run.
+        runs: `[RUNS, 16]` int64: for each of the four sections its begin and end in the whole
+            message and its begin in the run; then the number of rows of the run.
         target: With `JOIN` the whole messages are written here, zero-padded to lines.
-        columns: `[messages, parts, 1024]` int32, the sum of each column over some of the lines.
-        sums: `[messages, parts]` int64, the weighted sum of these lines.
+        columns: `[messages, parts, 1024]` int32: the sums that each program adds over its lines.
+        sums: `[messages, parts]` int64: the weighted sum of these lines.
         firsts: `[messages]` int32, the sum of the first line, which is weighted later.
         squares, faults: See `facts_of`.
         SKIPPED: The first of the words of the header that count as zeros.
@@ -128,11 +129,11 @@ def read_message(
 
 @triton.jit
 def is_last(arrivals, programs):
-    """True in the last of `programs` programs that call this function. This program sees all writes
-    of the other programs.
+    """Returns True in one of the `programs` GPU programs that call this function: the last one. The
+    last program sees everything that the other programs have written before.
 
-    arrivals: a counter, which is 0 before the first call and after the last call. The order in
-    which programs call decides which program continues, but changes no result.
+    arrivals: a counter of the calls, which is 0 before the first call and again after the last
+    call. Which program is the last may vary, but changes no result.
     """
     # the barrier waits for all threads of this program; the atomic addition publishes their writes
     tl.debug_barrier()

@@ -277,7 +277,7 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
         code = tl.minimum(tl.maximum(code, 0), 255)  # clamping makes the code of NaN valid, too
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
-        # scaled values exceed 8192 only if all values are so small that their squares are 0
+        # value / width exceeds 8192 only if all values are so small that their squares are 0
         far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)
         units = rounded(far * 4096.0).to(tl.int64)
         tl.atomic_add(totals + code, units * 131072 + 1, mask=real, sem="relaxed", scope="cta")
