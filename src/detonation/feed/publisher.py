@@ -126,7 +126,7 @@ class Feed(StepRecorder):
         self._lock = threading.Lock()  # protects `_coming` and `_subscribed`
         self._coming: list[Subscription] = []
         self._subscribed: list[Subscription] = []
-        self._levels: object = None  # the optimizer's levels at the last copy of the state
+        self._levels: object = None  # the optimizer's levels at the most recent copy of the state
         self._next_copy = 0.0
         self.first_copy = 0.0
         """The feed sends no copy of the state before this step. If this step is set, the feed makes
@@ -138,8 +138,8 @@ class Feed(StepRecorder):
         """
         self.has_joined: Callable[[], bool] = lambda: False
         """Returns True if the process that follows this feed has joined training as a replica."""
-        self._synchronized = 0  # number of `synchronize` calls since the last step
-        self._joins = False  # True if a replica may join after the last `synchronize` call
+        self._synchronized = 0  # number of `synchronize` calls since the most recent step
+        self._joins = False  # True if the most recent `synchronize` call lets a replica join
         self._sent: dict[int, bytes] = {}  # the model's buffers as they were last sent
         self.records = self._closed = False
         host, port = host_and_port(address)
@@ -288,7 +288,7 @@ class Feed(StepRecorder):
                 wait_s = max(wait_s, LAST_COPY_S)
             try:
                 self._let_in(self._optimizer, ended)
-            except Exception:  # followers without a copy raise `LostFeed`
+            except Exception:  # without this copy of the state, followers raise `LostFeed`
                 _log.exception("no last copy of the state for followers")
         with self._lock:
             self._closed = True

@@ -167,8 +167,8 @@ class Playback(Player):
         return begun
 
     def _lacks(self, path: Path) -> bool:
-        """True if the state at the beginning of the replay may lack a change of the weights: the
-        file at `path` holds a write or a `synchronize` call after `first` steps.
+        """True if the state from which the replay begins may lack a change of the weights: the file
+        at `path` holds a write or a `synchronize` call after `first` steps.
         """
         lacks = False
         about = start_of(path) | {"replicas": self._identity["replicas"]}
@@ -181,24 +181,24 @@ class Playback(Player):
         return lacks
 
     def _includes(self, calls: int) -> bool:
-        """True if the state at the beginning of the replay includes call number `calls` of
-        `synchronize` after `first` steps. False if this is unknown (see `RunPoint`), because
-        repeating an included call changes nothing.
+        """True if the state from which the replay begins includes call number `calls` of
+        `synchronize` after `first` steps. Returns False if this is unknown (see `RunPoint`):
+        repeating a call that the state includes changes nothing.
         """
         return 0 < calls <= (self._completed or 0)
 
     def _read(self) -> Iterator[LogRecord]:
-        """Yields all records after the state at the beginning of the replay, without the START
-        record of each file.
+        """Yields the log records that the replay must repeat, because the state from which the
+        replay begins does not include them. Omits the START record of each file.
         """
         for records in self._groups():
             if not self._is_included(records[-1]):
                 yield from records
 
     def _is_included(self, end: LogRecord) -> bool:
-        """True if the state at the beginning of the replay includes the `synchronize` call that
-        `end` ends. The state then also includes the weights that were written before this call.
-        Writing these weights again changes nothing.
+        """True if the state from which the replay begins includes the `synchronize` call that `end`
+        ends. The state then also includes the weights that were written before this call. Writing
+        these weights again changes nothing.
         """
         return end.kind == SYNCHRONIZE and end.step <= self.first and self._includes(end.place)
 
@@ -277,7 +277,7 @@ class Playback(Player):
         if about.get("version") != LOG_VERSION:
             raise ValueError(
                 f"{path} is in version {about.get('version')} of the log format, but this"
-                f" package reads version {LOG_VERSION}"
+                f" package reads version {LOG_VERSION}: replay with the package that wrote the log"
             )
         self._check_run(path, start.step, about)
         use_padding_of(about, self._optimizer)

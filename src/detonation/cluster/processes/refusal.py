@@ -100,9 +100,12 @@ def _compare(store: Store, position: LaunchPosition, own: Sequence[str]) -> None
 
 
 class Preparation:
-    """The start of one rank, after the replicas have met. Several threads call its methods.
+    """Ends the start of all replicas if one replica cannot start. Each rank has one `Preparation`,
+    from the moment when the replicas have connected until all ranks have ended their set-up.
+    Several threads call its methods.
 
-    store: the store in which the replicas agree; its keys belong to this start only.
+    store: the store in which ranks announce that their set-up has ended or failed; its keys belong
+    to this start only.
     """
 
     def __init__(self, store: Store, replica: int, rank: int) -> None:

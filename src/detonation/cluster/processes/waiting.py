@@ -1,10 +1,10 @@
-"""Logs which ranks are missing, if a rank makes no progress in a step that these ranks have not
-begun.
+"""Finds out for which ranks other ranks wait. If a rank makes no progress in a step, it logs the
+ranks that have not begun this step.
 
 A collective cannot distinguish a slow network from a rank that never calls the collective. So each
-rank publishes its progress in the store of its process group. This costs a few bytes per change of
-progress, and no work in a step. A rank that waits for ranks that have left the run ends its
-process, because network libraries cannot stop waiting.
+rank publishes its progress in the store of its process group. Publishing costs a few bytes per
+change of progress, and no work in a step. If a rank waits for ranks that have left the run, the
+waiting rank ends its own process, because network libraries cannot stop waiting.
 """
 
 import atexit
@@ -32,7 +32,7 @@ doubled after each log line.
 """
 WAIT_LINE_S = 30.0
 """Seconds without progress before a rank logs that it waits. The time is doubled after each log
-line. After twice this time, the rank ends if the ranks that it waits for have left the run.
+line. A rank ends after 60 s, twice this time, if the ranks that it waits for have left the run.
 """
 _INSIDE = "inside"
 _OUTSIDE = "outside"

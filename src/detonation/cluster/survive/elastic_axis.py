@@ -279,7 +279,7 @@ def elastic(
     if not silence_s > 1:
         raise ValueError(f"silence_s is {silence_s}, must be above 1")
     if store is None and mesh is None:
-        raise ValueError("without a common process group, replicas need a store: pass a TCPStore")
+        raise ValueError("replicas without a common mesh need a store: pass store=TCPStore(...)")
     speed = None
     if link:
         speed = LinkSpeed.parse(link)
@@ -524,7 +524,8 @@ class Guest:
         formed = self._ahead.formed if self._ahead else []
         report = RankReport(_ALL, [], {}, entry.step, self.number, ahead=formed)
         if not has_state:
-            self.withdraw()  # withdraw first, so that no agreement admits this replica
+            # first announce that this rank has no state, so that no agreement admits this replica
+            self.withdraw()
             report = replace(report, guest=-1)
         self._answered = entry
         postponed = self.postponed

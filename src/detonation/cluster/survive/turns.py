@@ -137,8 +137,8 @@ class AxisUsers:
         """Returns the other optimizers that hand over their unsent state when a replica leaves in a
         step of the optimizer `of`. The result is the same on all ranks.
 
-        gone: numbers of the optimizers that a rank had dropped when all ranks agreed on the
-        departure.
+        gone: numbers of the optimizers that at least one rank had already dropped when all ranks
+        agreed on the departure.
         """
         present = self.present
         numbers = company(self.turns, [user.number for user in present], of.number, gone)
@@ -162,10 +162,11 @@ class AxisUsers:
 
 @dataclass(frozen=True)
 class Departure:
-    """The departure of a replica on which all ranks have agreed.
+    """When one replica leaves the run. All ranks have agreed on this departure.
 
     turns: for each optimizer, the turn (step of this optimizer) before which the replica leaves.
-    gone: numbers of the optimizers that a rank had dropped when all ranks agreed on the departure.
+    gone: numbers of the optimizers that at least one rank had already dropped when all ranks agreed
+    on the departure.
     """
 
     turns: list[int]
@@ -190,7 +191,8 @@ def company(
     """Returns the numbers of the other optimizers in `present` that hand over their unsent state
     when a replica leaves in a step of the optimizer `of`.
 
-    gone: numbers of the optimizers that a rank had dropped when all ranks agreed on the departure.
+    gone: numbers of the optimizers that at least one rank had already dropped when all ranks agreed
+    on the departure.
     """
     return [each for each in present if each not in {of, *gone} and not turns[each].over]
 

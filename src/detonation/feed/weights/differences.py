@@ -1,13 +1,16 @@
-"""Exact differences between the weights of two steps: bit patterns are compared as integers, and
-the changes are compressed.
+"""Exact differences between the weights of two steps, compressed without loss.
 
-A pattern has 16 bits. An element of more than two bytes has several patterns; an element of one
-byte is widened to one pattern. A difference stores two lists of numbers: the gaps between changed
-positions, and the deltas at these positions. Each list is split into byte planes, and zlib
-compresses each plane. The low bytes of the gaps follow a geometric distribution, for which a
-Huffman code is close to the entropy. Almost all deltas are +1 or -1, and need one bit each. A plane
-that is almost all 0 compresses to a few runs. So one format is small both for 0.01 % and for 100 %
-of changed weights.
+Weights are compared as integers. Each integer is a *pattern*: 16 bits of a weight. A weight of more
+than two bytes has several patterns; a weight of one byte is widened to one pattern.
+
+A difference stores two lists of integers: the distances between changed patterns (gaps), and the
+changes of these patterns (deltas). Each list is split into byte planes: the lowest bytes of all
+integers are one plane, the next bytes are another plane. zlib compresses each plane.
+
+The lowest bytes of the gaps follow a geometric distribution, which a Huffman code compresses almost
+to the entropy. Almost all deltas are +1 or -1, and need one bit each. If almost all bytes of a
+plane are 0, zlib stores the plane in a few bytes. So a difference is small, whether 0.01 % or 100 %
+of the weights have changed.
 """
 
 import zlib
