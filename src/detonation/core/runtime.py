@@ -44,10 +44,10 @@ def fp32_products() -> str:
 def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
     allowed = [each.fp32_precision for each in _products().values()]
     legacy = "highest"
-    # torch raises an error here if the caller has set only the newer precision settings of torch
+    # torch raises an error here if the caller has set only torch's new API, `fp32_precision`
     with suppress(RuntimeError):
         legacy = torch.get_float32_matmul_precision()
-        # torch raises an error if its old precision setting differs from the new settings
+        # also set torch's old API: torch raises an error if its old and new API disagree
         torch.set_float32_matmul_precision("highest")
     products.fp32_precision = "ieee"
     try:

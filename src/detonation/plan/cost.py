@@ -237,8 +237,10 @@ need 8 bytes.
 
 
 def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) -> float:
-    """Returns the bytes per step that a node sends to keep replicas close to each other. On average
-    a step all-reduces a thousandth of the state on which replicas agree.
+    """Returns the bytes per step that a node sends to keep replicas almost equal, if their
+    arithmetic differs. On average, replicas then copy a thousandth of the weights and optimizer
+    state per step, by an all-reduce. Under a scheme with rounds, replicas copy parts of the anchor
+    and the outer momentum instead.
     """
     if scheme.signal == "nothing":
         return 0.0

@@ -141,12 +141,13 @@ def _has_rounds(scheme: Scheme, steps: int) -> bool:
 def one_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[str, Estimate, float] | None:
-    """Considers a single machine that processes all examples of each step. Returns the optimizer
-    with which this machine reaches the loss of the baseline first, the estimate of its loss, and
-    the seconds to the loss of the baseline.
+    """Finds the optimizer with which a single machine is the first to reach the loss of the
+    baseline. The machine processes all examples of each step. It has no network, but forward and
+    backward take `replicas` times longer. The optimizers to choose from are those of the `ranked`
+    options.
 
-    The single machine has no network, but forward and backward take `replicas` times longer. The
-    optimizer is one of the optimizers in the options. Returns None if no loss is known.
+    Returns this optimizer, the estimate of its loss, and the seconds to the loss of the baseline.
+    Returns None if no loss is known.
     """
     full = next((option.cost for option in ranked if option.is_full), None)
     if network.replicas == 1 or full is None:

@@ -71,7 +71,7 @@ class MessageRows:
     Args:
         codec: Precision and index coding, which define the parts.
         first: Index of the first row of each message.
-        room: Bytes of `octets` before the first part.
+        room: Free bytes of `octets` before the values, for the header of the message.
         owners: How rows of the flat are assigned to messages; None for one message.
         negative_zeros: See `Precision.encode`. The value may change at each step.
         is_summed: Whether an all-reduce overwrites this memory with the sum.

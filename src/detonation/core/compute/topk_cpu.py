@@ -83,7 +83,7 @@ def _rising(keys: Tensor, chunk: int) -> Tensor:
 
 class SortingNetwork:
     """A bitonic sorting network that sorts all columns of a matrix at once, by comparing whole
-    lines.
+    lines (rows of the matrix).
 
     The views for all comparisons are made in advance, because making them takes longer than the
     comparisons.
@@ -119,8 +119,10 @@ class SortingNetwork:
         return self._found
 
     def _merge(self, size: int) -> None:
-        """Adds the comparisons that sort bitonic blocks of `size` lines, alternately in rising and
-        falling order."""
+        """Adds to this network the comparisons that sort blocks of `size` lines, alternately in
+        rising and in falling order. Before, each block must be bitonic: rising and then falling, or
+        a rotation of this order.
+        """
         lines, columns = self._now.shape
         blocks = min(2, lines // size)
         step = size // 2
@@ -141,8 +143,10 @@ class SortingNetwork:
             step //= 2
 
     def _drop_half(self, size: int) -> None:
-        """Adds the comparisons that replace every two sorted blocks by one bitonic block of the
-        `size` largest numbers."""
+        """Adds to this network the comparisons that join every two sorted blocks to one block. The
+        new block is bitonic and holds the `size` largest numbers of the two blocks, column by
+        column.
+        """
         one, other = self._now.view(-1, 2, size, self._now.shape[1]).unbind(1)
         half = len(self._now) // 2
         kept = self._next[:half]

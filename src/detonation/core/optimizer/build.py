@@ -397,12 +397,13 @@ _SHARDS = _SHARD + _FROZEN, _SHARD + _PLAIN
 class _FirstComparison:
     """Compares settings and weights of replicas along one link after the other.
 
-    `compare_replicas` describes the arguments.
+    `compare_replicas` describes the first arguments.
 
-    device: device of the trained parameters. free: self-tests whose results may differ between
-    replicas. found: the allowed differences as text, by setting. tested: the self-test results of
-    each scheme, which all fragments of the scheme share. compared: the links along which replicas
-    have already been compared.
+    device: device of the trained parameters. free: names of the self-tests whose results may differ
+    between replicas. found: the allowed differences that were found; the keys are the names of
+    self-tests and weights, and the values describe the difference as text. tested: by scheme, its
+    self-test results. If the scheme cuts the model into fragments, all fragments share these
+    results. compared: the links along which replicas have already been compared.
     """
 
     settings: Settings

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# importing from `torch._compile` does not load torch's compiler; torch's optimizers do the same
+# `torch._compile` does not load torch's compiler; torch's own optimizers import from it, too
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 

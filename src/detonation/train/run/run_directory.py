@@ -151,8 +151,9 @@ def _require_end(session: Session, file: Path, kept: list[metrics.Record]) -> No
 
 
 def earlier_state(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
-    """Returns True if the run resumes and any rank sees a checkpoint. Also returns the steps after
-    which the files of the update log begin.
+    """Returns True if the run resumes and any rank sees a checkpoint. Also returns, for each file
+    of the update log on rank 0, the number of steps that training had finished when the file was
+    begun.
 
     Collective.
     """
@@ -174,7 +175,7 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
     step, so that the run ends in the usual way.
 
     Args:
-        log: Steps after which the log files begin.
+        log: For each log file, the number of finished steps when the file was begun.
         may_start: Start from the beginning if the log does not belong to this run.
 
     Raises:

@@ -156,11 +156,11 @@ def _write_model(
 
 
 def _save(model: Any, out: Path) -> None:
-    """Writes a model, also the weights that its class omits because it can compute them: a training
-    may have changed them.
+    """Writes a model into the directory `out`. Also writes the weights that the class of the model
+    usually omits because it can compute them: training may have changed these weights.
     """
     if not isinstance(model, needs("transformers", "models").PreTrainedModel):
-        model.save_pretrained(out)  # perhaps a part of its weights, as of an adapter
+        model.save_pretrained(out)  # an adapter writes only a part of the weights
         return
     model._keys_to_ignore_on_save = set()
     model.save_pretrained(out)
