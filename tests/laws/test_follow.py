@@ -498,7 +498,7 @@ def became_close(communicator):
         if step == 1 and feed:
             follower.update(to=2)
             assert held(follower.model) == held(model)
-    while feed and "close replicas" not in follower.trouble:
+    while feed and "to stay close" not in follower.trouble:
         follower.update(wait_s=0.01)
     if feed:
         # training goes on, and its next start may be one that can be followed

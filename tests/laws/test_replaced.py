@@ -51,7 +51,7 @@ def test_law_15_a_parameter_that_was_replaced_is_named_at_the_next_step(name, ac
     model, optimizer = started(LoopbackCommunicator(2), SCHEMES[name])
     advance(model, optimizer, range(2), overlap)
     act(model)
-    with pytest.raises(ValueError, match=r"layers\.\d\.\w+ of the model is not the parameter"):
+    with pytest.raises(ValueError, match=r"layers\.\d\.\w+ of the model is a new parameter"):
         advance(model, optimizer, [2], overlap)
 
 
