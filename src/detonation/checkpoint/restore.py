@@ -200,7 +200,8 @@ def _require_same_box(
         return
     if was.whole != here.whole:
         raise ValueError(
-            f"{name} has shape {was.whole} in {saved.path}, {here.whole} here: resume the same model"
+            f"{name} has shape {was.whole} in {saved.path}, {here.whole} here:"
+            " resume the same model"
         )
     raise ValueError(
         f"model.{name} was sharded differently: resume with the same mesh and placements"

@@ -86,8 +86,8 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
         if self.total_size > 1 and accelerator.num_processes == 1:
             asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
             raise ValueError(
-                f"{asked} are {self.total_size} ranks, but Accelerate counts 1. On accelerators, start"
-                f" {self.total_size} ranks with torchrun or accelerate launch. On CPUs, where"
+                f"{asked} are {self.total_size} ranks, but Accelerate counts 1. On accelerators,"
+                f" start {self.total_size} ranks with torchrun or accelerate launch. On CPUs, where"
                 " Accelerate cannot shard, set dp_shard_size=1"
             )
         super()._validate_accelerator(accelerator)
