@@ -355,15 +355,11 @@ def test_the_last_checkpoint_is_saved_again_after_a_loss(monkeypatch):
     assert session.optimizer.times == 2
 
 
-def test_a_run_begins_again_after_a_loss_only_before_its_first_step(monkeypatch):
+def test_a_run_begins_again_after_a_loss_only_before_its_first_step():
     set_up = SetUp("", None)
-    task, chosen, stop = None, None, None
-    given = (task, chosen, "", [], stop, SimpleNamespace(set_up=set_up))
     session = counting()
-    monkeypatch.setattr(worker, "train_in_directory", raising(PeerLost("lost")))
-    assert worker._trained(session, *given) == "done"
+    assert worker._trained(raising(PeerLost("lost")), session, set_up) == "done"
     set_up.done()
-    monkeypatch.setattr(worker, "train_in_directory", raising(PeerLost("lost")))
     with pytest.raises(PeerLost):
-        worker._trained(session, *given)
+        worker._trained(raising(PeerLost("lost")), session, set_up)
     assert session.optimizer.times == 1

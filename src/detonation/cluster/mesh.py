@@ -4,8 +4,7 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,24 +33,23 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
     transformer. An element without a forward method, such as a nested list, is divided further.
     """
     for child in module.children():
-        parts_of: Callable[[Any], Iterator[nn.Module]] = layers_of
-        if isinstance(child, nn.ModuleList):
-            parts_of = _called_parts_of
-        yield from parts_of(child)
+        if not isinstance(child, nn.ModuleList):
+            yield from layers_of(child)
+            continue
+        for layer in child:
+            yield from _called_parts(layer)
 
 
-def _called_parts_of(layers: nn.ModuleList) -> Iterator[nn.Module]:
-    return chain.from_iterable(map(_called_parts, layers))
-
-
-def _called_parts(module: nn.Module) -> list[nn.Module]:
-    """Returns `module`, or the outermost modules inside it that have a forward method.
+def _called_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields `module`, or the outermost modules inside it that have a forward method.
 
     The hooks of FSDP run only in `forward`, so a module that is never called cannot be a unit.
     """
     if getattr(module.forward, "__func__", None) is not nn.Module.forward:
-        return [module]
-    return [*chain.from_iterable(map(_called_parts, module.children()))]
+        yield module
+        return
+    for part in module.children():
+        yield from _called_parts(part)
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:

@@ -1,5 +1,7 @@
 """The work of each rank, from its session to the summary. Rank 0 also writes the run directory."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from detonation.cluster.network.measure import Everyone
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.core.link import PeerLost
-from detonation.train.choice.decide import Chosen, chosen_config
+from detonation.train.choice.decide import chosen_config
 from detonation.train.loop.session import Session, start_session
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.schema import Table
@@ -68,28 +70,21 @@ def train_on_rank(task: RunTask) -> Table:
         session.optimizer.set_up()
         # set a long timeout for collectives: a node may load its checkpoint from a slow disk
         set_group_timeouts(GROUP_TIMEOUT_S)
-        result = _trained(session, task, chosen, begin, log, stop, losses)
+        train = partial(train_in_directory, session, task, chosen, begin, log, stop, losses)
+        result = _trained(train, session, set_up)
         losses.close("left" in result)
         return result
 
 
-def _trained(
-    session: Session,
-    task: RunTask,
-    chosen: Chosen | None,
-    begin: str,
-    log: list[int],
-    stop: Stop,
-    losses: Losses,
-) -> Table:
-    """Calls `train_in_directory`. If a replica is lost before the first step, the remaining
-    replicas read the run directory and the checkpoint again.
+def _trained(train: Callable[[], Table], session: Session, set_up: SetUp) -> Table:
+    """Returns the result of `train`, which reads the run directory and trains. If a replica is lost
+    before the first step, the remaining replicas call `train` again.
     """
     while True:
         try:
-            return train_in_directory(session, task, chosen, begin, log, stop, losses)
+            return train()
         except PeerLost:
-            if losses.set_up.is_done:  # reading the checkpoint again would undo steps
+            if set_up.is_done:  # reading the checkpoint again would undo steps
                 raise
             session.optimizer.synchronize()
 
